@@ -1,0 +1,44 @@
+"""fsdplaunch: launch, shard, checkpoint and merge Fully Sharded Data Parallel training.
+
+The names below load on first use, so that `import fsdplaunch` costs nothing.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Where each public name lives; module __getattr__ (PEP 562) imports it on first use.
+_HOMES = {
+    "FullyShardedDataParallelPlugin": "fsdplaunch.runtime.plugin",
+    "prepare": "fsdplaunch.runtime.prepare",
+    "clip_grad_norm_": "fsdplaunch.runtime.gradients",
+    "no_sync": "fsdplaunch.runtime.gradients",
+    "save_checkpoint": "fsdplaunch.runtime.state",
+    "load_checkpoint": "fsdplaunch.runtime.state",
+    "merge_fsdp_weights": "fsdplaunch.checkpoint.merge",
+}
+
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604  (names of the lazy table)
+
+if TYPE_CHECKING:
+    from fsdplaunch.checkpoint.merge import merge_fsdp_weights
+    from fsdplaunch.runtime.gradients import clip_grad_norm_, no_sync
+    from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
+    from fsdplaunch.runtime.prepare import prepare
+    from fsdplaunch.runtime.state import load_checkpoint, save_checkpoint
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    from importlib import import_module
+
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

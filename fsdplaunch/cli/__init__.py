@@ -1,0 +1,1 @@
+"""Talks to people: the only package that prints or exits."""

@@ -1,0 +1,86 @@
+"""Fill in what a file leaves open: keys whose default depends on other keys.
+
+A resolved Config says everything that has a meaning; resolving it again changes nothing.
+"""
+
+from dataclasses import replace
+from typing import Any, get_args
+
+from fsdplaunch.config.keys import all_keys, value_at
+from fsdplaunch.config.schema import Config, FsdpConfig, PrecisionSection
+from fsdplaunch.config.values import DtypeName, StrategyName
+
+_STRATEGIES = get_args(StrategyName)
+_KEEP_GATHERED = {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"}
+
+
+def resolve(config: Config) -> Config:
+    """Return the Config with every "decided from the rest" value decided.
+
+    Args:
+        config: As read; None where the file is silent.
+    """
+    version = config.fsdp_config.fsdp_version or default_version(config)
+    fill = _version_1 if version == 1 else _version_2
+    fsdp = replace(config.fsdp_config, fsdp_version=version, **fill(config.fsdp_config))
+    return replace(config, fsdp_config=fsdp, precision=_precision(config, version))
+
+
+def default_version(config: Config) -> int:
+    """The FSDP version of a file that names none: 1 if written for version 1 or for accelerate, else 2."""
+    if config.compute_environment is not None:
+        return 1
+    old = [spec for spec in all_keys() if spec.key.versions == (1,)]
+    if any(value_at(config, spec.path) != spec.default for spec in old):
+        return 1
+    return 1 if config.fsdp_config.fsdp_state_dict_type == "LOCAL_STATE_DICT" else 2
+
+
+def strategy_named(reshard: bool | int | str | None) -> str | None:
+    """Read fsdp_reshard_after_forward as version 1 does: a strategy's name or code."""
+    if isinstance(reshard, str):
+        return reshard
+    if reshard is None or isinstance(reshard, bool) or not 1 <= reshard <= len(_STRATEGIES):
+        return None
+    return str(_STRATEGIES[reshard - 1])
+
+
+def _version_1(fsdp: FsdpConfig) -> dict[str, Any]:
+    strategy = fsdp.fsdp_sharding_strategy or strategy_named(fsdp.fsdp_reshard_after_forward) or "FULL_SHARD"
+    sync = True if fsdp.fsdp_sync_module_states is None else fsdp.fsdp_sync_module_states
+    return {
+        "fsdp_sharding_strategy": strategy,
+        "fsdp_reshard_after_forward": None,
+        "fsdp_backward_prefetch": fsdp.fsdp_backward_prefetch or "BACKWARD_PRE",
+        "fsdp_state_dict_type": fsdp.fsdp_state_dict_type or "FULL_STATE_DICT",
+        "fsdp_sync_module_states": sync,
+    }
+
+
+def _version_2(fsdp: FsdpConfig) -> dict[str, Any]:
+    reshard = fsdp.fsdp_reshard_after_forward
+    if reshard is None:
+        reshard = fsdp.fsdp_sharding_strategy not in _KEEP_GATHERED
+    if not isinstance(reshard, bool) and reshard in (0, 1):
+        reshard = bool(reshard)
+    return {
+        "fsdp_sharding_strategy": fsdp.fsdp_sharding_strategy or "FULL_SHARD",
+        "fsdp_reshard_after_forward": reshard,
+        "fsdp_state_dict_type": fsdp.fsdp_state_dict_type or "SHARDED_STATE_DICT",
+    }
+
+
+def _precision(config: Config, version: int) -> PrecisionSection:
+    said = config.precision
+    compute: DtypeName | None = None
+    if config.mixed_precision != "no":
+        compute = "fp16" if config.mixed_precision == "fp16" else "bf16"  # fp8 computes its other layers in bf16
+    param = said.param or compute
+    lower = param not in (None, "fp32")
+    return replace(
+        said,
+        param=param,
+        reduce=said.reduce or ("fp32" if lower else None),
+        buffer=said.buffer or (compute if version == 1 else None),
+        master=said.master or ("fp32" if lower else None),
+    )

@@ -1,0 +1,1 @@
+"""Facts about this machine, its cluster and a model folder. No torch."""
