@@ -5,6 +5,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from fsdplaunch.probe import gpus
+
 
 class NVMLError(Exception):
     pass
@@ -57,6 +59,7 @@ def install_driver(monkeypatch):
     def install(cards, slices=None, *, driver=True):
         library = fake_nvml(cards, slices, driver=driver)
         monkeypatch.setitem(sys.modules, "pynvml", library)
+        monkeypatch.setattr(gpus, "driver_is_installed", lambda: True)
         return library
 
     return install

@@ -2,6 +2,7 @@ import sys
 
 import pytest
 
+from fsdplaunch.probe import gpus
 from fsdplaunch.probe.gpus import Gpu, read_gpus
 
 GIB = 1024**3
@@ -41,9 +42,21 @@ def test_read_gpus_without_driver_reports_none_and_says_nothing(install_driver):
     assert read_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == ((), ())
 
 
-def test_read_gpus_without_library_reports_none(monkeypatch):
+def test_read_gpus_without_bindings_reports_none(monkeypatch):
+    monkeypatch.setattr(gpus, "driver_is_installed", lambda: True)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert read_gpus({}) == ((), ())
+
+
+def test_read_gpus_without_driver_library_does_not_load_the_bindings(monkeypatch):
+    def no_library(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(gpus.ctypes, "CDLL", no_library)
+    monkeypatch.setattr(gpus.sys, "platform", "linux")
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    assert read_gpus({}) == ((), ())
+    assert "pynvml" not in sys.modules
 
 
 @pytest.mark.parametrize(
