@@ -18,7 +18,7 @@ def listing(folder: Path) -> list[str]:
         ({}, ["launch", "nope.py"], ["script not found: nope.py"]),
         ({"folder/x.py": ""}, ["launch", "folder"], ["folder is a folder, not a script"]),
         ({"t.py": SCRIPT}, ["launch", "-c", "nope.yaml", "t.py"], ["nope.yaml"]),
-        ({"t.py": SCRIPT, "fsdp.yaml": "a: [1,\nb: 2\n"}, ["launch", "t.py"], ["fsdp.yaml:2"]),
+        ({"t.py": SCRIPT, "fsdp.yaml": "a: [1,\nb: 2\n"}, ["launch", "t.py"], ["fsdp.yaml:3", "is not YAML"]),
         ({"t.py": SCRIPT, "fsdp.yaml": "- a\n- b\n"}, ["launch", "t.py"], ["fsdp.yaml", "mapping"]),
         (
             {"t.py": SCRIPT, "fsdp.yaml": "fsdp_config:\n  fsdp_sharding_stratgy: 1\n"},
