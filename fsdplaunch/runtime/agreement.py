@@ -26,7 +26,7 @@ def together(doing: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # noqa: BLE001  (raised again below, on every rank)
+    except BaseException as error:
         failure = error
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, None if failure is None else _words(failure))

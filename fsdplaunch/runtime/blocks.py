@@ -34,7 +34,7 @@ def find_blocks(model: nn.Module, class_names: Iterable[str] = ()) -> dict[str, 
     found = own or _repeated(model, at_least=2) or _repeated(model, at_least=1, lists=(nn.ModuleList,))
     if not found:
         msg = f"no repeated blocks found in {type(model).__name__}"
-        hint = "name the block classes in fsdp_transformer_layer_cls_to_wrap, or set fsdp_auto_wrap_policy to NO_WRAP"
+        hint = "name them in fsdp_transformer_layer_cls_to_wrap, or set fsdp_auto_wrap_policy to NO_WRAP"
         raise ShardingError(msg, hint=hint)
     return found
 
@@ -47,15 +47,15 @@ def _of_classes(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
 def _repeated(model: nn.Module, *, at_least: int, lists: tuple[type, ...] = _LISTS) -> dict[str, nn.Module]:
     """Modules of one class that stand side by side in a list, none of them inside another."""
     found: dict[str, nn.Module] = {}
-    for name, group in model.named_modules():
+    for name, group in dict(model.named_modules()).items():
         inside = any(name == block or name.startswith(block + ".") for block in found)
         if not inside and isinstance(group, lists):
-            found |= _side_by_side(name, group, at_least)
+            found |= _side_by_side(name, list(group.named_children()), at_least)
     return {clean_name(name): module for name, module in found.items()}
 
 
-def _side_by_side(name: str, group: nn.Module, at_least: int) -> dict[str, nn.Module]:
-    children = {child: m for child, m in group.named_children() if runs(m) and any(True for _ in m.parameters())}
+def _side_by_side(name: str, group: list[tuple[str, nn.Module]], at_least: int) -> dict[str, nn.Module]:
+    children = {child: m for child, m in group if runs(m) and any(True for _ in m.parameters())}
     counts = Counter(type(m) for m in children.values())
     prefix = f"{name}." if name else ""
     return {prefix + child: m for child, m in children.items() if counts[type(m)] >= at_least}

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
         config = decode()
         direct_output(config.launch.show_ranks)
         _work(config, parse_target(argv))
-    except BaseException as failure:  # noqa: BLE001  (the process ends here, and says why)
+    except BaseException as failure:
         _abandon()
         status = conclude(failure)
         sys.stdout.flush()

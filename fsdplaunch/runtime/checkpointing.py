@@ -1,5 +1,7 @@
 """Activation checkpointing: each block keeps its input only and computes the rest again in backward."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -55,7 +57,7 @@ def _wrapped(block: nn.Module, *, offload: bool) -> nn.Module:
 
 def _no_cache(model: nn.Module) -> None:
     """Turn off the key-value cache of transformers models: computing a block twice would append to it twice."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False
         report.say("set the model's use_cache to false: it cannot be kept under activation checkpointing")

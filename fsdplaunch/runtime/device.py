@@ -42,7 +42,7 @@ def join_group(config: Config, device: torch.device) -> None:
     """
     if config.debug:
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-        dist.set_debug_level_from_env()
+        getattr(dist, "set_debug_level_from_env")()  # noqa: B009  (exported at run time only)
     timeout = timedelta(seconds=config.launch.process_group_timeout_seconds)
     if device.type == "cuda":
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)

@@ -59,7 +59,9 @@ def record(message: str, call_stack: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    details = {"py_callstack": call_stack, "timestamp": str(int(time.time()))}
+    # Torch's own time stamp counts whole seconds; which rank failed first shows in the nanoseconds.
+    now = time.time_ns()
+    details = {"py_callstack": call_stack, "timestamp": str(now // 10**9), "time_ns": now}
     data = {"message": {"message": message, "extraInfo": details}}
     try:
         Path(path).write_text(json.dumps(data), encoding="utf-8")

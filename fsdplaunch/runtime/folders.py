@@ -91,7 +91,9 @@ def _sync(folder: Path) -> None:
 
 def numbered(root: Path) -> list[tuple[int, Path]]:
     """The folders `checkpoint-N` in `root`, highest N first, complete or not."""
-    found = [(int(match[1]), path) for path in root.glob("checkpoint-*") if (match := _NUMBERED.fullmatch(path.name))]
+    found = [
+        (int(match[1]), path) for path in root.glob("checkpoint-*") if (match := _NUMBERED.fullmatch(path.name))
+    ]
     return sorted(found, reverse=True)
 
 

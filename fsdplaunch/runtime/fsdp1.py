@@ -17,7 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import report
-from fsdplaunch.runtime.mesh import SHARD
 from fsdplaunch.runtime.settings import Settings
 from fsdplaunch.runtime.tree import replace_modules
 from fsdplaunch.runtime.weights import Aligner
@@ -43,8 +42,8 @@ def shard(
 ) -> nn.Module:
     """Wrap the units bottom-up and the model last, and return the outermost wrapper.
 
-    Torch's own `sync_module_states` works on GPUs only, so the units get rank 0's values from the aligner, one at a
-    time and right before they are wrapped, as in version 2.
+    Torch's own `sync_module_states` works on GPUs only, so the units get rank 0's values from the aligner, one at
+    a time and right before they are wrapped, as in version 2.
     """
     common = _common(settings, mesh, aligner.device, ignored)
     precision = _precision(settings)
@@ -92,8 +91,8 @@ def _layout(settings: Settings, mesh: DeviceMesh) -> dict[str, Any]:
     if hybrid and mesh.ndim > 1 and mesh.size(1) > 1:
         return {"device_mesh": mesh}
     msg = f"{settings.strategy} does not fit a mesh of {' x '.join(str(n) for n in mesh.shape)} ranks"
-    hint = "HYBRID_SHARD and HYBRID_SHARD_ZERO2 take copies x shards, with more than one shard; the others one axis"
-    raise ShardingError(msg, hint=f"{hint} ({SHARD})")
+    hint = "the hybrid strategies take copies x shards, with more than one shard each; the others one axis"
+    raise ShardingError(msg, hint=hint)
 
 
 def _offload(settings: Settings, device: torch.device) -> CPUOffload | None:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -83,5 +84,5 @@ def _precision(settings: Settings, *, output: torch.dtype | None) -> MixedPrecis
 
 
 def _prefetch_forward(units: list[FSDPModule]) -> None:
-    for unit, following in zip(units, units[1:], strict=False):
+    for unit, following in pairwise(units):
         unit.set_modules_to_forward_prefetch([following])

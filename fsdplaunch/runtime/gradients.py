@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.nn.utils import clip_grad_value_ as clip_local_values
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.prepared import models_of, prepared_of
@@ -84,7 +84,7 @@ def _wrapper_of(parameters: Parameters) -> FullyShardedDataParallel | None:
     given = {id(param) for param in _listed(parameters)}
     for model in models_of(FullyShardedDataParallel):
         own = {id(param) for param in model.parameters()}
-        if own == given:
+        if own == given and isinstance(model, FullyShardedDataParallel):
             return model
         if own & given:
             msg = "only some parameters of a model sharded by version 1 were given to clip_grad_norm_"
@@ -100,7 +100,9 @@ def _norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     norms = [_plain(get_total_norm(kind, norm_type)) for kind in _kinds(gradients)]
     if not norms:
         return torch.tensor(0.0)
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    together: torch.Tensor = torch.stack([norm.to(norms[0].device) for norm in norms])
+    total: torch.Tensor = torch.linalg.vector_norm(together, norm_type)
+    return total
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,8 +33,8 @@ class EpochSampler(DistributedSampler[Any]):
 class SharedOrder(Sampler[Any]):
     """Every rank's part of an order that only rank 0 decides: for samplers of the user's own.
 
-    Rank 0 draws the whole epoch and sends it. Ranks take turns; the last round is filled up from the start, so that
-    all ranks have the same number of items. Items are indices, or lists of them for batch samplers.
+    Rank 0 draws the whole epoch and sends it. Ranks take turns; the last round is filled up from the start, so
+    that all ranks have the same number of items. Items are indices, or lists of them for batch samplers.
     """
 
     def __init__(self, inner: Any, ranks: DataRanks) -> None:
@@ -84,9 +84,9 @@ class TakingTurns(IterableDataset[Any]):
 def shard_loader(loader: DataLoader[Any], ranks: DataRanks) -> DataLoader[Any]:
     """Make a loader give this rank its part, and return it.
 
-    The batch size stays and is each rank's own. A loader that shuffles or reads in order gets an `EpochSampler`, other
-    samplers and batch samplers are split by `SharedOrder`, streams by `TakingTurns`. A loader that already has a
-    distributed sampler, and a stream that already was split, stay as they are.
+    The batch size stays and is each rank's own. A loader that shuffles or reads in order gets an `EpochSampler`,
+    other samplers and batch samplers are split by `SharedOrder`, streams by `TakingTurns`. A loader that already
+    has a distributed sampler, and a stream that already was split, stay as they are.
     """
     if ranks.size == 1 or _is_split(loader):
         return loader

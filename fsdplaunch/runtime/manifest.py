@@ -90,11 +90,15 @@ def is_complete(folder: Path) -> bool:
     files = manifest.get("files")
     if manifest.get("complete") is not True or not isinstance(files, dict):
         return False
-    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())
+    return all(
+        (folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items()
+    )
 
 
 def looks_like_checkpoint(folder: Path) -> bool:
     """Whether a folder itself, not one below it, holds a model in one of the layouts accelerate writes."""
     if (folder / MANIFEST).exists() or (folder / "pytorch_model_fsdp.bin").exists():
         return True
-    return (folder / "pytorch_model_fsdp_0" / ".metadata").exists() or any(folder.glob("pytorch_model_fsdp_rank*.bin"))
+    return (folder / "pytorch_model_fsdp_0" / ".metadata").exists() or any(
+        folder.glob("pytorch_model_fsdp_rank*.bin")
+    )

@@ -29,7 +29,7 @@ def write_plain(value: Any, path: Path, what: str) -> None:
     write_bytes(box.getvalue(), path)
 
 
-def write_bytes(data: bytes, path: Path) -> None:
+def write_bytes(data: bytes | memoryview, path: Path) -> None:
     """Write a file and force it to disk."""
     with path.open("wb") as file:
         file.write(data)
@@ -47,4 +47,5 @@ def read_plain(path: Path) -> Any:
         return torch.load(path, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         msg = f"cannot read {path}: {str(error).splitlines()[0]}"
-        raise CheckpointError(msg, hint="the file is damaged, or holds objects that only running code could read") from None
+        hint = "the file is damaged, or holds objects that only running code could read"
+        raise CheckpointError(msg, hint=hint) from None

@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallelPlugin`: the reference's fields, filled from the environment where code says nothing."""
+"""`FullyShardedDataParallelPlugin`: the reference's fields, filled from the environment where code is silent."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -54,8 +54,8 @@ _PLAIN = (
 class FullyShardedDataParallelPlugin:
     """How models are sharded. A field left None takes what the launch's configuration says.
 
-    The configuration reaches a worker as environment variables; values given here win over them. After construction
-    every field holds the value that will be used, as torch's own object where torch has one.
+    The configuration reaches a worker as environment variables; values given here win over them. After
+    construction every field holds the value that will be used, as torch's own object where torch has one.
 
     Attributes:
         fsdp_version: 1 (FullyShardedDataParallel) or 2 (fully_shard).
@@ -277,7 +277,9 @@ class FullyShardedDataParallelPlugin:
             activation_checkpointing=bool(self.activation_checkpointing),
             activation_offload=bool(self.activation_checkpointing_offload),
             ignored=ignored if ignored is None or isinstance(ignored, str) else tuple(ignored),
-            dtypes=dtypes_from(self.mixed_precision_policy, Dtypes(master=dtype_of(self.master_dtype, "master_dtype"))),
+            dtypes=dtypes_from(
+                self.mixed_precision_policy, Dtypes(master=dtype_of(self.master_dtype, "master_dtype"))
+            ),
             replicate_size=self.dp_replicate_size or 1,
             shard_size=self.dp_shard_size,
             param_init_fn=self.param_init_fn,

@@ -55,7 +55,10 @@ def configured(said: Mapping[str, Any], environ: Mapping[str, str] | None = None
     for path, text in raw_values(os.environ if environ is None else environ).items():
         values[path] = _parsed(path, text, f"environment variable {keys_by_path()[path].env}")
     spoken = {name: value for name, value in said.items() if value is not None}
-    for one, other in (("sharding_strategy", "reshard_after_forward"), ("reshard_after_forward", "sharding_strategy")):
+    for one, other in (
+        ("sharding_strategy", "reshard_after_forward"),
+        ("reshard_after_forward", "sharding_strategy"),
+    ):
         if one in spoken and other not in spoken and _names_strategy(spoken[one]):
             values.pop(PATHS[other], None)  # two names of one thing: what code says under one wins over both
     for name, value in spoken.items():
@@ -100,8 +103,8 @@ def dtype_of(value: Any, what: str) -> torch.dtype | None:
 def dtypes_from(policy: Any, base: Dtypes) -> Dtypes:
     """Read `mixed_precision_policy` in any of its forms: a name, a mapping, one of torch's two classes.
 
-    A name sets what the configuration's mixed_precision sets: computation in that format, gradients summed in fp32,
-    shards kept in fp32. A mapping or an object says each format itself.
+    A name sets what the configuration's mixed_precision sets: computation in that format, gradients summed in
+    fp32, shards kept in fp32. A mapping or an object says each format itself.
 
     Raises:
         UsageError: It is none of these, or a mapping with a key that means nothing.

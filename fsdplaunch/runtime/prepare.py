@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.loader import shard_loader
+from fsdplaunch.runtime.mesh import data_ranks
 from fsdplaunch.runtime.optimizer import repoint
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin, ambient_plugin
-from fsdplaunch.runtime.mesh import data_ranks
 from fsdplaunch.runtime.prepared import known_parameters
 from fsdplaunch.runtime.shard import Place, is_sharded, place_for, shard_model
 
@@ -27,23 +27,23 @@ def prepare(
 ) -> Any:
     """Shard models and fit everything that goes with them, on this rank and on all others alike.
 
-    Takes any number of models, optimizers, data loaders and schedulers in any order. For each model, in this order:
-    parameters shared between modules are found by identity; ignored modules are matched; units are chosen;
-    blocks are wrapped for activation checkpointing; unit by unit, bottom-up, tensors get storage on the device, rank
-    0's values (always, so that all ranks start from one model) and the master number format, and are sharded.
-    Then optimizers are moved to the sharded parameters, by name and with their state, and everything is checked:
-    the shards of all ranks add up to the whole model, and every optimizer trains prepared parameters only.
+    Takes any number of models, optimizers, data loaders and schedulers in any order. For each model, in this
+    order: parameters shared between modules are found by identity; ignored modules are matched; units are chosen;
+    blocks are wrapped for activation checkpointing; unit by unit, bottom-up, tensors get storage on the device,
+    rank 0's values (so that all ranks start from one model) and the master number format, and are sharded. Then
+    optimizers are moved to the sharded parameters, by name and with their state, and everything is checked: the
+    shards of all ranks add up to the whole model, and every optimizer trains prepared parameters only.
 
     Args:
-        objects: `nn.Module`, `Optimizer`, `DataLoader` and scheduler objects. Models already sharded stay as they are.
+        objects: Models, optimizers, data loaders and schedulers. Models already sharded stay as they are.
         plugin: How to shard; the one made of the launch's configuration when left out.
         mesh: The ranks' layout, if it is not to be made from the plugin: one axis, or copies x shards.
         process_group: The ranks to shard over, as another way to give a mesh of one axis.
         device: Where to compute; this worker's own when left out.
 
     Returns:
-        The objects in the order given: the object itself for one, a tuple for several. FSDP2 changes models in place;
-        FSDP1 returns a wrapper around them.
+        The objects in the order given: the object itself for one, a tuple for several. FSDP2 changes models in
+        place; FSDP1 returns a wrapper around them.
 
     Raises:
         ShardingError: A model cannot be sharded as asked, or an optimizer trains parameters of no prepared model.

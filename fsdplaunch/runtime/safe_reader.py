@@ -1,8 +1,8 @@
 """Read torch's distributed checkpoints without letting the pickles in them run code.
 
 Torch unpickles a checkpoint's index, and every value in it that is no tensor, with the full unpickler: whoever
-wrote the file decides what runs. Here the index may name only the inert classes an index is made of, and values are
-read with torch's own weights-only rules.
+wrote the file decides what runs. Here the index may name only the inert classes an index is made of, and values
+are read with torch's own weights-only rules.
 """
 
 import importlib
@@ -11,7 +11,8 @@ import pickle
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -57,7 +58,7 @@ class _Unpickler(pickle.Unpickler):
 class SafeReader(FileSystemReader):
     """Torch's reader of a checkpoint folder, with an index that cannot run code."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *_: Any, **kwargs: Any) -> Metadata:
         """Read the index.
 
         Raises:
@@ -65,9 +66,9 @@ class SafeReader(FileSystemReader):
         """
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             metadata: Metadata = _Unpickler(io.BytesIO(file.read())).load()
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
+        storage = getattr(metadata, "storage_meta", None) or StorageMeta()
+        storage.load_id = self.load_id
+        metadata.storage_meta = storage
         return metadata
 
 

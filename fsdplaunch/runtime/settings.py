@@ -109,7 +109,7 @@ def settings_of(config: Config) -> Settings:
         activation_offload=fsdp.fsdp_activation_checkpointing_offload,
         ignored=fsdp.fsdp_ignored_modules,
         dtypes=_dtypes_of(config),
-        replicate_size=mesh.parallelism_config_dp_replicate_size,
+        replicate_size=mesh.parallelism_config_dp_replicate_size or 1,
         shard_size=mesh.parallelism_config_dp_shard_size,
     )
 

@@ -102,16 +102,14 @@ def shard_model(model: nn.Module, plugin: FullyShardedDataParallelPlugin, place:
         master=settings.dtypes.master,
         ignored=ignored,
         init_fn=settings.param_init_fn,
-        send=settings.version == 2 or settings.sync_module_states or settings.ram_efficient,
+        send=settings.sync_module_states or settings.ram_efficient,
     )
     kinds = [type(unit).__name__ for unit in units.values()]
     full = {entry.name: entry.tensor for entry in aligner.entries}
     if settings.activation_checkpointing:
         units = checkpoint_blocks(model, units, settings, place.device)
-    implementation = fsdp1 if settings.version == 1 else fsdp2
-    sharded = implementation.shard(
-        model, units, settings=settings, mesh=place.mesh, aligner=aligner, ignored=ignored
-    )
+    shard = fsdp1.shard if settings.version == 1 else fsdp2.shard
+    sharded = shard(model, units, settings=settings, mesh=place.mesh, aligner=aligner, ignored=ignored)
     note_successors(full, dict(named_parameters(sharded)))
     prepared = Prepared(
         plugin=plugin,

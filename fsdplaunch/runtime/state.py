@@ -173,4 +173,4 @@ def _restore_random_states(folder: Path) -> None:
     if path.exists() and not (folder / file_name(dist.get_world_size())).exists():
         read_random_states(path)
     else:
-        report.say("random number generators stay as they are: the checkpoint has no state of theirs for these ranks")
+        report.say("random number generators start anew: the checkpoint is of another number of ranks")

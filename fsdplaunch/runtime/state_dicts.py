@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.optim import Optimizer
 
@@ -74,7 +76,7 @@ def load_model(model: nn.Module, folder: Path, index: int) -> None:
                 model.load_state_dict(read_plain(folder / _local_name(index)))
         else:
             msg = f"{folder} holds no model {index} for rank {dist.get_rank()}"
-            raise CheckpointError(msg, hint="a LOCAL_STATE_DICT checkpoint loads on as many ranks as wrote it")
+            raise CheckpointError(msg, hint="LOCAL_STATE_DICT loads on as many ranks as wrote it")
 
 
 def save_optimizer(model: nn.Module, optimizer: Optimizer, kind: str, folder: Path, index: int) -> None:
@@ -105,7 +107,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path, index: 
             set_optimizer_state_dict(model, optimizer, state, options=_from_rank_0())
         else:
             msg = f"{folder} holds no optimizer {index}"
-            raise CheckpointError(msg, hint="load without the optimizer, or from a checkpoint that was saved with it")
+            raise CheckpointError(msg, hint="leave the optimizer out, or load a checkpoint that has one")
 
 
 def _stem(name: str, index: int) -> str:
@@ -143,7 +145,7 @@ def _write(state: dict[str, Any], path: Path) -> None:
 
 
 def _write_sharded(state: dict[str, Any], folder: Path) -> None:
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
+    save(state, storage_writer=FileSystemWriter(folder))
 
 
 def _read_sharded(state: dict[str, Any], folder: Path, *, strict: bool) -> set[str]:
@@ -161,7 +163,7 @@ def _read_sharded(state: dict[str, Any], folder: Path, *, strict: bool) -> set[s
         words = f"lacks {', '.join(sorted(absent)[:4])}" if absent else f"has {', '.join(left_over[:4])} besides"
         msg = f"{folder} is of another model: it {words}"
         raise CheckpointError(msg, hint="build the model as it was when the checkpoint was saved")
-    dcp.load(state, storage_reader=SafeReader(folder), planner=SafePlanner(allow_partial_load=not strict))
+    load(state, storage_reader=SafeReader(folder), planner=SafePlanner(allow_partial_load=not strict))
     return absent
 
 

@@ -53,7 +53,7 @@ def watch_sharding() -> None:
     FullyShardedDataParallel.__init__ = construct_and_mark  # type: ignore[method-assign]
 
 
-def _subclass_made(cls: type, **kwargs: Any) -> None:
+def _subclass_made(cls: Any, /, **kwargs: Any) -> None:
     from torch.distributed.fsdp import FSDPModule
     from torch.nn import Module
 
