@@ -108,7 +108,7 @@ def launch(
     config: ConfigOption = None,
     overrides: SetOption = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")] = False,
-    dry_run: Annotated[bool, typer.Option(help="Print the environment and the command; start nothing")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the environment and the command; start nothing")] = False,
     allow_unsharded: Annotated[
         bool, typer.Option("--allow-unsharded", help="Accept a script that never shards a model")
     ] = False,
@@ -152,17 +152,20 @@ def merge_weights(
         ),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT if it exists")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read the result back and compare")] = False,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest output file, as in 5GB")] = "50GB",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be written; write nothing")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Join a sharded checkpoint into safetensors."""
-    from fsdplaunch.cli.merge_cmd import merge_command
+    from fsdplaunch.checkpoint.merge import MergeOptions
+    from fsdplaunch.cli.merge_cmd import merge_command, parse_size
 
-    merge_command(
-        checkpoint,
-        output,
+    options = MergeOptions(
+        max_shard_size=parse_size(max_shard_size),
+        overwrite=overwrite,
+        verify=verify or remove_checkpoint_dir,
         safe_serialization=not unsafe_serialization,
         remove_checkpoint_dir=remove_checkpoint_dir,
-        overwrite=overwrite,
-        as_json=as_json,
-        out=Output(),
     )
+    merge_command(checkpoint, output, options=options, dry_run=dry_run, as_json=as_json, out=Output())
