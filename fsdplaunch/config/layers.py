@@ -1,13 +1,13 @@
 """What each source says: a file, the environment, the command line. Canonical values, with their places."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fsdplaunch.config.environment import raw_values
 from fsdplaunch.config.keys import KeySpec, Path, keys_by_path, section_classes
 from fsdplaunch.config.names import Unknown, find_bare, find_key, path_of
-from fsdplaunch.config.problems import Place, Problem
+from fsdplaunch.config.problems import ConfigError, Place, Problem
 from fsdplaunch.config.yaml_text import Entry, Text, UnreadableValueError, read_scalar
 
 LayerName = Literal["default", "file", "env", "flag"]
@@ -159,6 +159,20 @@ def flag_layer(overrides: Iterable[str]) -> Layer:
     for override in overrides:
         _override(layer, override)
     return layer
+
+
+def read_assignments(assignments: Sequence[str]) -> list[tuple[KeySpec, Any]]:
+    """Return keys and canonical values of `KEY=VALUE` texts, to be written into a file; None takes a key out.
+
+    Raises:
+        ConfigError: With every problem of the texts.
+    """
+    layer = flag_layer(assignments)
+    if layer.variables:
+        layer.reject("not-an-assignment", "launch.env", "must be set as a whole", Place(source="command line"))
+    if layer.problems:
+        raise ConfigError(layer.problems)
+    return [(keys_by_path()[path], one.value) for path, one in layer.said.items()]
 
 
 def _override(layer: Layer, override: str) -> None:
