@@ -23,7 +23,7 @@ def _where_choices(situation: Situation) -> tuple[Choice, ...]:
     facts = situation.facts
     gpus, job = len(facts.hardware.gpus), facts.cluster
     seen = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "no GPU was found"
-    in_job = f"job {job.job_id}, {job.num_nodes or '?'} nodes" if job.kind == "slurm" else "inside an allocation"
+    in_job = f"job {job.job_id}" if job.kind == "slurm" else "inside an allocation"
     return (
         Choice(
             value="here",
@@ -31,9 +31,14 @@ def _where_choices(situation: Situation) -> tuple[Choice, ...]:
             consequence=seen,
             disabled=None if gpus or situation.editing else seen,
         ),
-        Choice(value="machines", title="On several machines", consequence="each one runs the same launch command"),
-        Choice(value="slurm", title="In a SLURM job", consequence=f"{in_job}: srun fsdplaunch launch"),
-        Choice(value="cpu", title="On this machine's CPUs", consequence="the same run without GPUs, over gloo"),
+        Choice(value="machines", title="On several machines", detail="Each one runs the same launch command."),
+        Choice(value="slurm", title="In a SLURM job", consequence=in_job, detail="Start it with srun."),
+        Choice(
+            value="cpu",
+            title="On this machine's CPUs",
+            consequence="to try things out",
+            detail="The same sharding, checkpoints and merging, over gloo.",
+        ),
     )
 
 

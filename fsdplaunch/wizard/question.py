@@ -6,13 +6,15 @@ from functools import cache
 from pathlib import Path as FilePath
 from typing import Any
 
-from fsdplaunch.config.keys import Path, build_config
+from fsdplaunch.config.keys import Path, build_config, keys_by_path
+from fsdplaunch.config.resolve import default_version
 from fsdplaunch.config.schema import Config
 from fsdplaunch.errors import LaunchError
 from fsdplaunch.probe.cluster import Cluster
 from fsdplaunch.probe.model import ModelFacts, parse_count, read_model, sized_model
 from fsdplaunch.wizard.suggest import Facts, Suggestion, suggest_for
 
+VERSION = ("fsdp_config", "fsdp_version")
 KEEP = "keep"
 """The answer that leaves a question's keys as the existing file says them."""
 TYPE_IT = "..."
@@ -48,14 +50,15 @@ class Situation:
     @property
     def version(self) -> int:
         """The FSDP version the answers will be written for."""
-        path = ("fsdp_config", "fsdp_version")
-        return int(self.settings.get(path) or self.base.get(path) or (1 if self._is_old else 2))
+        return int(self.settings.get(VERSION) or self.base.get(VERSION) or (1 if self._is_old else 2))
 
     @property
     def _is_old(self) -> bool:
-        from fsdplaunch.config.resolve import default_version
-
-        return self.editing and default_version(build_config(self.base)) == 1
+        """Whether the edited file means version 1 without saying so."""
+        if not self.editing:
+            return False
+        said = [keys_by_path()[path].key.versions for path in self.base]
+        return (1,) in said or default_version(build_config(self.base)) == 1
 
     @property
     def num_nodes(self) -> int:
@@ -114,13 +117,15 @@ class Choice:
     Attributes:
         value: The answer as a flag gives it.
         title: The answer in words.
-        consequence: What it costs or brings.
+        consequence: What it costs or brings here, in a few words; shown beside the title.
+        detail: More about it; shown below the list while the cursor is on it.
         disabled: Why it cannot be chosen here, or None.
     """
 
     value: str
     title: str
     consequence: str = ""
+    detail: str = ""
     disabled: str | None = None
 
 

@@ -60,7 +60,7 @@ def memory_words(goal: str, situation: Situation) -> tuple[str, str | None]:
     plan, limit = memory_of(goal, situation), situation.machines.hardware.gpu_memory_bytes
     if plan is None:
         return "", None
-    host = f", {plan.host / GIB:.1f} GiB of host memory per worker" if plan.host else ""
+    host = f" and {plan.host / GIB:.1f} of host memory" if plan.host else ""
     if situation.answers.get("where") == "cpu":
         return f"{(plan.gpu + plan.host) / GIB:.1f} GiB of memory per worker", None
     text = f"{plan.gpu / GIB:.1f}" + (f" of {limit / GIB:.0f}" if limit else "") + f" GiB per GPU{host}"
@@ -68,12 +68,21 @@ def memory_words(goal: str, situation: Situation) -> tuple[str, str | None]:
 
 
 _GOALS = {
-    "balanced": ("Balanced: everything split, blocks freed after use", "FULL_SHARD, the least traffic for its memory"),
-    "fastest": ("Fastest: whole parameters from forward to backward", "SHARD_GRAD_OP, one gather per block less"),
-    "hybrid": ("Split inside each machine, a copy on every machine", "HYBRID_SHARD, gathers stay off the network"),
+    "balanced": (
+        "Balanced: everything is split",
+        "FULL_SHARD: each block is gathered for forward, freed, and gathered again for backward.",
+    ),
+    "fastest": (
+        "Fastest: gathered once per step",
+        "SHARD_GRAD_OP: parameters stay whole from forward to backward, which saves one gather per block.",
+    ),
+    "hybrid": (
+        "Split inside each machine only",
+        "HYBRID_SHARD: every machine holds a whole copy, so that only gradients cross the network.",
+    ),
     "biggest": (
-        "Biggest model: what is split lives in host memory",
-        "FULL_SHARD with offload and activation checkpointing, slower steps",
+        "Biggest model: host memory helps",
+        "FULL_SHARD with fsdp_offload_params and fsdp_activation_checkpointing: every step gets slower.",
     ),
 }
 
@@ -84,10 +93,9 @@ def _goal_choices(situation: Situation) -> tuple[Choice, ...]:
         if goal == "hybrid" and situation.num_nodes == 1:
             continue
         need, too_big = memory_words(goal, situation)
-        consequence = f"{need}; {means}" if need else means
         # The biggest stays possible whatever the numbers say: nothing else would be left to choose.
         disabled = too_big if goal != "biggest" else None
-        choices.append(Choice(value=goal, title=title, consequence=consequence, disabled=disabled))
+        choices.append(Choice(value=goal, title=title, consequence=need, detail=means, disabled=disabled))
     return tuple(choices)
 
 
@@ -121,21 +129,23 @@ def _read_goal(config: Config, situation: Situation) -> str | None:
 def _precision_choices(situation: Situation) -> tuple[Choice, ...]:
     hardware = situation.machines.hardware
     on_cpu = situation.answers.get("where") == "cpu"
-    slow = "every GPU here computes it" if hardware.all_have_bf16 else "half the memory to gather and compute in"
+    usual = "every GPU here computes it" if hardware.all_have_bf16 else "half the traffic"
     return (
         Choice(
             value="bf16",
             title="bf16",
-            consequence="slow on most CPUs" if on_cpu else f"{slow}; parameters are kept in fp32",
+            consequence="slow on most CPUs" if on_cpu else usual,
+            detail="Parameters and optimizer state are kept in fp32; blocks are gathered and computed in bf16.",
             disabled="a GPU here does not compute it" if hardware.gpus and not hardware.all_have_bf16 else None,
         ),
         Choice(
             value="fp16",
             title="fp16",
             consequence="the script must scale its loss",
+            detail="Its narrow range lets small gradients vanish unless the loss is scaled.",
             disabled="CPUs do not train in it" if on_cpu else None,
         ),
-        Choice(value="no", title="no: the model's own", consequence="nothing is cast"),
+        Choice(value="no", title="no", consequence="the model's own format; nothing is cast"),
     )
 
 
@@ -146,11 +156,20 @@ def _read_precision(config: Config, _: Situation) -> str | None:
 def _wrap_choices(situation: Situation) -> tuple[Choice, ...]:
     model = situation.machines.model
     found = [f"{group.prefix}.* x {group.count}" for group in model.blocks[:2]] if model else []
-    known = ", ".join(found) or "the model's own _no_split_modules, else the blocks it repeats"
     return (
-        Choice(value="auto", title="Each repeated block", consequence=known),
-        Choice(value=TYPE_IT, title="Blocks of these classes, or a size", consequence="such as LlamaDecoderLayer"),
-        Choice(value="none", title="The whole model", consequence="it is gathered at once: for small models only"),
+        Choice(
+            value="auto",
+            title="Each repeated block",
+            consequence=", ".join(found),
+            detail="The classes in the model's own _no_split_modules, else the blocks it repeats.",
+        ),
+        Choice(value=TYPE_IT, title="Classes or a size that I type", consequence="such as LlamaDecoderLayer"),
+        Choice(
+            value="none",
+            title="The whole model",
+            consequence="for small models",
+            detail="Everything is gathered at once, and stays gathered from forward to backward.",
+        ),
     )
 
 
