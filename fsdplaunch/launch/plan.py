@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.config.environment import ALLOW_UNSHARDED, RUN_DIR, encode, encode_value
+from fsdplaunch.config.environment import ALLOW_UNSHARDED, RUN_DIR, encode
 from fsdplaunch.config.schema import Config
 from fsdplaunch.errors import MachineError, UsageError
 
@@ -230,4 +230,4 @@ def _environment(
     if config.launch.max_restarts:
         # Without it torch keeps one store for all attempts, and new workers meet the dead ones' addresses.
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    return env | {name: encode_value(value) for name, value in config.launch.env.items()}
+    return env | config.launch.env

@@ -84,7 +84,7 @@ def test_env_carries_the_whole_config():
 
 
 def test_env_adds_the_files_own_variables_and_threads():
-    config = Config(launch=LaunchSection(env={"NCCL_DEBUG": "INFO", "N": 3}, workers_per_node=4))
+    config = Config(launch=LaunchSection(env={"NCCL_DEBUG": "INFO", "N": "3"}, workers_per_node=4))
     env = make(config).env
     assert (env["NCCL_DEBUG"], env["N"], env["OMP_NUM_THREADS"]) == ("INFO", "3", "2")
 

@@ -1,0 +1,220 @@
+"""What a merge will do, as data: which bytes go where. Pure; the merge and `--dry-run` use the same plan."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fsdplaunch.checkpoint.boxes import Box, flat_offset, is_dense, is_one_run
+from fsdplaunch.checkpoint.dtypes import Dtype
+from fsdplaunch.checkpoint.index import Place, StoredChunk, StoredTensor
+from fsdplaunch.checkpoint.item import Item
+from fsdplaunch.checkpoint.names import Selection
+from fsdplaunch.checkpoint.safetensors_file import (
+    INDEX_NAME,
+    Entry,
+    file_shape,
+    header_bytes,
+    index_bytes,
+    split_into_files,
+)
+from fsdplaunch.checkpoint.unpickle import short
+from fsdplaunch.errors import CheckpointError
+
+_SIGNED = {"float64", "float32", "float16", "bfloat16", "complex64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One chunk on its way into the merged tensor.
+
+    Attributes:
+        box: The elements of the tensor that it holds.
+        place: Its item.
+        file_offset: Where the item's data starts in its file, in bytes.
+        data_length: Bytes of the item's data.
+        strides: How the elements are laid out there, in elements.
+        start: The first element's place there, in elements.
+        crc: CRC32 of the item's data, None when not known.
+        flip: Bits to invert in each element: conjugated or negated values are stored unresolved.
+        run: Source and target are each one run of bytes, so that the kernel can copy it.
+        target: Where its first element goes, in bytes from the tensor's start.
+        nbytes: Bytes that it contributes.
+    """
+
+    box: Box
+    place: Place
+    file_offset: int
+    data_length: int
+    strides: tuple[int, ...]
+    start: int
+    crc: int | None
+    flip: int
+    run: bool
+    target: int
+    nbytes: int
+
+    def to_dict(self, size: int) -> dict[str, Any]:
+        """Return the piece as plain data; `size` is the bytes per element."""
+        common = {"file": self.place.file, "offset": self.file_offset + self.start * size, "length": self.nbytes}
+        if self.run:
+            return {**common, "target": self.target}
+        return {**common, "strided": True, "offsets": list(self.box.offsets), "sizes": list(self.box.sizes)}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """One tensor of an output file.
+
+    Attributes:
+        name: Its name there.
+        stored_name: Its name in the checkpoint.
+        dtype: Its element type.
+        shape: Its shape in elements.
+        offset: Where it starts, in bytes from the file's start.
+        nbytes: Its size in bytes.
+        pieces: Its chunks, in target order.
+    """
+
+    name: str
+    stored_name: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    pieces: tuple[Piece, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the tensor as plain data."""
+        return {
+            "name": self.name,
+            "stored_name": self.stored_name,
+            "dtype": self.dtype.code,
+            "shape": list(file_shape(self.dtype, self.shape)),
+            "offset": self.offset,
+            "bytes": self.nbytes,
+            "copies": [piece.to_dict(self.dtype.size) for piece in self.pieces],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """One output file: its header's bytes, then its tensors."""
+
+    name: str
+    header: bytes
+    tensors: tuple[PlannedTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the finished file."""
+        return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergePlan:
+    """Everything a merge writes.
+
+    Attributes:
+        files: The safetensors files.
+        index: The bytes of `model.safetensors.index.json`, None when one file is enough.
+    """
+
+    files: tuple[PlannedFile, ...]
+    index: bytes | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(file.nbytes for file in self.files) + len(self.index or b"")
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of the tensors alone."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def tensors(self) -> tuple[PlannedTensor, ...]:
+        """All tensors, file by file."""
+        return tuple(tensor for file in self.files for tensor in file.tensors)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data, for printing and for programs."""
+        files = [
+            {"name": file.name, "bytes": file.nbytes, "tensors": [tensor.to_dict() for tensor in file.tensors]}
+            for file in self.files
+        ]
+        return {"bytes": self.nbytes, "files": files, "index": INDEX_NAME if self.index else None}
+
+
+def build_plan(selection: Selection, items: Mapping[Place, Item], *, max_shard_size: int) -> MergePlan:
+    """Return the plan that merges the selected tensors.
+
+    Args:
+        selection: Names and tensors.
+        items: Where each chunk's bytes are.
+        max_shard_size: Bytes of tensors in one file; more are split over several.
+
+    Raises:
+        CheckpointError: When a tensor's element type has no safetensors code.
+    """
+    stored = dict(selection.tensors)
+    entries = [_entry(name, tensor) for name, tensor in selection.tensors]
+    groups = split_into_files(entries, max_shard_size)
+    files = tuple(_plan_file(name, group, stored, items) for name, group in groups)
+    return MergePlan(files=files, index=index_bytes(dict(groups)) if len(groups) > 1 else None)
+
+
+def _entry(name: str, tensor: StoredTensor) -> Entry:
+    if tensor.dtype.code is None:
+        msg = f"{short(name)} is {tensor.dtype.name}, which safetensors cannot hold"
+        raise CheckpointError(msg, hint="merge into the torch format instead (safe_serialization=False)")
+    return Entry(name, tensor.dtype, tensor.shape, tensor.nbytes)
+
+
+def _plan_file(
+    name: str, entries: list[Entry], stored: Mapping[str, StoredTensor], items: Mapping[Place, Item]
+) -> PlannedFile:
+    header = header_bytes(entries)
+    offset = len(header)
+    tensors = []
+    for entry in entries:
+        tensor = stored[entry.name]
+        pieces = tuple(plan_piece(tensor, chunk, items[chunk.place]) for chunk in tensor.chunks)
+        planned = PlannedTensor(entry.name, tensor.name, entry.dtype, entry.shape, offset, entry.nbytes, pieces)
+        tensors.append(planned)
+        offset += entry.nbytes
+    return PlannedFile(name, header, tuple(tensors))
+
+
+def plan_piece(tensor: StoredTensor, chunk: StoredChunk, item: Item) -> Piece:
+    """Return how one chunk gets into its tensor."""
+    found, size = item.description, tensor.dtype.size
+    flip = _flip_bits(tensor, conjugated=found.conjugated, negated=found.negated)
+    run = not flip and is_dense(found.shape, found.strides) and is_one_run(tensor.shape, chunk.box.sizes)
+    return Piece(
+        box=chunk.box,
+        place=chunk.place,
+        file_offset=chunk.place.offset + item.data_offset,
+        data_length=item.data_length,
+        strides=found.strides,
+        start=found.start,
+        crc=item.crc,
+        flip=flip,
+        run=run,
+        target=flat_offset(tensor.shape, chunk.box.offsets) * size,
+        nbytes=math.prod(chunk.box.sizes) * size,
+    )
+
+
+def _flip_bits(tensor: StoredTensor, *, conjugated: bool, negated: bool) -> int:
+    """Return which bits of an element turn the stored bytes into the value."""
+    if not conjugated and not negated:
+        return 0
+    complex_value = tensor.dtype.name == "complex64"
+    if tensor.dtype.name not in _SIGNED or (conjugated and not complex_value):
+        msg = f"{short(tensor.name)} is {tensor.dtype.name} and marked as conjugated or negated"
+        raise CheckpointError(msg, hint="the checkpoint is damaged")
+    top = 1 << (8 * tensor.dtype.size - 1)
+    both_parts = top | 1 << 31 if complex_value else top
+    return (top if conjugated else 0) ^ (both_parts if negated else 0)

@@ -1,0 +1,252 @@
+"""The stand-ins for the classes that torch 2.1 to 2.15 names in `.metadata`. Inert: they check and keep fields."""
+
+from collections.abc import Callable
+from typing import Any
+
+from fsdplaunch.checkpoint.boxes import Box
+from fsdplaunch.checkpoint.dtypes import DTYPES, Dtype
+from fsdplaunch.checkpoint.unpickle import Maker, Record, RefusedError
+
+MAX_DIMENSIONS = 64
+_LARGEST = 2**63 - 1
+_METADATA = "torch.distributed.checkpoint.metadata"
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
+
+
+def _fields(state: Any, known: tuple[str, ...], owner: str) -> dict[str, Any]:
+    if type(state) is not dict or not all(key in known for key in state):
+        msg = f"{owner} has a state that is not its own"
+        raise RefusedError(msg)
+    return state
+
+
+def _count(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        msg = f"{what} is {value if type(value) is int and abs(value) < 2**128 else type(value).__name__}"
+        raise RefusedError(msg)
+    return value
+
+
+def check_counts(value: Any, what: str) -> tuple[int, ...]:
+    """Return `value` when it is a tuple of sizes or offsets that fit a file."""
+    if type(value) is not tuple or len(value) > MAX_DIMENSIONS:
+        msg = f"{what} is not a short tuple"
+        raise RefusedError(msg)
+    return tuple(_count(item, what) for item in value)
+
+
+class Properties(Record):
+    """Dtype and layout of a tensor. Torch 2.15 adds strides as a sixth field; items carry their own."""
+
+    __slots__ = ("dtype", "layout")
+
+    def __init__(self) -> None:
+        self.dtype: Dtype | None = None
+        self.layout = ""
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is not tuple or len(state) not in {5, 6} or not isinstance(state[0], Dtype):
+            msg = "TensorProperties has a state that is not its own"
+            raise RefusedError(msg)
+        if type(state[1]) is not str:
+            msg = "a tensor's layout is not a layout"
+            raise RefusedError(msg)
+        self.dtype, self.layout = state[0], state[1]
+
+
+class Chunk(Record):
+    """One chunk of a tensor."""
+
+    __slots__ = ("box",)
+
+    def __init__(self) -> None:
+        self.box: Box | None = None
+
+    def __setstate__(self, state: Any) -> None:
+        fields = _fields(state, ("offsets", "sizes"), "ChunkStorageMetadata")
+        self.box = Box(
+            check_counts(fields.get("offsets"), "a chunk's offset"),
+            check_counts(fields.get("sizes"), "a chunk's size"),
+        )
+
+
+class TensorEntry(Record):
+    """One tensor: element type, global shape, chunks."""
+
+    __slots__ = ("chunks", "dtype", "layout", "shape")
+
+    def __init__(self) -> None:
+        self.dtype: Dtype | None = None
+        self.layout = ""
+        self.shape: tuple[int, ...] = ()
+        self.chunks: list[Box] = []
+
+    def __setstate__(self, state: Any) -> None:
+        fields = _fields(state, ("properties", "size", "chunks"), "TensorStorageMetadata")
+        properties, chunks = fields.get("properties"), fields.get("chunks")
+        if not isinstance(properties, Properties):
+            msg = "a tensor has no properties"
+            raise RefusedError(msg)
+        if type(chunks) is not list or not all(isinstance(item, Chunk) for item in chunks):
+            msg = "a tensor's chunks are not a list of chunks"
+            raise RefusedError(msg)
+        self.dtype, self.layout = properties.dtype, properties.layout
+        self.shape = check_counts(fields.get("size"), "a tensor's size")
+        self.chunks = [item.box for item in chunks if item.box is not None]
+
+
+class ValueEntry(Record):
+    """An entry that is not a tensor."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        _fields(state, (), "BytesStorageMetadata")
+
+
+class Index(Record):
+    """The key of one stored item: a name, and a chunk's offset when it is part of a tensor."""
+
+    __slots__ = ("fqn", "offset")
+
+    def __init__(self) -> None:
+        self.fqn = ""
+        self.offset: tuple[int, ...] | None = None
+
+    def __hash__(self) -> int:
+        return hash((self.fqn, self.offset))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Index) and self.fqn == other.fqn and self.offset == other.offset
+
+    def __setstate__(self, state: Any) -> None:
+        fields = _fields(state, ("fqn", "offset", "index"), "MetadataIndex")
+        if type(fields.get("fqn")) is not str:
+            msg = "an item's name is not text"
+            raise RefusedError(msg)
+        self.fqn = fields["fqn"]
+        offset = fields.get("offset")
+        self.offset = None if offset is None else check_counts(offset, "an item's offset")
+
+
+class Info(Record):
+    """Where one item stands. Fields that are None are not written."""
+
+    __slots__ = ("length", "offset", "relative_path", "transforms")
+
+    def __init__(self) -> None:
+        self.relative_path = ""
+        self.offset = self.length = 0
+        self.transforms: tuple[str, ...] = ()
+
+    def __setstate__(self, state: Any) -> None:
+        fields = _fields(state, ("relative_path", "offset", "length", "transform_descriptors"), "_StorageInfo")
+        if type(fields.get("relative_path")) is not str:
+            msg = "a file name is not text"
+            raise RefusedError(msg)
+        self.relative_path = fields["relative_path"]
+        self.offset = _count(fields.get("offset"), "an item's place")
+        self.length = _count(fields.get("length"), "an item's length")
+        if self.offset + self.length > _LARGEST:
+            msg = "an item ends beyond any file"
+            raise RefusedError(msg)
+        transforms = fields.get("transform_descriptors") or ()
+        if type(transforms) not in {list, tuple} or not all(type(item) is str for item in transforms):
+            msg = "an item's transforms are not a list of names"
+            raise RefusedError(msg)
+        self.transforms = tuple(transforms)
+
+
+class StorageNote(Record):
+    """Identifiers of the save; nothing here is needed."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        _fields(state, ("checkpoint_id", "save_id", "load_id", "modules"), "StorageMeta")
+
+
+class Meta(Record):
+    """The whole index."""
+
+    __slots__ = ("planner_data", "state_dict_metadata", "storage_data")
+
+    def __init__(self) -> None:
+        self.state_dict_metadata: dict[Any, Any] = {}
+        self.planner_data: Any = None
+        self.storage_data: dict[Any, Any] = {}
+
+    def __setstate__(self, state: Any) -> None:
+        known = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
+        fields = _fields(state, known, "Metadata")
+        if type(fields.get("state_dict_metadata")) is not dict or type(fields.get("storage_data")) is not dict:
+            msg = "Metadata lacks its tables"
+            raise RefusedError(msg)
+        self.state_dict_metadata = fields["state_dict_metadata"]
+        self.storage_data = fields["storage_data"]
+        self.planner_data = fields.get("planner_data")
+
+
+def _size(arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    if len(arguments) != 1:
+        msg = "torch.Size is called with several values"
+        raise RefusedError(msg)
+    return check_counts(arguments[0], "a size")
+
+
+def _one(kind: type, what: str) -> Callable[[tuple[Any, ...]], Any]:
+    def take(arguments: tuple[Any, ...]) -> Any:
+        if len(arguments) != 1 or type(arguments[0]) is not kind:
+            msg = f"{what} is called with something else than one {kind.__name__}"
+            raise RefusedError(msg)
+        return arguments[0]
+
+    return take
+
+
+def _layout(arguments: tuple[Any, ...]) -> str:
+    name: str = _one(str, "a layout")(arguments)
+    return name.removeprefix("torch.")
+
+
+def _folder(arguments: tuple[Any, ...]) -> None:
+    if not all(type(part) is str for part in arguments):
+        msg = "a path is made of something else than text"
+        raise RefusedError(msg)
+
+
+SIZE_NAMES: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): Maker("torch.Size", call=_size),
+    ("torch.serialization", "_get_layout"): Maker("torch.serialization._get_layout", call=_layout),
+    **{("torch", name): dtype for name, dtype in DTYPES.items()},
+}
+
+
+def _records(module: str, makers: dict[str, Callable[[], Record]]) -> dict[tuple[str, str], Any]:
+    return {(module, name): Maker(f"{module}.{name}", new=make) for name, make in makers.items()}
+
+
+NAMES: dict[tuple[str, str], Any] = {
+    **SIZE_NAMES,
+    **_records(
+        _METADATA,
+        {
+            "Metadata": Meta,
+            "MetadataIndex": Index,
+            "TensorStorageMetadata": TensorEntry,
+            "BytesStorageMetadata": ValueEntry,
+            "ChunkStorageMetadata": Chunk,
+            "TensorProperties": Properties,
+            "StorageMeta": StorageNote,
+        },
+    ),
+    **_records("torch.distributed.checkpoint.filesystem", {"_StorageInfo": Info}),
+    **_records(_SHARDED_TENSOR, {"TensorProperties": Properties}),
+    (_METADATA, "_MEM_FORMAT_ENCODING"): Maker("_MEM_FORMAT_ENCODING", call=_one(int, "a memory format")),
+    (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): Maker("MEM_FORMAT_ENCODING", call=_one(int, "a memory format")),
+    **{
+        (module, name): Maker(f"{module}.{name}", call=_folder)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+}

@@ -1,0 +1,170 @@
+"""The output folder: built under a hidden name beside its place, then renamed. It appears whole or not at all."""
+
+import errno
+import os
+import re
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fsdplaunch.errors import CheckpointError, UsageError
+
+# The files that a merge writes; only these are replaced when an output folder is overwritten.
+_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+_SPARE = 2**20
+
+
+def check_output(output: Path, sources: tuple[Path, ...], *, overwrite: bool) -> Path:
+    """Return the resolved output folder when it may be written, before anything is read.
+
+    Args:
+        output: What the user asked for.
+        sources: The folders that are read; the output may not touch them.
+        overwrite: Replace the weights in an existing folder.
+
+    Raises:
+        UsageError: When it exists, or lies in, above or on a source.
+    """
+    target = output.resolve()
+    if output.suffix in {".safetensors", ".bin"}:
+        msg = f"{output} looks like a file; the output is a folder"
+        raise UsageError(msg, hint=f"use {output.parent}")
+    for source in {path.resolve() for path in sources}:
+        if target == source or target.is_relative_to(source) or source.is_relative_to(target):
+            relation = "is" if target == source else "lies inside" if target.is_relative_to(source) else "contains"
+            msg = f"the output {output} {relation} the checkpoint {source}"
+            raise UsageError(msg, hint="choose an output folder outside the checkpoint")
+    _check_free(output, target, overwrite=overwrite)
+    return target
+
+
+def _check_free(output: Path, target: Path, *, overwrite: bool) -> None:
+    """Refuse an existing output, except an empty folder, or one whose weights may be replaced."""
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        msg = f"the output {output} exists and is not a folder"
+        raise UsageError(msg, hint="choose another output folder")
+    entries = sorted(target.iterdir())
+    if entries and not overwrite:
+        msg = f"the output {output} exists and holds {len(entries)} files"
+        raise UsageError(msg, hint="choose another folder, or overwrite the weights in it (--overwrite)")
+    odd = [path.name for path in entries if path.is_symlink() or not path.is_file()]
+    if odd:
+        msg = f"the output {output} holds {odd[0]!r}, which is not a plain file and would be lost"
+        raise UsageError(msg, hint="choose another output folder")
+
+
+def check_space(target: Path, needed: int) -> None:
+    """Check that `needed` bytes fit where `target` will stand.
+
+    Raises:
+        CheckpointError: When they do not, with both numbers.
+    """
+    place = existing_parent(target)
+    free = shutil.disk_usage(place).free
+    if needed + _SPARE > free:
+        msg = f"the merged weights need {readable(needed)}, {place} has {readable(free)} free"
+        raise CheckpointError(msg, hint="free some space or choose another disk")
+
+
+def existing_parent(path: Path) -> Path:
+    """Return the nearest folder above `path` that exists."""
+    return next(parent for parent in path.parents if parent.exists())
+
+
+def readable(count: float) -> str:
+    """Return a number of bytes as people write it: `13.2 GiB`."""
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":  # noqa: PLR2004
+            return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError(count)
+
+
+@contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """Give an empty hidden folder beside `target` that becomes `target` when the block ends well.
+
+    On any exception, Ctrl-C included, the hidden folder is removed and `target` is left as it was.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(target)
+    prefix = f".{target.name[:150]}.partial-{_host()}-{os.getpid()}-"
+    partial = target.parent / (prefix + secrets.token_hex(4))
+    partial.mkdir()
+    try:
+        yield partial
+        _publish(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as problem:
+        if problem.errno != errno.EINVAL:  # some file systems cannot sync a folder
+            raise
+    finally:
+        os.close(fd)
+
+
+def _publish(partial: Path, target: Path) -> None:
+    """Rename the finished folder into place, keeping other files of a folder that is overwritten."""
+    sync_folder(partial)
+    entries = sorted(target.iterdir()) if target.is_dir() else []
+    if not entries:
+        partial.rename(target)
+    else:
+        for path in entries:
+            if not _WEIGHTS.fullmatch(path.name):
+                _carry_over(path, partial / path.name)
+        sync_folder(partial)
+        _swap(partial, target)
+    sync_folder(target.parent)
+
+
+def _carry_over(path: Path, goal: Path) -> None:
+    try:
+        os.link(path, goal)
+    except OSError:
+        shutil.copy2(path, goal)
+
+
+def _swap(partial: Path, target: Path) -> None:
+    """Put `partial` in the place of the folder `target`, and remove the old one."""
+    aside = partial.with_name(partial.name + "-old")
+    target.rename(aside)
+    try:
+        partial.rename(target)
+    except BaseException:
+        aside.rename(target)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9_]", "_", socket.gethostname())[:40]
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove hidden folders that a killed merge of this machine left for the same output."""
+    pattern = re.compile(re.escape(f".{target.name[:150]}.partial-{_host()}-") + r"(\d+)-[0-9a-f]{8}")
+    for path in target.parent.iterdir():
+        found = pattern.fullmatch(path.name)
+        if found and not _is_running(int(found[1])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    with suppress(OSError, OverflowError):
+        os.kill(pid, 0)
+        return True
+    return Path(f"/proc/{pid}").exists()

@@ -1,0 +1,105 @@
+"""Copy runs of bytes between files inside the kernel where it can, through a buffer where it cannot."""
+
+import errno
+import os
+from collections.abc import Callable
+
+from fsdplaunch.errors import CheckpointError
+
+# One call copies at most this much, so that progress moves and Ctrl-C is heard.
+STEP = 64 * 2**20
+BUFFER = 8 * 2**20
+_UNSUPPORTED = {
+    errno.EXDEV,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.EPERM,
+    errno.EBADF,
+    errno.ETXTBSY,
+}
+
+Step = Callable[[int, int, int, int, int], int]
+
+
+def _by_copy_file_range(source: int, offset: int, target: int, target_offset: int, count: int) -> int:
+    return os.copy_file_range(source, target, count, offset, target_offset)
+
+
+def _by_sendfile(source: int, offset: int, target: int, target_offset: int, count: int) -> int:
+    os.lseek(target, target_offset, os.SEEK_SET)
+    return os.sendfile(target, source, offset, count)
+
+
+def _by_buffer(source: int, offset: int, target: int, target_offset: int, count: int) -> int:
+    data = os.pread(source, min(count, BUFFER), offset)
+    write_all(target, data, target_offset)
+    return len(data)
+
+
+METHODS: tuple[Step, ...] = (_by_copy_file_range, _by_sendfile, _by_buffer)
+
+
+def write_all(target: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+    """Write all of `data` at `offset`."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(target, view, offset)
+        view = view[written:]
+        offset += written
+
+
+class Copier:
+    """Copies runs; once a method proves unsupported here, the next one is used from then on."""
+
+    def __init__(self, methods: tuple[Step, ...] = METHODS) -> None:
+        self.methods = methods
+
+    def copy(
+        self,
+        source: int,
+        offset: int,
+        target: int,
+        target_offset: int,
+        length: int,
+        *,
+        tick: Callable[[int], None],
+    ) -> None:
+        """Copy `length` bytes from `source` at `offset` to `target` at `target_offset`.
+
+        Args:
+            source: Descriptor to read.
+            offset: First byte there.
+            target: Descriptor to write.
+            target_offset: First byte there.
+            length: Bytes.
+            tick: Called with the number of bytes after each step.
+
+        Raises:
+            CheckpointError: When the source ends early.
+            OSError: When reading or writing fails.
+        """
+        done = 0
+        while done < length:
+            count = self._step(source, offset + done, target, target_offset + done, min(STEP, length - done))
+            if not count:
+                msg = f"a data file ends {length - done} bytes early"
+                raise CheckpointError(
+                    msg, hint="it changed while it was read; merge again when nothing writes to it"
+                )
+            done += count
+            tick(count)
+
+    def _step(self, source: int, offset: int, target: int, target_offset: int, count: int) -> int:
+        while True:
+            method, last = self.methods[0], len(self.methods) == 1
+            try:
+                copied = method(source, offset, target, target_offset, count)
+            except OSError as problem:
+                if last or problem.errno not in _UNSUPPORTED:
+                    raise
+                copied = 0
+            # Some file systems answer 0 instead of an error; only the plain read tells the end of a file.
+            if copied or last:
+                return copied
+            self.methods = self.methods[1:]
