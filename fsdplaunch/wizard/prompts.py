@@ -137,4 +137,3 @@ def _ways_out(explains: bool) -> KeyBindings:
     if explains:
         bindings.add("?", eager=True)(leave(EXPLAIN))
     return bindings
-

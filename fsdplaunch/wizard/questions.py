@@ -1,6 +1,6 @@
 """The questions in their order, and what is made of their answers. No prompts: see `fsdplaunch.wizard.session`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,7 +114,7 @@ def answer_all(situation: Situation, given: Mapping[str, str], *, yes: bool) -> 
         yes: Take every suggestion, also those that nobody has seen.
 
     Raises:
-        UsageError: A given answer is none, or has no meaning here; or a question has no answer that is safe to take.
+        UsageError: A given answer is none or has no meaning here; or a question has no safe answer.
     """
     unseen: list[tuple[Question, str]] = []
     for question in QUESTIONS:
@@ -127,7 +127,9 @@ def answer_all(situation: Situation, given: Mapping[str, str], *, yes: bool) -> 
         offer = proposed(question, situation)
         if not is_answer(question, offer, situation) or not (yes or question.certain(situation)):
             unseen.append((question, offer))
-        situation = situation.answering(question.name, offer) if offer or question.name == MODEL.name else situation
+        situation = (
+            situation.answering(question.name, offer) if offer or question.name == MODEL.name else situation
+        )
     if unseen:
         raise _must_ask(unseen)
     return situation
@@ -175,8 +177,8 @@ def _must_ask(unseen: list[tuple[Question, str]]) -> UsageError:
     return UsageError(msg, hint=f"pass {options}" + (f", or --yes, which takes {taken}" if taken else ""))
 
 
-def given_questions(given: Mapping[str, str]) -> Iterator[Question]:
-    """The questions that options answer.
+def check_names(given: Mapping[str, str]) -> None:
+    """Refuse answers to questions that do not exist.
 
     Args:
         given: Answers by question name.
@@ -184,9 +186,8 @@ def given_questions(given: Mapping[str, str]) -> Iterator[Question]:
     Raises:
         UsageError: A name is no question's.
     """
-    names = {question.name: question for question in QUESTIONS}
+    names = [question.name for question in QUESTIONS]
     for name in given:
         if name not in names:
             msg = f"{name} is not a question of the wizard"
             raise UsageError(msg, hint=f"its questions are {', '.join(names)}")
-        yield names[name]

@@ -1,4 +1,4 @@
-"""What is shown before anything is written: the file or what changes in it, memory, and the command that repeats it."""
+"""What is shown before anything is written: the file or its changes, memory, the command that repeats it."""
 
 import shlex
 from collections.abc import Mapping

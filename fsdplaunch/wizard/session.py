@@ -3,13 +3,11 @@
 Nothing is written here. Leaving with Ctrl-C or Cancel raises KeyboardInterrupt.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path as FilePath
-from typing import Protocol
 
 from fsdplaunch.config.keys import build_config, keys_by_path
-from fsdplaunch.config.layers import flag_layer
 from fsdplaunch.config.render import render
 from fsdplaunch.probe.model import describe_model
 from fsdplaunch.wizard.prompts import BACK, EXPLAIN, Prompts, Wish
@@ -23,16 +21,11 @@ from fsdplaunch.wizard.questions import (
     refuse_needless,
     settle,
 )
+from fsdplaunch.wizard.result import new_text
 from fsdplaunch.wizard.review import estimate, preview
 from fsdplaunch.wizard.settings import ask_settings
+from fsdplaunch.wizard.talk import Talk
 from fsdplaunch.wizard.training import MODEL
-
-
-class Talk(Protocol):
-    """Where words for the user go: `fsdplaunch.cli.output.Output`."""
-
-    def say(self, text: str) -> None:
-        """Tell the user something, on stderr."""
 
 
 class Session:
@@ -43,6 +36,7 @@ class Session:
         given: Answers that options gave, as typed; these are not asked.
         path: The file to be written.
         old: Its text, or None when it does not exist.
+        edited: The text that is changed in place, or None for a new text.
         prompts: Who asks.
         out: Where other words go.
     """
@@ -54,6 +48,7 @@ class Session:
         given: Mapping[str, str],
         path: FilePath,
         old: str | None,
+        edited: str | None,
         prompts: Prompts,
         out: Talk,
     ) -> None:
@@ -61,6 +56,7 @@ class Session:
         self._given = given
         self._path = path
         self._old = old
+        self._edited = edited
         self._prompts = prompts
         self._out = out
 
@@ -170,9 +166,8 @@ class Session:
 
     def _reviewed(self) -> bool:
         """Show what would be written and ask; True when it is to be written."""
-        values = compose(self.situation)
         self._out.say("")
-        self._out.say(preview(self._old, render(build_config(values)), self._path))
+        self._out.say(preview(self._old, new_text(self.situation, self._edited), self._path))
         line = estimate(self.situation)
         if line:
             self._out.say(line)
@@ -185,7 +180,7 @@ class Session:
         if answer in ("change", BACK):
             self._change_one()
         elif answer == "all":
-            self._out.say(render(build_config(values), full=True))
+            self._out.say(render(build_config(compose(self.situation)), full=True))
         elif answer == EXPLAIN:
             self._out.say("  Until you choose to write, nothing on disk changes.")
         return answer == "write"
@@ -194,7 +189,9 @@ class Session:
         """Ask one question again, then those that the new answer brings up."""
         answers = [question for question in QUESTIONS if question.name in self.situation.answers]
         choices = [
-            Choice(value=question.name, title=question.text, consequence=self.situation.answers[question.name] or "-")
+            Choice(
+                value=question.name, title=question.text, consequence=self.situation.answers[question.name] or "-"
+            )
             for question in answers
         ]
         choices.append(Choice(value="set", title="Any other key"))

@@ -83,7 +83,7 @@ def _key_choices(situation: Situation, settings: Mapping[Path, Any]) -> list[Cho
     choices = [Choice(value=_DONE, title="That is all")]
     for spec in further_keys(situation):
         value = values.get(spec.path, spec.default)
-        now = "not set" if value is None or value == () or value == {} else encode_value(value)
+        now = "not set" if value in (None, (), {}) else encode_value(value)
         choices.append(Choice(value=spec.dotted, title=spec.dotted, consequence=now, detail=spec.key.text))
     return choices
 

@@ -44,9 +44,7 @@ def memory_of(goal: str, situation: Situation) -> MemoryPlan | None:
         return None
     ranks = workers if goal == "hybrid" else workers * situation.num_nodes
     compute = situation.answers.get("precision") or situation.suggestion.config.mixed_precision
-    sharding = Sharding(
-        ranks=ranks, compute=compute, reshard=goal != "fastest", offload=goal == "biggest"
-    )
+    sharding = Sharding(ranks=ranks, compute=compute, reshard=goal != "fastest", offload=goal == "biggest")
     return plan_memory(model, sharding)
 
 
