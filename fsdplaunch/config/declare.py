@@ -19,6 +19,7 @@ class Key:
         question: What the wizard asks, or None when it does not ask.
         noise: Written by accelerate and without any effect on FSDP training; read, and named in one note.
         pending: Why a value other than the default is refused for now, or None.
+        pinned: The FSDP versions in which every new file says the key, because tools disagree about its default.
     """
 
     kind: Kind
@@ -29,6 +30,12 @@ class Key:
     question: str | None = None
     noise: bool = False
     pending: str | None = None
+    pinned: tuple[int, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the text, without its full stop where it is the only one."""
+        return self.text.split(". ", 1)[0].rstrip(".")
 
 
 def key(kind: Kind, default: Any, text: str, **remarks: Any) -> Any:

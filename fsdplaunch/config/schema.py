@@ -18,6 +18,7 @@ from fsdplaunch.config.schema_fsdp import FsdpConfig, ParallelismConfig
 from fsdplaunch.config.schema_launch import CheckpointSection, LaunchSection, PrecisionSection
 
 __all__ = [
+    "OWN_SECTIONS",
     "CheckpointSection",
     "Config",
     "DynamoConfig",
@@ -32,6 +33,8 @@ __all__ = [
     "SshSection",
 ]
 
+OWN_SECTIONS = ("launch", "precision", "checkpoint", "slurm", "kubernetes", "ssh")
+"""Sections that accelerate does not have and refuses."""
 _TPU = "Written by accelerate for TPUs; without effect here."
 
 
@@ -52,6 +55,7 @@ class Config:
         v.DISTRIBUTED,
         "FSDP",
         "FSDP shards the model. MULTI_GPU, MULTI_CPU and NO only start the workers, as accelerate does.",
+        pinned=(1, 2),
     )
     num_processes: v.Workers = key(
         v.WORKERS,
@@ -83,6 +87,7 @@ class Config:
         "Format of forward and backward: no (the model's own), bf16, fp16, fp8.",
         env="ACCELERATE_MIXED_PRECISION",
         question="Which number format computes?",
+        pinned=(1, 2),
     )
     downcast_bf16: bool = key(v.FLAG, False, _TPU, noise=True)
     debug: bool = key(

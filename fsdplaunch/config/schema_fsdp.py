@@ -24,6 +24,7 @@ class FsdpConfig:
         version 1 has, else 2.""",
         env="FSDP_VERSION",
         question="Which FSDP?",
+        pinned=(1, 2),
     )
     fsdp_sharding_strategy: v.StrategyName | None = key(
         v.STRATEGY,
@@ -34,6 +35,7 @@ class FsdpConfig:
         FULL_SHARD. Under version 2 it is translated to a mesh and to fsdp_reshard_after_forward.""",
         env="FSDP_SHARDING_STRATEGY",
         question="What is sharded?",
+        pinned=(1,),
     )
     fsdp_reshard_after_forward: v.Reshard | None = key(
         v.RESHARD,
@@ -42,6 +44,7 @@ class FsdpConfig:
         them sharded over groups of N ranks (a whole number). Version 1: another name for fsdp_sharding_strategy.
         Left out under version 2, true unless the strategy says otherwise.""",
         env="FSDP_RESHARD_AFTER_FORWARD",
+        pinned=(2,),
     )
     fsdp_offload_params: bool = key(
         v.FLAG,
@@ -59,6 +62,7 @@ class FsdpConfig:
         env="FSDP_AUTO_WRAP_POLICY",
         aliases=("fsdp_wrap_policy",),
         question="What is one unit?",
+        pinned=(1, 2),
     )
     fsdp_transformer_layer_cls_to_wrap: tuple[str, ...] = key(
         v.NAMES,
@@ -84,6 +88,7 @@ class FsdpConfig:
         env="FSDP_BACKWARD_PREFETCH",
         versions=(1,),
         aliases=("fsdp_backward_prefetch_policy",),
+        pinned=(1,),
     )
     fsdp_forward_prefetch: bool = key(
         v.FLAG,
@@ -100,6 +105,7 @@ class FsdpConfig:
         SHARDED_STATE_DICT under version 2 and FULL_STATE_DICT under version 1.""",
         env="FSDP_STATE_DICT_TYPE",
         question="How are checkpoints written?",
+        pinned=(1, 2),
     )
     fsdp_use_orig_params: bool = key(
         v.FLAG,
@@ -115,6 +121,7 @@ class FsdpConfig:
         """Only rank 0 loads pretrained weights; the other ranks build empty models and receive them when sharding.
         Saves host memory with transformers' from_pretrained.""",
         env="FSDP_CPU_RAM_EFFICIENT_LOADING",
+        pinned=(1, 2),
     )
     fsdp_sync_module_states: bool | None = key(
         v.FLAG,

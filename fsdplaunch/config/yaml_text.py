@@ -28,8 +28,8 @@ _RESOLVERS = (
 )
 
 
-def _first_characters() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """The table PyYAML asks: a plain scalar's first character -> tags to try."""
+def first_characters() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """Return the table PyYAML asks: a plain scalar's first character -> tags to try."""
     table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     for tag, pattern, firsts in _RESOLVERS:
         for first in firsts:
@@ -44,7 +44,7 @@ class _TooDeepError(yaml.MarkedYAMLError):
 class _Loader(yaml.SafeLoader):
     """Composes nodes with YAML 1.2's plain scalars and a bound on nesting."""
 
-    yaml_implicit_resolvers = _first_characters()
+    yaml_implicit_resolvers = first_characters()
     _depth = 0
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
