@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path as FilePath
 
 from fsdplaunch.config.problems import ConfigError
+from fsdplaunch.probe.model import find_model
 from fsdplaunch.wizard.prompts import Prompts, Wish
 from fsdplaunch.wizard.question import Choice, Situation
 from fsdplaunch.wizard.result import WizardResult, conclude
@@ -56,6 +57,7 @@ class Dialogue:
             path=self._path,
             old=old,
             edited=edited,
+            model_folder=find_model(FilePath()),
             prompts=self._prompts,
             out=self._out,
         )

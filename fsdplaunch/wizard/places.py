@@ -13,10 +13,13 @@ from fsdplaunch.wizard.suggest import CPU_WORKERS
 DEFAULT_PORT = 29500
 _SEVERAL = ("machines", "slurm")
 _HIGHEST_PORT = 65535
-_USE_CPU = ("use_cpu",)
-_MACHINES = ("num_machines",)
-_IP, _PORT, _ENDPOINT = ("main_process_ip",), ("main_process_port",), ("launch", "rendezvous_endpoint")
-_PROCESSES, _WORKERS = ("num_processes",), ("launch", "workers_per_node")
+_USE_CPU: Path = ("use_cpu",)
+_MACHINES: Path = ("num_machines",)
+_IP: Path = ("main_process_ip",)
+_PORT: Path = ("main_process_port",)
+_ENDPOINT: Path = ("launch", "rendezvous_endpoint")
+_PROCESSES: Path = ("num_processes",)
+_WORKERS: Path = ("launch", "workers_per_node")
 
 
 def _where_choices(situation: Situation) -> tuple[Choice, ...]:

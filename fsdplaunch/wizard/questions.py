@@ -105,6 +105,32 @@ def find_problems(situation: Situation) -> tuple[Problem, ...]:
     return check(build_config(compose(situation)))
 
 
+def without_asking(question: Question, given: Mapping[str, str], situation: Situation) -> Situation | None:
+    """Return the situation after a question that need not be asked, or None for one that must be.
+
+    Args:
+        question: A question that applies.
+        given: Answers by question name, as typed.
+        situation: The answers to earlier questions.
+
+    Raises:
+        UsageError: Its option gives no answer, or contradicts a key that was set by name.
+    """
+    by_key = next((path for path in question.keys if path in situation.settings), None)
+    if question.name in given:
+        if by_key is not None:
+            msg = f"{question.flag} and --set {'.'.join(by_key)} decide the same"
+            raise UsageError(msg, hint="keep one of them")
+        return situation.answering(question.name, read_flag(question, given, situation))
+    if by_key is not None:
+        answer = question.read(build_config(compose(situation)), situation)
+        fits = answer is not None and is_answer(question, answer, situation)
+        return situation.answering(question.name, answer or "") if fits else situation.without(question.name)
+    if not question.asked(situation):
+        return situation.answering(question.name, proposed(question, situation))
+    return None
+
+
 def answer_all(situation: Situation, given: Mapping[str, str], *, yes: bool) -> Situation:
     """Answer every question without asking.
 
@@ -121,15 +147,13 @@ def answer_all(situation: Situation, given: Mapping[str, str], *, yes: bool) -> 
         if not question.applies(situation):
             refuse_needless(question, given, situation)
             continue
-        if question.name in given:
-            situation = situation.answering(question.name, read_flag(question, given, situation))
-            continue
-        offer = proposed(question, situation)
-        if not is_answer(question, offer, situation) or not (yes or question.certain(situation)):
-            unseen.append((question, offer))
-        situation = (
-            situation.answering(question.name, offer) if offer or question.name == MODEL.name else situation
-        )
+        after = without_asking(question, given, situation)
+        if after is None:
+            offer = proposed(question, situation)
+            if not (yes or question.certain(situation)) or not is_answer(question, offer, situation):
+                unseen.append((question, offer))
+            after = situation.answering(question.name, offer)
+        situation = after
     if unseen:
         raise _must_ask(unseen)
     return situation

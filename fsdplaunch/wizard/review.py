@@ -7,8 +7,8 @@ from difflib import unified_diff
 from pathlib import Path as FilePath
 from typing import Any
 
-from fsdplaunch.config.environment import encode_value
 from fsdplaunch.config.keys import Path, keys_by_path
+from fsdplaunch.config.scalars import flow_text, plain_value
 from fsdplaunch.wizard.question import KEEP, Situation
 from fsdplaunch.wizard.questions import QUESTIONS, compose
 from fsdplaunch.wizard.training import GOAL, memory_words
@@ -39,6 +39,23 @@ def estimate(situation: Situation) -> str | None:
     goal = situation.answers.get(GOAL.name)
     words, _ = memory_words(goal, situation) if goal and goal != KEEP else ("", None)
     return f"Estimate: {words}, before activations." if words else None
+
+
+def closing_words(path: FilePath, command: str) -> str:
+    """Return what to say once the file is written.
+
+    Args:
+        path: The file.
+        command: The command that writes it again.
+    """
+    option = "" if str(path) == DEFAULT_FILE else f" --config {shlex.quote(str(path))}"
+    return (
+        f"Wrote {path}\n"
+        f"Next:   fsdplaunch launch{option} --dry-run train.py    shows what would run, starts nothing\n"
+        f"        fsdplaunch launch{option} train.py\n"
+        f"Same again without questions:\n"
+        f"        {command}"
+    )
 
 
 def repeat_command(situation: Situation, path: FilePath, *, overwrite: bool = False) -> str:
@@ -72,5 +89,5 @@ def settings_between(before: Mapping[Path, Any], after: Mapping[Path, Any]) -> l
         value = after.get(path, spec.default)
         if value == before.get(path, spec.default):
             continue
-        texts.append(f"{spec.dotted}={encode_value(value) if path in after else ''}")
+        texts.append(f"{spec.dotted}={flow_text(plain_value(spec, value)) if path in after else ''}")
     return texts

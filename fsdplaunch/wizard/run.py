@@ -5,8 +5,8 @@ from pathlib import Path as FilePath
 
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.errors import UsageError
-from fsdplaunch.probe.cluster import describe_cluster
-from fsdplaunch.probe.hardware import describe_hardware
+from fsdplaunch.probe.cluster import describe_cluster, read_cluster
+from fsdplaunch.probe.hardware import describe_hardware, read_hardware
 from fsdplaunch.probe.model import describe_model
 from fsdplaunch.wizard.question import Situation
 from fsdplaunch.wizard.questions import answer_all, check_names, find_problems
@@ -68,6 +68,15 @@ def run_wizard(
     if problems:
         raise ConfigError(problems)
     return conclude(situation, path=path, overwrite=overwrite)
+
+
+def read_facts(environ: Mapping[str, str]) -> Facts:
+    """Look at this machine and at the job it runs in.
+
+    Args:
+        environ: The process's variables.
+    """
+    return Facts(hardware=read_hardware(environ), cluster=read_cluster(environ))
 
 
 def describe_facts(facts: Facts) -> str:

@@ -9,17 +9,27 @@ from pathlib import Path as FilePath
 
 from fsdplaunch.config.keys import build_config, keys_by_path
 from fsdplaunch.config.render import render
+from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.model import describe_model
 from fsdplaunch.wizard.prompts import BACK, EXPLAIN, Prompts, Wish
-from fsdplaunch.wizard.question import KEEP, TYPE_IT, Choice, Question, Situation, accept, can_keep, proposed
+from fsdplaunch.wizard.question import (
+    KEEP,
+    TYPE_IT,
+    Choice,
+    Question,
+    Situation,
+    accept,
+    can_keep,
+    is_answer,
+    proposed,
+)
 from fsdplaunch.wizard.questions import (
     QUESTIONS,
     compose,
     earlier,
     find_problems,
-    read_flag,
-    refuse_needless,
     settle,
+    without_asking,
 )
 from fsdplaunch.wizard.result import new_text
 from fsdplaunch.wizard.review import estimate, preview
@@ -37,6 +47,7 @@ class Session:
         path: The file to be written.
         old: Its text, or None when it does not exist.
         edited: The text that is changed in place, or None for a new text.
+        model_folder: A folder with weights that lies here; offered, never taken unseen.
         prompts: Who asks.
         out: Where other words go.
     """
@@ -49,6 +60,7 @@ class Session:
         path: FilePath,
         old: str | None,
         edited: str | None,
+        model_folder: FilePath | None,
         prompts: Prompts,
         out: Talk,
     ) -> None:
@@ -57,40 +69,55 @@ class Session:
         self._path = path
         self._old = old
         self._edited = edited
+        self._model_folder = str(model_folder or "")
         self._prompts = prompts
         self._out = out
 
     def run(self) -> Situation:
         """Hold the conversation; returns every answer once the user said to write."""
-        self._walk(again=True)
-        self._more_settings()
+        self._walk()
+        while not self._more_settings():
+            self._walk(len(QUESTIONS) - 1, step=-1)
         while not self._reviewed():
             pass
         return self.situation
 
-    def _walk(self, *, again: bool) -> None:
-        """Go through the questions in order; `again`: also those that are answered, with the answer as default."""
-        at, back = 0, False
+    def _walk(self, at: int = 0, *, step: int = 1, again: bool = True) -> None:
+        """Go through the questions to the last, from number `at` on, first in the direction of `step`.
+
+        With `again`, questions that have an answer are asked too, and the answer is offered.
+        """
         while at < len(QUESTIONS):
             question = QUESTIONS[at]
             before = earlier(question, self.situation)
-            if not question.applies(before):
-                if not back:
-                    refuse_needless(question, self._given, before)
-                self.situation = self.situation.without(question.name)
-                step = -1 if back else 1
-            elif question.name in self._given:
-                self._store(question, read_flag(question, self._given, before))
-                step = -1 if back else 1
-            elif not question.asked(before):
-                self._store(question, proposed(question, before))
-                step = -1 if back else 1
-            elif not again and question.name in self.situation.answers:
-                step = 1
-            else:
+            if self._needs_asking(question, before) and (again or question.name not in self.situation.answers):
                 step = self._put(question, before)
-            back = step < 0 and not (at + step < 0)
+            elif at == 0:
+                step = 1
             at = max(0, at + step)
+        self.situation = settle(self.situation)
+
+    def _needs_asking(self, question: Question, before: Situation) -> bool:
+        """Whether a question must be put; otherwise its answer is stored, or dropped when it does not matter."""
+        if not question.applies(before):
+            self.situation = self.situation.without(question.name)
+            return False
+        try:
+            after = without_asking(question, self._given, before)
+        except UsageError as error:
+            self._out.say(f"  {error.message}")
+            self._forget_option(question)
+            return True
+        if after is None:
+            return True
+        answer = after.answers.get(question.name)
+        self.situation = self.situation.without(question.name)
+        if answer is not None:
+            self._store(question, answer)
+        return False
+
+    def _forget_option(self, question: Question) -> None:
+        self._given = {name: text for name, text in self._given.items() if name != question.name}
 
     def _put(self, question: Question, before: Situation) -> int:
         """Ask one question; 1 when it was answered, -1 when the one before is wanted."""
@@ -107,7 +134,9 @@ class Session:
 
     def _ask(self, question: Question, before: Situation) -> str | Wish:
         """Ask until there is an answer the rules agree with, or the user wants to go back."""
-        default = self.situation.answers.get(question.name) or proposed(question, before)
+        default = self.situation.answers.get(question.name)
+        if default is None or not is_answer(question, default, before):
+            default = self._model_folder if question is MODEL else proposed(question, before)
         while True:
             answer = self._prompt(question, before, default)
             if answer == EXPLAIN:
@@ -158,8 +187,9 @@ class Session:
         return None
 
     def _more_settings(self) -> bool:
+        """Let further keys be set; False when the last question is wanted again."""
         settings = ask_settings(self._prompts, self.situation, self._out.say)
-        if settings is None:
+        if isinstance(settings, Wish):
             return False
         self.situation = replace(self.situation, settings=settings)
         return True
@@ -205,7 +235,7 @@ class Session:
         answer = self._ask(question, earlier(question, self.situation))
         if isinstance(answer, Wish):
             return
-        self._given = {name: text for name, text in self._given.items() if name != question.name}
+        self._forget_option(question)
         self.situation = settle(self.situation.answering(question.name, answer))
         self._walk(again=False)
 

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fsdplaunch.config.environment import encode_value
-from fsdplaunch.config.keys import KeySpec, Path, all_keys
+from fsdplaunch.config.keys import KeySpec, Path, all_keys, keys_by_path
 from fsdplaunch.config.layers import flag_layer
-from fsdplaunch.wizard.prompts import Prompts, Wish
+from fsdplaunch.wizard.prompts import EXPLAIN, Prompts, Wish
 from fsdplaunch.wizard.question import VERSION, Choice, Situation
 from fsdplaunch.wizard.questions import QUESTIONS, compose
 
@@ -30,8 +29,8 @@ def further_keys(situation: Situation) -> tuple[KeySpec, ...]:
     )
 
 
-def ask_settings(prompts: Prompts, situation: Situation, say: Callable[[str], None]) -> dict[Path, Any] | None:
-    """Let keys be chosen and set until the user has enough; returns the settings, None when nothing was asked for.
+def ask_settings(prompts: Prompts, situation: Situation, say: Callable[[str], None]) -> dict[Path, Any] | Wish:
+    """Let keys be chosen and set until the user has enough; returns all settings, or the wish to go back.
 
     Args:
         prompts: Who asks.
@@ -39,9 +38,10 @@ def ask_settings(prompts: Prompts, situation: Situation, say: Callable[[str], No
         say: Where explanations go.
     """
     settings = dict(situation.settings)
-    first: str | Wish = prompts.select("Any other setting?", _first_choices(settings), default="no")
-    if first != "yes":
-        return None
+    while (first := prompts.select("Any other setting?", _first_choices(settings), default="no")) == EXPLAIN:
+        say("  Every key that no question above decides; fsdplaunch config explain KEY tells about one.")
+    if isinstance(first, Wish) or first == "no":
+        return first if isinstance(first, Wish) else settings
     while True:
         chosen = prompts.select("Which key?", _key_choices(situation, settings), default=_DONE, filtered=True)
         if chosen == _DONE or isinstance(chosen, Wish):
@@ -71,7 +71,7 @@ def read_setting(spec: KeySpec, text: str) -> Any:
 
 
 def _first_choices(settings: Mapping[Path, Any]) -> tuple[Choice, ...]:
-    said = ", ".join(f"{path[-1]} {encode_value(value)}" for path, value in settings.items() if value is not None)
+    said = ", ".join(f"{path[-1]} {_shown(path, value)}" for path, value in settings.items())
     return (
         Choice(value="no", title="No", consequence=said and f"set so far: {said}"),
         Choice(value="yes", title="Yes, choose from all keys"),
@@ -83,9 +83,13 @@ def _key_choices(situation: Situation, settings: Mapping[Path, Any]) -> list[Cho
     choices = [Choice(value=_DONE, title="That is all")]
     for spec in further_keys(situation):
         value = values.get(spec.path, spec.default)
-        now = "not set" if value in (None, (), {}) else encode_value(value)
+        now = _shown(spec.path, value)
         choices.append(Choice(value=spec.dotted, title=spec.dotted, consequence=now, detail=spec.key.text))
     return choices
+
+
+def _shown(path: Path, value: Any) -> str:
+    return "not set" if value in (None, (), {}) else keys_by_path()[path].key.kind.write(value)
 
 
 def _ask_value(prompts: Prompts, spec: KeySpec) -> str | Wish:

@@ -113,9 +113,10 @@ def _places(facts: Facts) -> list[_Choice]:
 def _number_format(facts: Facts) -> list[_Choice]:
     if facts.hardware.all_have_bf16:
         return [_Choice(("mixed_precision",), "bf16", "every GPU here computes bf16")]
-    reason = (
-        "a GPU here does not compute bf16" if facts.hardware.gpus else "no GPU to compute less than fp32 faster"
-    )
+    unseen = facts.elsewhere or facts.gpus_per_node > 0
+    reason = "the GPUs are not seen from here" if unseen else "without a GPU bf16 is slower"
+    if facts.hardware.gpus:
+        reason = "a GPU here does not compute bf16"
     return [_Choice(("mixed_precision",), "no", reason)]
 
 

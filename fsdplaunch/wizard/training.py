@@ -5,6 +5,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from fsdplaunch.config.keys import Path, keys_by_path
+from fsdplaunch.config.resolve import strategy_named
 from fsdplaunch.config.schema import Config
 from fsdplaunch.config.values import NAMES
 from fsdplaunch.probe.hardware import GIB
@@ -12,13 +13,17 @@ from fsdplaunch.probe.memory_plan import MemoryPlan, Sharding, plan_memory
 from fsdplaunch.probe.model import parse_count, read_model, short_count
 from fsdplaunch.wizard.question import TYPE_IT, Choice, Question, Situation
 
-_PRECISION, _CHECKPOINTS = ("mixed_precision",), ("checkpoint", "dir")
-_STRATEGY, _RESHARD = ("fsdp_config", "fsdp_sharding_strategy"), ("fsdp_config", "fsdp_reshard_after_forward")
-_OFFLOAD, _RECOMPUTE = ("fsdp_config", "fsdp_offload_params"), ("fsdp_config", "fsdp_activation_checkpointing")
-_COPIES = ("parallelism_config", "parallelism_config_dp_replicate_size")
-_SHARDS = ("parallelism_config", "parallelism_config_dp_shard_size")
-_POLICY, _CLASSES = ("fsdp_config", "fsdp_auto_wrap_policy"), ("fsdp_config", "fsdp_transformer_layer_cls_to_wrap")
-_MIN_SIZE = ("fsdp_config", "fsdp_min_num_params")
+_PRECISION: Path = ("mixed_precision",)
+_CHECKPOINTS: Path = ("checkpoint", "dir")
+_STRATEGY: Path = ("fsdp_config", "fsdp_sharding_strategy")
+_RESHARD: Path = ("fsdp_config", "fsdp_reshard_after_forward")
+_OFFLOAD: Path = ("fsdp_config", "fsdp_offload_params")
+_RECOMPUTE: Path = ("fsdp_config", "fsdp_activation_checkpointing")
+_COPIES: Path = ("parallelism_config", "parallelism_config_dp_replicate_size")
+_SHARDS: Path = ("parallelism_config", "parallelism_config_dp_shard_size")
+_POLICY: Path = ("fsdp_config", "fsdp_auto_wrap_policy")
+_CLASSES: Path = ("fsdp_config", "fsdp_transformer_layer_cls_to_wrap")
+_MIN_SIZE: Path = ("fsdp_config", "fsdp_min_num_params")
 
 
 def _check_model(text: str, _: Situation) -> str:
@@ -102,23 +107,29 @@ def _write_goal(answer: str, situation: Situation) -> Mapping[Path, Any]:
     if answer == "fastest":
         return {_STRATEGY: "SHARD_GRAD_OP"} | ({_RESHARD: False} if new else {})
     if answer == "hybrid":
-        mesh = {_COPIES: situation.num_nodes, _SHARDS: situation.workers} if new and situation.workers else {}
-        return {_STRATEGY: "HYBRID_SHARD", **mesh}
+        if not new or situation.workers is None:
+            return {_STRATEGY: "HYBRID_SHARD"}
+        return {_STRATEGY: "HYBRID_SHARD", _COPIES: situation.num_nodes, _SHARDS: situation.workers}
     return {_STRATEGY: "FULL_SHARD"} | ({_OFFLOAD: True, _RECOMPUTE: True} if answer == "biggest" else {})
 
 
 def _read_goal(config: Config, situation: Situation) -> str | None:
     """The goal whose keys these are, exactly; anything finer is no goal's."""
     fsdp, mesh = config.fsdp_config, config.parallelism_config
-    said = (fsdp.fsdp_sharding_strategy or "FULL_SHARD", fsdp.fsdp_reshard_after_forward, fsdp.fsdp_offload_params)
+    strategy: str | None = fsdp.fsdp_sharding_strategy
+    reshard = fsdp.fsdp_reshard_after_forward
+    if situation.version == 1 and reshard is not None:
+        strategy, reshard = strategy or strategy_named(reshard), None
     plain = mesh == type(mesh)()
-    if said in (("SHARD_GRAD_OP", False, False), ("SHARD_GRAD_OP", None, False)) and plain:
-        return "fastest"
-    if said == ("HYBRID_SHARD", None, False):
+    if strategy == "HYBRID_SHARD" and reshard in (None, True) and not fsdp.fsdp_offload_params:
         sizes = (mesh.parallelism_config_dp_replicate_size, mesh.parallelism_config_dp_shard_size)
-        return "hybrid" if plain or sizes == (situation.num_nodes, situation.workers) else None
-    if said[0] != "FULL_SHARD" or said[1] not in (None, True) or not plain:
+        fits = plain or sizes == (situation.num_nodes, situation.workers)
+        return "hybrid" if fits and situation.num_nodes > 1 else None
+    if not plain or strategy not in (None, "FULL_SHARD", "SHARD_GRAD_OP"):
         return None
+    keeps = strategy == "SHARD_GRAD_OP" if reshard is None else reshard is False
+    if keeps or reshard not in (None, True):
+        return "fastest" if keeps and not fsdp.fsdp_offload_params else None
     if not fsdp.fsdp_offload_params:
         return "balanced"
     return "biggest" if fsdp.fsdp_activation_checkpointing else None
@@ -192,8 +203,9 @@ def _write_wrap(answer: str, _: Situation) -> Mapping[Path, Any]:
         return {_POLICY: "NO_WRAP"}
     if answer.startswith("size:"):
         return {_POLICY: "SIZE_BASED_WRAP", _MIN_SIZE: int(answer.removeprefix("size:"))}
-    classes = {} if answer == "auto" else {_CLASSES: NAMES.parse(answer)}
-    return {_POLICY: "TRANSFORMER_BASED_WRAP", **classes}
+    if answer == "auto":
+        return {_POLICY: "TRANSFORMER_BASED_WRAP"}
+    return {_POLICY: "TRANSFORMER_BASED_WRAP", _CLASSES: NAMES.parse(answer)}
 
 
 def _read_wrap(config: Config, _: Situation) -> str | None:
