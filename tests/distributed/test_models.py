@@ -71,7 +71,11 @@ def checkpointed(fields: dict[str, Any]) -> tuple[float, int, list[str]]:
     model.layers[0].attention.register_forward_pre_hook(lambda *_: calls.append(1))
     model, optimizer = fsdplaunch.prepare(model, adamw(model.parameters()), plugin=plugin(**fields))
     sharded = train_sharded(model, optimizer, STEPS)
-    return largest_difference(alone, sharded), len(calls), sorted(clean_name(n) for n, _ in model.named_parameters())
+    return (
+        largest_difference(alone, sharded),
+        len(calls),
+        sorted(clean_name(n) for n, _ in model.named_parameters()),
+    )
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -38,7 +38,9 @@ def test_main_job_end_to_end(fsdplaunch, examples, tmp_path):
     assert "def " in done.stdout
 
     merge_fsdp_weights(tmp_path / "checkpoints", tmp_path / "again")  # the Python door, from a folder above
-    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "merged/model.safetensors").read_bytes()
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (
+        tmp_path / "merged/model.safetensors"
+    ).read_bytes()
     with safe_open(tmp_path / "merged/model.safetensors", "pt") as file:
         assert file.get_slice("head.weight").get_shape() == [256, 128]
 

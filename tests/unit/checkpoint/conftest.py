@@ -92,7 +92,6 @@ def dumps(obj, protocol=4) -> bytes:
     return stream.getvalue()
 
 
-
 def size(*numbers) -> Called:
     return Called(Named("torch", "Size"), (tuple(numbers),))
 
@@ -163,7 +162,9 @@ class Draft:
     expected: dict = field(default_factory=dict)
     extra: dict = field(default_factory=dict)
 
-    def add(self, name, shape, boxes=None, *, dtype="float32", top="model", data=None, item=None, **kind) -> "Draft":
+    def add(
+        self, name, shape, boxes=None, *, dtype="float32", top="model", data=None, item=None, **kind
+    ) -> "Draft":
         """Add a tensor cut into `boxes`, box `i` stored in file `i % 2`."""
         full = f"{top}.{name}" if top else name
         data = pattern(math.prod(shape) * SIZES[dtype], len(self.entries)) if data is None else data
@@ -240,7 +241,9 @@ def tensor_entry(dtype, shape, boxes) -> Made:
 
 def index_key(name, offsets, index=None) -> Made:
     state = {"fqn": name, "index": index}
-    return Made(Named(METADATA, "MetadataIndex"), state if offsets is None else {**state, "offset": size(*offsets)})
+    return Made(
+        Named(METADATA, "MetadataIndex"), state if offsets is None else {**state, "offset": size(*offsets)}
+    )
 
 
 def info(file, offset, length, **more) -> Made:
@@ -262,7 +265,9 @@ def safetensors(path: Path) -> dict:
 
 def tree(folder: Path) -> dict:
     """Every file below a folder with its content, to see that nothing changed."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
 
 
 @pytest.fixture

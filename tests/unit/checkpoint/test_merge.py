@@ -104,7 +104,9 @@ def test_merge_strips_wrappers_from_names(dcp, tmp_path):
 
 def test_merge_names_that_would_meet_are_refused(dcp, tmp_path):
     draft = dcp.Draft().add("block.w", (2,)).add("_orig_mod.block.w", (2,))
-    with pytest.raises(CheckpointError, match=r"'model.block.w' and 'model._orig_mod.block.w' would both be called"):
+    with pytest.raises(
+        CheckpointError, match=r"'model.block.w' and 'model._orig_mod.block.w' would both be called"
+    ):
         merge(draft.save(tmp_path / "ckpt"), tmp_path / "out")
 
 
