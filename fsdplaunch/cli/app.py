@@ -257,7 +257,7 @@ def to_fsdp2(
     target: Annotated[Path | None, typer.Option("--output-file", "--output_file")] = None,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """accelerate's spelling of `config convert --to fsdp2`."""
+    """Convert a file to FSDP2: what accelerate calls to-fsdp2."""
     from fsdplaunch.cli import config_cmd
 
     status = config_cmd.convert(
