@@ -41,6 +41,7 @@ class Layer:
         problems: What is wrong.
         aliases: Written name -> canonical name, for the notes.
         variables: Single entries of `launch.env`, added to what lower layers say.
+        bare_section: The section a file consists of when it names none, as transformers' `--fsdp_config` files do.
     """
 
     said: dict[Path, Said] = field(default_factory=dict)
@@ -48,6 +49,7 @@ class Layer:
     problems: list[Problem] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
+    bare_section: str | None = None
 
     def reject(self, rule: str, key: str, message: str, place: Place, hint: str | None = None) -> None:
         """Add a problem."""
@@ -96,13 +98,23 @@ def _value_hint(spec: KeySpec, value: Any) -> str | None:
 def file_layer(text: Text) -> Layer:
     """Read a file's keys. The text's own problems are part of the layer's."""
     layer = Layer()
-    for entry in text.entries(text.root):
-        if entry.name in section_classes():
+    entries = text.entries(text.root)
+    bare = bool(entries) and all(_only_in_fsdp_config(entry.name) for entry in entries)
+    layer.bare_section = "fsdp_config" if bare else None
+    for entry in entries:
+        if bare:
+            _entry(layer, text, "fsdp_config", entry)
+        elif entry.name in section_classes():
             _section(layer, text, entry)
         else:
             _entry(layer, text, "", entry)
     layer.problems[:0] = text.problems
     return layer
+
+
+def _only_in_fsdp_config(name: str) -> bool:
+    """Whether a name means a key of fsdp_config and nothing at the top level, as in transformers' own files."""
+    return isinstance(find_key("fsdp_config", name), KeySpec) and not isinstance(find_key("", name), KeySpec)
 
 
 def _section(layer: Layer, text: Text, section: Entry) -> None:

@@ -175,6 +175,8 @@ def _problem(rule: str, fault: Fault, said: Mapping[KeyPath, Said], text: Text |
 
 def _notes(layer: Layer, view: View) -> tuple[str, ...]:
     notes = [f"{written} is read as {canonical}" for written, canonical in layer.aliases.items()]
+    if layer.bare_section:
+        notes.append(f"all keys of the file are read as {layer.bare_section}")
     noise = [spec.name for spec in all_keys() if spec.key.noise and spec.path in view.said]
     if noise:
         notes.append(f"without effect here: {', '.join(noise)}")
