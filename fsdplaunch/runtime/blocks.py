@@ -44,7 +44,9 @@ def _of_classes(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
     return {clean_name(name): m for name, m in model.named_modules() if type(m).__name__ in wanted and runs(m)}
 
 
-def _repeated(model: nn.Module, *, at_least: int, lists: tuple[type[nn.Module], ...] = _LISTS) -> dict[str, nn.Module]:
+def _repeated(
+    model: nn.Module, *, at_least: int, lists: tuple[type[nn.Module], ...] = _LISTS
+) -> dict[str, nn.Module]:
     """Modules of one class that stand side by side in a list, none of them inside another."""
     found: dict[str, nn.Module] = {}
     for name, group in model.named_modules():

@@ -34,9 +34,7 @@ class Origin:
     model: "weakref.ref[nn.Module]"
 
 
-def note_origins(
-    full: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size], model: nn.Module
-) -> None:
+def note_origins(full: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size], model: nn.Module) -> None:
     """Remember on each full parameter, given by clean name, that `model` now holds it sharded."""
     for name, tensor in full.items():
         setattr(tensor, _ORIGIN, Origin(name=name, shape=shapes[name], model=weakref.ref(model)))
@@ -63,7 +61,7 @@ def repoint(optimizer: Optimizer, known: Mapping[int, str]) -> None:
         model = None if origin is None else origin.model()
         if origin is None or model is None:
             optimizer.state[param] = state
-        elif isinstance(model, Wrapper) and param.shape != origin.shape or id(param) not in known:
+        elif (isinstance(model, Wrapper) and param.shape != origin.shape) or id(param) not in known:
             pending.setdefault(model, {})[origin.name] = state
         else:
             optimizer.state[param] = state

@@ -31,7 +31,9 @@ def shape_of(model: nn.Module) -> dict[str, Any]:
     return {
         "mesh": tuple(weight.device_mesh.shape),
         "placements": [type(placement) for placement in weight.placements],
-        "post_forward_ranks": {g.post_forward_mesh_info and g.post_forward_mesh_info.shard_mesh_size for g in groups},
+        "post_forward_ranks": {
+            g.post_forward_mesh_info and g.post_forward_mesh_info.shard_mesh_size for g in groups
+        },
     }
 
 
