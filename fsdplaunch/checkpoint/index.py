@@ -5,6 +5,7 @@ each other here, and against the files in `sources.py`.
 """
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -98,8 +99,9 @@ def read_index(folder: Path) -> CheckpointIndex:
     """
     path = folder / INDEX_NAME
     with path.open("rb") as file:
-        data = file.read(MAX_INDEX_BYTES + 1)
-    if len(data) > MAX_INDEX_BYTES:
+        fits = os.fstat(file.fileno()).st_size <= MAX_INDEX_BYTES
+        data = file.read(MAX_INDEX_BYTES + 1) if fits else b""
+    if not fits or len(data) > MAX_INDEX_BYTES:
         msg = f"{path} is larger than {MAX_INDEX_BYTES >> 20} MiB, more than an index is expected to need"
         raise CheckpointError(msg)
     return parse_index(data, where=str(path))

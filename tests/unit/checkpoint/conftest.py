@@ -92,7 +92,6 @@ def dumps(obj, protocol=4) -> bytes:
     return stream.getvalue()
 
 
-
 def size(*numbers) -> Called:
     return Called(Named("torch", "Size"), (tuple(numbers),))
 
@@ -141,9 +140,11 @@ def cut(data: bytes, shape, offsets, sizes, width: int) -> bytes:
     """The bytes of a rectangle of a row-major tensor."""
     steps = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
     out = bytearray()
-    for place in itertools.product(*(range(o, o + n) for o, n in zip(offsets, sizes, strict=True))):
+    run = sizes[-1] * width if sizes else width
+    ranges = [range(o, o + n) for o, n in zip(offsets, sizes, strict=True)]
+    for place in itertools.product(*ranges[:-1], *(part[:1] for part in ranges[-1:])):
         at = sum(i * s for i, s in zip(place, steps, strict=True)) * width
-        out += data[at : at + width]
+        out += data[at : at + run]
     return bytes(out)
 
 
@@ -163,7 +164,9 @@ class Draft:
     expected: dict = field(default_factory=dict)
     extra: dict = field(default_factory=dict)
 
-    def add(self, name, shape, boxes=None, *, dtype="float32", top="model", data=None, item=None, **kind) -> "Draft":
+    def add(
+        self, name, shape, boxes=None, *, dtype="float32", top="model", data=None, item=None, **kind
+    ) -> "Draft":
         """Add a tensor cut into `boxes`, box `i` stored in file `i % 2`."""
         full = f"{top}.{name}" if top else name
         data = pattern(math.prod(shape) * SIZES[dtype], len(self.entries)) if data is None else data
@@ -240,7 +243,9 @@ def tensor_entry(dtype, shape, boxes) -> Made:
 
 def index_key(name, offsets, index=None) -> Made:
     state = {"fqn": name, "index": index}
-    return Made(Named(METADATA, "MetadataIndex"), state if offsets is None else {**state, "offset": size(*offsets)})
+    return Made(
+        Named(METADATA, "MetadataIndex"), state if offsets is None else {**state, "offset": size(*offsets)}
+    )
 
 
 def info(file, offset, length, **more) -> Made:
@@ -262,7 +267,14 @@ def safetensors(path: Path) -> dict:
 
 def tree(folder: Path) -> dict:
     """Every file below a folder with its content, to see that nothing changed."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+
+
+def names(folder: Path) -> list[str]:
+    """What stands in a folder."""
+    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.fixture
@@ -288,6 +300,7 @@ def dcp() -> SimpleNamespace:
         safetensors=safetensors,
         tree=tree,
         cut=cut,
+        names=names,
     )
 
 
