@@ -191,7 +191,10 @@ def _path_of(name: object, meta: Meta, where: str) -> NamePath:
     if type(name) is not str:
         msg = f"{where}: an entry is named by a {type(name).__name__}"
         raise CheckpointError(msg, hint=_COPY_AGAIN)
-    path = meta.planner_data.get(name, (name,)) if isinstance(meta.planner_data, dict) else (name,)
+    paths = meta.planner_data
+    if not isinstance(paths, dict) or not paths:
+        return (name,)
+    path = paths.get(name)
     if type(path) is not tuple or not path or not all(type(part) in {str, int} for part in path):
         msg = f"{where}: the path of {short(name)} is not a list of keys"
         raise CheckpointError(msg, hint=_COPY_AGAIN)
