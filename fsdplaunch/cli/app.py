@@ -108,7 +108,9 @@ def launch(
     config: ConfigOption = None,
     overrides: SetOption = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the environment and the command; start nothing")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the environment and the command; start nothing")
+    ] = False,
     allow_unsharded: Annotated[
         bool, typer.Option("--allow-unsharded", help="Accept a script that never shards a model")
     ] = False,
