@@ -14,7 +14,9 @@ from fsdplaunch.probe.cluster import Cluster
 from fsdplaunch.probe.model import ModelFacts, parse_count, read_model, sized_model
 from fsdplaunch.wizard.suggest import Facts, Suggestion, suggest_for
 
-VERSION = ("fsdp_config", "fsdp_version")
+VERSION: Path = ("fsdp_config", "fsdp_version")
+NEWEST = 2
+"""The FSDP version of new files."""
 KEEP = "keep"
 """The answer that leaves a question's keys as the existing file says them."""
 TYPE_IT = "..."
@@ -50,7 +52,7 @@ class Situation:
     @property
     def version(self) -> int:
         """The FSDP version the answers will be written for."""
-        return int(self.settings.get(VERSION) or self.base.get(VERSION) or (1 if self._is_old else 2))
+        return int(self.settings.get(VERSION) or self.base.get(VERSION) or (1 if self._is_old else NEWEST))
 
     @property
     def _is_old(self) -> bool:

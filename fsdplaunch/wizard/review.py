@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdplaunch.config.keys import Path, keys_by_path
 from fsdplaunch.config.scalars import flow_text, plain_value
-from fsdplaunch.wizard.question import KEEP, Situation
+from fsdplaunch.wizard.question import KEEP, NEWEST, VERSION, Situation
 from fsdplaunch.wizard.questions import QUESTIONS, compose
 from fsdplaunch.wizard.training import GOAL, memory_words
 
@@ -67,12 +67,22 @@ def repeat_command(situation: Situation, path: FilePath, *, overwrite: bool = Fa
         overwrite: Whether the command must replace a file.
     """
     answers = {name: text for name, text in situation.answers.items() if text != KEEP}
+    version = [] if situation.version == NEWEST else [f"{'.'.join(VERSION)}={situation.version}"]
+    settings: dict[Path, Any] = {VERSION: situation.version} if version else {}
+    while True:
+        fresh = replace(situation, answers=answers, base={}, editing=False, settings=settings)
+        texts = settings_between(compose(fresh), compose(situation))
+        # What must be set by key cannot be answered as well: the two would decide the same.
+        by_key = {text.partition("=")[0] for text in texts}
+        double = {one.name for one in QUESTIONS if by_key & {".".join(path) for path in one.keys}} & set(answers)
+        if not double:
+            break
+        answers = {name: text for name, text in answers.items() if name not in double}
     words = ["fsdplaunch", "config"]
     for question in QUESTIONS:
         if answers.get(question.name):
             words += [question.flag, answers[question.name]]
-    fresh = compose(replace(situation, answers=answers, base={}, editing=False, settings={}))
-    words += [f"--set={text}" for text in settings_between(fresh, compose(situation))]
+    words += [f"--set={text}" for text in (*version, *texts)]
     words += ["--output", str(path)] if str(path) != DEFAULT_FILE else []
     return shlex.join([*words, *(["--overwrite"] if overwrite else []), "--yes"])
 
