@@ -7,6 +7,7 @@ each other here, and against the files in `sources.py`.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from fsdplaunch.checkpoint.boxes import Box, find_tiling_fault
@@ -154,7 +155,17 @@ def _places(meta: Meta, where: str) -> Places:
     if len(known) > MAX_FILES:
         msg = f"{where} refers to {len(known)} files"
         raise CheckpointError(msg)
+    _check_apart(places, where)
     return places
+
+
+def _check_apart(places: Places, where: str) -> None:
+    """Refuse items that share bytes: no writer does that, and a damaged offset shows this way."""
+    spans = sorted((place.file, place.offset, place.length, name) for (name, _), place in places.items())
+    for (file, offset, length, name), (other_file, other_offset, _, other) in pairwise(spans):
+        if file == other_file and offset + length > other_offset:
+            msg = f"{where}: {short(name)} and {short(other)} share bytes of {file}"
+            raise CheckpointError(msg, hint=_COPY_AGAIN)
 
 
 def _file_ends(places: Places) -> dict[str, int]:

@@ -16,6 +16,7 @@ class Output:
     def __init__(self) -> None:
         wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self.colour = wanted and sys.stderr.isatty()
+        self.quiet = bool(os.environ.get("CI"))  # no live display into a log that only looks like a terminal
 
     def data(self, text: str) -> None:
         """Print what the command was asked for, to stdout."""

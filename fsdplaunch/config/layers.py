@@ -1,13 +1,13 @@
 """What each source says: a file, the environment, the command line. Canonical values, with their places."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fsdplaunch.config.environment import raw_values
 from fsdplaunch.config.keys import KeySpec, Path, keys_by_path, section_classes
 from fsdplaunch.config.names import Unknown, find_bare, find_key, path_of
-from fsdplaunch.config.problems import Place, Problem
+from fsdplaunch.config.problems import ConfigError, Place, Problem
 from fsdplaunch.config.yaml_text import Entry, Text, UnreadableValueError, read_scalar
 
 LayerName = Literal["default", "file", "env", "flag"]
@@ -41,6 +41,7 @@ class Layer:
         problems: What is wrong.
         aliases: Written name -> canonical name, for the notes.
         variables: Single entries of `launch.env`, added to what lower layers say.
+        bare_section: The section a file consists of when it names none, as transformers' `--fsdp_config` files do.
     """
 
     said: dict[Path, Said] = field(default_factory=dict)
@@ -48,6 +49,7 @@ class Layer:
     problems: list[Problem] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
+    bare_section: str | None = None
 
     def reject(self, rule: str, key: str, message: str, place: Place, hint: str | None = None) -> None:
         """Add a problem."""
@@ -96,13 +98,23 @@ def _value_hint(spec: KeySpec, value: Any) -> str | None:
 def file_layer(text: Text) -> Layer:
     """Read a file's keys. The text's own problems are part of the layer's."""
     layer = Layer()
-    for entry in text.entries(text.root):
-        if entry.name in section_classes():
+    entries = text.entries(text.root)
+    bare = bool(entries) and all(_only_in_fsdp_config(entry.name) for entry in entries)
+    layer.bare_section = "fsdp_config" if bare else None
+    for entry in entries:
+        if bare:
+            _entry(layer, text, "fsdp_config", entry)
+        elif entry.name in section_classes():
             _section(layer, text, entry)
         else:
             _entry(layer, text, "", entry)
     layer.problems[:0] = text.problems
     return layer
+
+
+def _only_in_fsdp_config(name: str) -> bool:
+    """Whether a name means a key of fsdp_config and nothing at the top level, as in transformers' own files."""
+    return isinstance(find_key("fsdp_config", name), KeySpec) and not isinstance(find_key("", name), KeySpec)
 
 
 def _section(layer: Layer, text: Text, section: Entry) -> None:
@@ -159,6 +171,20 @@ def flag_layer(overrides: Iterable[str]) -> Layer:
     for override in overrides:
         _override(layer, override)
     return layer
+
+
+def read_assignments(assignments: Sequence[str]) -> list[tuple[KeySpec, Any]]:
+    """Return keys and canonical values of `KEY=VALUE` texts, to be written into a file; None takes a key out.
+
+    Raises:
+        ConfigError: With every problem of the texts.
+    """
+    layer = flag_layer(assignments)
+    if layer.variables:
+        layer.reject("not-an-assignment", "launch.env", "must be set as a whole", Place(source="command line"))
+    if layer.problems:
+        raise ConfigError(layer.problems)
+    return [(keys_by_path()[path], one.value) for path, one in layer.said.items()]
 
 
 def _override(layer: Layer, override: str) -> None:

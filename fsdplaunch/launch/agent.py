@@ -28,10 +28,12 @@ def _moment(failure: Any) -> tuple[int, int]:
 
     A rank killed by a signal leaves no record, and its peers' complaints about the lost connection carry an
     earlier time than the poll that finds it dead: a death by signal therefore goes before recorded exceptions.
-    torch's own time stamps are whole seconds; the bootstrap adds nanoseconds to its record.
+    Not so SIGTERM, by which the agent itself ends the other ranks. torch's own time stamps are whole seconds; the
+    bootstrap adds nanoseconds to its record.
     """
     extra = failure.message.get("extraInfo", {}) if isinstance(failure.message, dict) else {}
-    return (0 if failure.exitcode < 0 else 1), int(extra.get("time_ns", (failure.timestamp + 1) * 10**9))
+    kind = 1 if failure.exitcode >= 0 else 2 if failure.exitcode == -signal.SIGTERM else 0
+    return kind, int(extra.get("time_ns", (failure.timestamp + 1) * 10**9))
 
 
 def _describe_failure(failures: dict[int, Any]) -> dict[str, Any]:

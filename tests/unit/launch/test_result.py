@@ -48,6 +48,11 @@ def test_killed_rank_comes_before_its_peers_complaints():
     assert (found["rank"], found["exit_code"], found["signal"], found["message"]) == (1, 137, "SIGKILL", None)
 
 
+def test_rank_that_the_agent_stopped_is_not_the_cause():
+    failures = {0: failure(exitcode=-15), 1: failure(exitcode=3, second=101, message="ValueError: x")}
+    assert _describe_failure(failures)["rank"] == 1
+
+
 def test_result_of_a_failed_rank_keeps_its_own_exit_code():
     record = {"seconds": 3.2, "failure": {"rank": 1, "exit_code": 7, "signal": None, "message": "ValueError: x"}}
     result = read_result(record, exit_code=7)
