@@ -89,7 +89,9 @@ class Situation:
         if where in ("machines", "slurm"):
             nodes = int(self.answers["nodes"]) if "nodes" in self.answers else found.cluster.num_nodes
             return replace(found, cluster=replace(found.cluster, num_nodes=nodes), elsewhere=True)
-        return replace(found, cluster=Cluster()) if where == "here" else found
+        if where == "here":
+            return replace(found, cluster=Cluster(), elsewhere=not found.hardware.gpus)
+        return found
 
     @property
     def suggestion(self) -> Suggestion:
@@ -215,13 +217,16 @@ def accept(question: Question, text: str, situation: Situation) -> str:
 
 
 def can_keep(question: Question, situation: Situation) -> bool:
-    """Whether the edited file says something here that no answer can say.
+    """Whether the edited file says something here that no answer can say on this machine.
 
     Args:
         question: The question.
         situation: With the file's values.
     """
-    return any(path in situation.base for path in question.keys) and _from_file(question, situation) is None
+    if not any(path in situation.base for path in question.keys):
+        return False
+    answer = _from_file(question, situation)
+    return answer is None or not is_answer(question, answer, situation)
 
 
 def _from_file(question: Question, situation: Situation) -> str | None:

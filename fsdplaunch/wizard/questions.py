@@ -84,7 +84,7 @@ def compose(situation: Situation) -> dict[Path, Any]:
             if situation.editing:
                 continue  # not asked yet: the file's values stand
             answer = question.read(suggested, situation)
-        if answer is not None and _says_the_same(question, answer, situation):
+        if _file_stands(question, answer, situation):
             continue
         values = {path: value for path, value in values.items() if path not in question.keys}
         if answer is not None:
@@ -94,14 +94,16 @@ def compose(situation: Situation) -> dict[Path, Any]:
     return {path: value for path, value in values.items() if value is not None}
 
 
-def _says_the_same(question: Question, answer: str, situation: Situation) -> bool:
-    """Whether an answer only repeats the edited file, whose spelling then stays."""
+def _file_stands(question: Question, answer: str | None, situation: Situation) -> bool:
+    """Whether an answer only repeats the edited file, whose own spelling then stays."""
     if answer == KEEP or not situation.editing:
         return answer == KEEP
     file = in_file(situation)
-    if answer != file.answers.get(question.name):
-        return False
-    return question.write(answer, situation) == question.write(answer, file)
+    if answer is None or question.name not in file.answers:
+        return answer is None and not question.applies(file)  # it did not matter before either
+    return answer == file.answers[question.name] and question.write(answer, situation) == question.write(
+        answer, file
+    )
 
 
 def in_file(situation: Situation) -> Situation:

@@ -61,6 +61,8 @@ def test_run_wizard_yes_is_the_suggestion(machines, machine):
         ("laptop", {}, {"use_cpu": True, "num_processes": 2}),
         ("laptop", {"workers-per-node": "4"}, {"use_cpu": True, "num_processes": 4}),
         ("laptop", {"workers-per-node": "auto"}, {"use_cpu": True, "workers_per_node": "auto"}),
+        ("laptop", {"where": "here"}, {"workers_per_node": "auto"}),
+        ("laptop", {"where": "here", "workers-per-node": "4"}, {"num_processes": 4}),
         ("eight_h100", {"where": "cpu"}, {"use_cpu": True, "num_processes": 2}),
         (
             "laptop",
@@ -178,7 +180,6 @@ def test_run_wizard_answers_it_reports_include_every_question_that_applies(machi
     ("machine", "answers", "message"),
     [
         ("laptop", {"where": "moon"}, "--where must be one of here, machines, slurm, cpu, got 'moon'"),
-        ("laptop", {"where": "here"}, "--where here is not possible: no GPU was found"),
         ("laptop", {"nodes": "2"}, "--nodes has no meaning with --where cpu"),
         ("eight_h100", {"rendezvous": "a:1"}, "--rendezvous has no meaning with --where here"),
         ("eight_h100", {"where": "machines", "nodes": "1"}, "--nodes must be a whole number from 2, got '1'"),
