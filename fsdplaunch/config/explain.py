@@ -24,10 +24,9 @@ def keys_named(word: str) -> tuple[KeySpec, ...]:
     path = path_of(word)
     if word in section_classes():
         return tuple(spec for spec in all_keys() if spec.path[0] == word)
-    found = find_bare(path[-1]) if len(path) == 1 else [find_key(path[0], path[1])]
-    keys = tuple(spec for spec in found if isinstance(spec, KeySpec))
-    if keys:
-        return keys
+    found = find_bare(path[-1]) if len(path) == 1 else find_key(path[0], path[1])
+    if isinstance(found, KeySpec):
+        return (found,)
     near = closest(path[-1], [spec.name for spec in all_keys()] + list(section_classes()))
     msg = f"{word} is not a key"
     raise UsageError(msg, hint=f"did you mean {', '.join(near)}?" if near else "without a key, all are listed")

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from fsdplaunch.config.environment import raw_values
 from fsdplaunch.config.keys import KeySpec, Path, keys_by_path, section_classes
 from fsdplaunch.config.names import Unknown, find_bare, find_key, path_of
+from fsdplaunch.config.parsers import SaidValueError
 from fsdplaunch.config.problems import ConfigError, Place, Problem
 from fsdplaunch.config.yaml_text import Entry, Text, UnreadableValueError, read_scalar
 
@@ -59,14 +60,17 @@ class Layer:
         """Add a value, canonical if it can be made so, else a problem."""
         try:
             canonical = None if value is None else spec.key.kind.parse(value)
-        except ValueError:
+        except ValueError as error:
             self.broken.add(spec.path)
-            self._refuse(spec, value, place)
+            self._refuse(spec, value, place, error)
             return
         self.said[spec.path] = Said(value=canonical, origin=origin, place=place)
 
-    def _refuse(self, spec: KeySpec, value: Any, place: Place) -> None:
+    def _refuse(self, spec: KeySpec, value: Any, place: Place, error: ValueError) -> None:
         why = spec.key.kind.refusal(value)
+        if isinstance(error, SaidValueError):
+            self.reject("wrong-value", spec.dotted, str(error), place)
+            return
         if why is not None:
             self.reject("unsupported-value", spec.dotted, f"{value} is not supported: {why}", place)
             return
@@ -121,7 +125,9 @@ def _section(layer: Layer, text: Text, section: Entry) -> None:
     if section.is_null:
         return
     if not section.is_mapping:
-        layer.reject("not-a-mapping", section.name, "must hold keys of its own", section.place)
+        layer.reject(
+            "not-a-mapping", section.name, "must hold keys of its own", section.place, "indent them below it"
+        )
         return
     for entry in text.entries(section.node, section.name):
         _entry(layer, text, section.name, entry)
@@ -211,14 +217,9 @@ def _override(layer: Layer, override: str) -> None:
 
 def _named(layer: Layer, path: Path, place: Place) -> KeySpec | None:
     dotted = ".".join(path)
-    if len(path) == 1:
-        candidates = find_bare(path[0])
-        if len(candidates) == 1:
-            return candidates[0]
-        if candidates:
-            names = ", ".join(spec.dotted for spec in candidates)
-            layer.reject("ambiguous-key", dotted, "names more than one key", place, f"write one of {names}")
-            return None
+    bare = find_bare(path[0]) if len(path) == 1 else None
+    if bare is not None:
+        return bare
     found = find_key(".".join(path[:-1]), path[-1]) if path[:-1] in _sections() else None
     if isinstance(found, KeySpec):
         return found

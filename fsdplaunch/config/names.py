@@ -62,11 +62,11 @@ def find_key(section: str, name: str) -> KeySpec | Unknown:
     return Unknown(id="unknown-key", message=f"is not a key {place}", hint=_guess(section, name))
 
 
-def find_bare(name: str) -> list[KeySpec]:
-    """Every key that `name` may mean without its section; a canonical name wins over other spellings."""
+def find_bare(name: str) -> KeySpec | None:
+    """Return the key that `name` means without its section. A test sees to it that there is only one."""
     exact = [spec for spec in all_keys() if spec.name == name]
     tables = [spellings(section) for section in ("", *section_classes())]
-    return exact or [table[name] for table in tables if name in table]
+    return next(iter(exact or [table[name] for table in tables if name in table]), None)
 
 
 def closest(word: str, words: list[str]) -> list[str]:

@@ -13,6 +13,10 @@ MAX_PORT = 65535
 FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})
 
 
+class SaidValueError(ValueError):
+    """A wrong value that the parser itself can describe best; its words are for the user."""
+
+
 def plain_name(value: Any) -> str:
     """The one spelling of a name: upper case, words joined by underscores."""
     return str(value).strip().upper().replace(" ", "_").replace("-", "_")
@@ -80,8 +84,9 @@ def parse_pattern(value: Any) -> str:
     text = parse_text(value)
     try:
         re.compile(text)
-    except (re.error, RecursionError, OverflowError):
-        raise ValueError(value) from None
+    except (re.error, RecursionError, OverflowError) as error:
+        msg = f"{text} is not a regular expression: {error}"
+        raise SaidValueError(msg) from None
     return text
 
 
@@ -117,13 +122,22 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 def parse_variables(value: Any) -> dict[str, str]:
     """Environment variables; true and false become lower-case words, an empty text is allowed."""
-    table = parse_table(value)
-    if not all(_VARIABLE.fullmatch(name) for name in table):
-        raise ValueError(value)
-    return {
-        name: "" if item == "" else parse_text(write(item) if isinstance(item, bool) else item)
-        for name, item in table.items()
-    }
+    return {_variable_name(name): _variable_text(name, item) for name, item in parse_table(value).items()}
+
+
+def _variable_name(name: str) -> str:
+    if not _VARIABLE.fullmatch(name):
+        msg = f"{name} cannot name an environment variable"
+        raise SaidValueError(msg)
+    return name
+
+
+def _variable_text(name: str, value: Any) -> str:
+    try:
+        return "" if value == "" else parse_text(write(value) if isinstance(value, bool) else value)
+    except ValueError:
+        msg = f"{name} must be a text; '' is the empty one"
+        raise SaidValueError(msg) from None
 
 
 def parse_ranks(value: Any) -> str:

@@ -16,7 +16,6 @@ TEXT_PROBLEMS = {
     "duplicate-key": "A key is set twice, under one spelling or two.",
     "unknown-key": "There is no such key.",
     "misplaced-key": "The key belongs to another section.",
-    "ambiguous-key": "A name on the command line fits keys of several sections.",
     "not-an-assignment": "A text on the command line is not `KEY=VALUE`.",
     "wrong-value": "The value is none that the key takes.",
     "unsupported-value": "accelerate knows the value, fsdplaunch cannot honour it.",

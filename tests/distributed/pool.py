@@ -7,6 +7,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ class RankPool:
                     answers[rank] = ("died", f"exit code {self._workers[rank][0].exitcode}")
                 if answers[rank][0] != "done":
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        return answers | {rank: ("hung", "no answer in time") for rank in pipes.values()}
+        return answers | dict.fromkeys(pipes.values(), ("hung", "no answer in time"))
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -69,7 +70,7 @@ class RankPool:
         store = Path(tempfile.mkdtemp(prefix="rank-pool-")) / "store"
         for rank in range(self.size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, str(store), theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.size, str(store), theirs))
             process.start()
             theirs.close()
             self._workers.append((process, mine))
@@ -90,7 +91,8 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     while True:
         try:
             function, args, env = pipe.recv()

@@ -124,7 +124,7 @@ def ignored(version: int, pattern: str) -> tuple[float, list[str], float]:
     model, optimizer = fsdplaunch.prepare(model, adamw(model.parameters()), plugin=plugin(**fields))
     sharded = train_sharded(model, optimizer, STEPS)
     plain = [clean_name(n) for n, p in model.named_parameters() if tuple(p.shape) == (2 * 16, 16)]
-    weight = dict((clean_name(n), p) for n, p in model.named_parameters())["layers.0.feed_forward.up.weight"]
+    weight = {clean_name(n): p for n, p in model.named_parameters()}["layers.0.feed_forward.up.weight"]
     copies = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
     dist.all_gather(copies, weight.detach())
     return largest_difference(alone, sharded), plain, (copies[0] - copies[1]).abs().max().item()

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 import fsdplaunch

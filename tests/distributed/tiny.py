@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 import fsdplaunch
 from fsdplaunch import FullyShardedDataParallelPlugin
@@ -35,7 +35,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
@@ -47,7 +47,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
@@ -105,7 +105,7 @@ def my_part(ids: torch.Tensor) -> torch.Tensor:
 
 def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     logits = model(ids[:, :-1])
-    return F.cross_entropy(logits.float().reshape(-1, VOCAB), ids[:, 1:].reshape(-1))
+    return functional.cross_entropy(logits.float().reshape(-1, VOCAB), ids[:, 1:].reshape(-1))
 
 
 def mean_over_ranks(value: torch.Tensor) -> float:

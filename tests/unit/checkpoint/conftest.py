@@ -140,9 +140,11 @@ def cut(data: bytes, shape, offsets, sizes, width: int) -> bytes:
     """The bytes of a rectangle of a row-major tensor."""
     steps = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
     out = bytearray()
-    for place in itertools.product(*(range(o, o + n) for o, n in zip(offsets, sizes, strict=True))):
+    run = sizes[-1] * width if sizes else width
+    ranges = [range(o, o + n) for o, n in zip(offsets, sizes, strict=True)]
+    for place in itertools.product(*ranges[:-1], *(part[:1] for part in ranges[-1:])):
         at = sum(i * s for i, s in zip(place, steps, strict=True)) * width
-        out += data[at : at + width]
+        out += data[at : at + run]
     return bytes(out)
 
 
@@ -270,6 +272,11 @@ def tree(folder: Path) -> dict:
     }
 
 
+def names(folder: Path) -> list[str]:
+    """What stands in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
 @pytest.fixture
 def dcp() -> SimpleNamespace:
     """What makes checkpoints: the functions and classes of this file."""
@@ -293,6 +300,7 @@ def dcp() -> SimpleNamespace:
         safetensors=safetensors,
         tree=tree,
         cut=cut,
+        names=names,
     )
 
 

@@ -1,7 +1,7 @@
 """Merging small checkpoints from end to end, without torch."""
 
+import itertools
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -41,7 +41,7 @@ def test_merge_twice_gives_the_same_bytes(dcp, rows, tmp_path):
 
 def columns(*cuts: int, rows: int):
     edges = (0, *cuts)
-    return [((0, a), (rows, b - a)) for a, b in zip(edges, edges[1:], strict=False)]
+    return [((0, a), (rows, b - a)) for a, b in itertools.pairwise(edges)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool", "complex64", "float8_e4m3fn"])
@@ -210,7 +210,7 @@ def test_merge_with_removal_of_a_damaged_checkpoint_keeps_it(dcp, tmp_path):
     with pytest.raises(CheckpointError, match=r"the bytes of 'model.w' at \d+ do not match their checksum"):
         merge(checkpoint, tmp_path / "out", options=MergeOptions(remove_checkpoint_dir=True))
     assert dcp.tree(checkpoint) == before
-    assert os.listdir(tmp_path) == ["ckpt"]
+    assert dcp.names(tmp_path) == ["ckpt"]
 
 
 def test_merge_verify_without_stored_checksums_still_compares(dcp, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from fsdplaunch.config.environment import decode, encode
 from fsdplaunch.config.keys import all_keys, build_config, field_name, keys_by_path, section_classes, value_at
-from fsdplaunch.config.names import PREFIXES, find_key, spellings
+from fsdplaunch.config.names import PREFIXES, find_bare, find_key, spellings
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema import OWN_SECTIONS, Config
 
@@ -43,6 +43,17 @@ def test_no_spelling_hides_another_key():
         for name, spec in spellings(section).items():
             canonical = keys_by_path().get((section, name) if section else (name,))
             assert canonical is None or canonical is spec
+
+
+def test_a_name_without_its_section_means_one_key():
+    """On the command line the section may be left out; a new key that makes a name ambiguous must be renamed."""
+    spelled = {}
+    for section in ("", *section_classes()):
+        for name, spec in spellings(section).items():
+            spelled.setdefault(name, []).append(spec)
+    for name, specs in spelled.items():
+        assert len(specs) == 1 or len([spec for spec in specs if spec.name == name]) == 1, (name, specs)
+        assert find_bare(name) in specs
 
 
 def test_every_named_choice_reaches_the_worker():
