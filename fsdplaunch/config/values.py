@@ -269,6 +269,13 @@ def _parse_seconds(value: Any) -> float:
     return number
 
 
+def _parse_wait(value: Any) -> float:
+    number = _parse_number(value)
+    if number < 0:
+        raise ValueError(value)
+    return number
+
+
 def one_of(
     names: Any, *, aliases: Mapping[str, str] | None = None, refused: Mapping[str, str] | None = None
 ) -> Kind:
@@ -303,6 +310,7 @@ COUNT = whole(1)
 PORT = whole(0, 65535)
 NUMBER = Kind("a number", _parse_number, {"type": "number"})
 SECONDS = Kind("a number of seconds above 0", _parse_seconds, {"type": "number", "exclusiveMinimum": 0})
+WAIT = Kind("a number of seconds, at least 0", _parse_wait, {"type": "number", "minimum": 0})
 TEXT = Kind("text, not empty", _parse_text, _TEXT_SCHEMA, verbatim=True)
 PATTERN = Kind("a regular expression that Python can compile", _parse_pattern, _TEXT_SCHEMA, verbatim=True)
 NAMES = Kind(
