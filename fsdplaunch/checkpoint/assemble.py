@@ -47,7 +47,7 @@ def gather_block(tensor: PlannedTensor, block: Box, read: ReadPiece) -> bytearra
     """Return the bytes of one block of `tensor`, in row-major order."""
     size = tensor.dtype.size
     target = bytearray(block.numel * size)
-    view = memoryview(target).cast(_FORMATS[size])
+    view = memoryview(target)
     strides = row_major(block.sizes)
     for piece in tensor.pieces:
         common = intersect(piece.box, block)
@@ -69,8 +69,7 @@ def _gather(
             (a - b) * s for a, b, s in zip(region.offsets, piece.box.offsets, piece.strides, strict=True)
         )
         raw = read(piece, first * size, span * size)
-        source = memoryview(flip_bits(raw, piece.flip, size)).cast(_FORMATS[size])
-        copy_strided(source, piece.strides, target, at, strides, region.sizes)
+        _place(flip_bits(raw, piece.flip, size), piece.strides, target, at, strides, region.sizes, size)
         return
     dim = reach.index(max(reach))
     half = region.sizes[dim] // 2
@@ -78,6 +77,25 @@ def _gather(
         offsets = tuple(o + start if d == dim else o for d, o in enumerate(region.offsets))
         sizes = tuple(count if d == dim else n for d, n in enumerate(region.sizes))
         _gather(piece, Box(offsets, sizes), read, target, at + start * strides[dim], strides, size)
+
+
+def _place(
+    raw: bytes,
+    source_strides: Sequence[int],
+    target: memoryview,
+    at: int,
+    strides: Sequence[int],
+    sizes: Sequence[int],
+    size: int,
+) -> None:
+    """Copy elements of `size` bytes; one of 16 bytes is moved as two words."""
+    words = max(1, size // 8)
+    if words > 1:
+        source_strides = (*(step * words for step in source_strides), 1)
+        strides = (*(step * words for step in strides), 1)
+        sizes = (*sizes, words)
+    code = _FORMATS[size // words]
+    copy_strided(memoryview(raw).cast(code), source_strides, target.cast(code), at * words, strides, sizes)
 
 
 def copy_strided(
@@ -126,8 +144,3 @@ def flip_bits(data: bytes, bits: int, size: int) -> bytes:
         return data
     mask = bits.to_bytes(size, "little") * (len(data) // size)
     return (int.from_bytes(data, "little") ^ int.from_bytes(mask, "little")).to_bytes(len(data), "little")
-
-
-def needs_assembly(tensor: PlannedTensor) -> bool:
-    """Say whether some piece of the tensor cannot be copied as one run."""
-    return not all(piece.run for piece in tensor.pieces)

@@ -5,8 +5,10 @@ each other here, and against the files in `sources.py`.
 """
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from fsdplaunch.checkpoint.boxes import Box, find_tiling_fault
@@ -97,8 +99,9 @@ def read_index(folder: Path) -> CheckpointIndex:
     """
     path = folder / INDEX_NAME
     with path.open("rb") as file:
-        data = file.read(MAX_INDEX_BYTES + 1)
-    if len(data) > MAX_INDEX_BYTES:
+        fits = os.fstat(file.fileno()).st_size <= MAX_INDEX_BYTES
+        data = file.read(MAX_INDEX_BYTES + 1) if fits else b""
+    if not fits or len(data) > MAX_INDEX_BYTES:
         msg = f"{path} is larger than {MAX_INDEX_BYTES >> 20} MiB, more than an index is expected to need"
         raise CheckpointError(msg)
     return parse_index(data, where=str(path))
@@ -154,7 +157,17 @@ def _places(meta: Meta, where: str) -> Places:
     if len(known) > MAX_FILES:
         msg = f"{where} refers to {len(known)} files"
         raise CheckpointError(msg)
+    _check_apart(places, where)
     return places
+
+
+def _check_apart(places: Places, where: str) -> None:
+    """Refuse items that share bytes: no writer does that, and a damaged offset shows this way."""
+    spans = sorted((place.file, place.offset, place.length, name) for (name, _), place in places.items())
+    for (file, offset, length, name), (other_file, other_offset, _, other) in pairwise(spans):
+        if file == other_file and offset + length > other_offset:
+            msg = f"{where}: {short(name)} and {short(other)} share bytes of {file}"
+            raise CheckpointError(msg, hint=_COPY_AGAIN)
 
 
 def _file_ends(places: Places) -> dict[str, int]:
@@ -178,7 +191,10 @@ def _path_of(name: object, meta: Meta, where: str) -> NamePath:
     if type(name) is not str:
         msg = f"{where}: an entry is named by a {type(name).__name__}"
         raise CheckpointError(msg, hint=_COPY_AGAIN)
-    path = meta.planner_data.get(name, (name,)) if isinstance(meta.planner_data, dict) else (name,)
+    paths = meta.planner_data
+    if not isinstance(paths, dict) or not paths:
+        return (name,)
+    path = paths.get(name)
     if type(path) is not tuple or not path or not all(type(part) in {str, int} for part in path):
         msg = f"{where}: the path of {short(name)} is not a list of keys"
         raise CheckpointError(msg, hint=_COPY_AGAIN)

@@ -1,15 +1,85 @@
 """What a folder is, without torch: which kind of checkpoint, and where the model inside it stands."""
 
+import json
+import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsdplaunch.checkpoint.index import INDEX_NAME
-from fsdplaunch.errors import CheckpointError
+from fsdplaunch.checkpoint.unpickle import short
+from fsdplaunch.errors import CheckpointError, LaunchError, UsageError
+
+MANIFEST_NAME = "fsdplaunch.json"
+MAX_DEPTH = 3
+MAX_FOLDERS = 5000
+MAX_LISTED = 10
+_MAX_MANIFEST = 64 * 2**20
+
+_OPTIMIZER = re.compile(r"optim(izer)?(_\d+)?")
+_DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One kind of checkpoint that is not merged from here.
+
+    Attributes:
+        pattern: Matches the names of its files.
+        title: What it is, as the rest of a sentence that starts with the folder.
+        hint: What can be done with it.
+    """
+
+    pattern: re.Pattern[str]
+    title: str
+    hint: str
+
+
+# The first that matches a file of the folder names it.
+OTHER_FORMATS = (
+    Format(
+        re.compile(r"__\d+\.metadata"),
+        "has an index per rank (saved with use_collectives=False)",
+        "save it with the default use_collectives=True",
+    ),
+    Format(_DATA_FILE, f"has data files but no {INDEX_NAME}: the save did not finish", "use an older checkpoint"),
+    Format(
+        re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors"),
+        "holds sharded safetensors as HuggingFaceStorageWriter and transformers 5 write them",
+        "load it with transformers, or with torch's HuggingFaceStorageReader, and save it in one piece",
+    ),
+    Format(
+        re.compile(r"model_world_size_\d+_rank_\d+\.pt"),
+        "holds one pickled file per rank, as verl writes them",
+        "merge it with verl's model_merger",
+    ),
+    Format(
+        re.compile(r"pytorch_model_fsdp(_\d+)?_rank\d+\.bin"),
+        "holds one pickled file per rank (LOCAL_STATE_DICT, or use_dcp=False)",
+        "load it with as many ranks as wrote it, and save it with SHARDED_STATE_DICT",
+    ),
+    Format(
+        re.compile(r"pytorch_model_fsdp(_\d+)?\.bin"),
+        "holds the full weights already (FULL_STATE_DICT)",
+        "there is nothing to merge; load the file with torch.load(..., weights_only=True)",
+    ),
+    Format(
+        re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"),
+        "is merged already",
+        "load it as it is",
+    ),
+    Format(
+        re.compile(r".*rank[-_]?\d+.*\.(pt|pth|bin)"),
+        "holds one pickled file per rank",
+        "merge it with the tool that wrote it",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A model's sharded checkpoint.
+    """A sharded checkpoint.
 
     Attributes:
         given: What the user pointed at.
@@ -21,8 +91,128 @@ class Found:
 
 
 def find_model(given: Path) -> Found:
-    """Return the model's checkpoint folder at or below `given`."""
+    """Return the model's checkpoint folder at or below `given`.
+
+    Raises:
+        UsageError: When `given` is no folder.
+        CheckpointError: When it holds no model, several, or one in a format that is not merged from here.
+    """
+    _check_folder(given)
     if (given / INDEX_NAME).is_file():
+        _check_manifest(given, given.parent)
         return Found(given=given, folder=given)
-    msg = f"{given} holds no sharded checkpoint"
-    raise CheckpointError(msg)
+    folders = list(_walk(given))
+    sharded = [path for path, names in folders if INDEX_NAME in names]
+    models = [path for path in sharded if not _OPTIMIZER.fullmatch(path.name)]
+    unfinished = [
+        path for path, names in folders if INDEX_NAME not in names and any(map(_DATA_FILE.fullmatch, names))
+    ]
+    if len(models) == 1 and not unfinished:
+        _check_manifest(models[0], models[0].parent)
+        return Found(given=given, folder=models[0])
+    if models:
+        raise _several(given, models, unfinished)
+    raise _nothing(given, folders, sharded)
+
+
+def _check_folder(given: Path) -> None:
+    try:
+        if given.is_dir():
+            os.scandir(given).close()
+            return
+        exists = os.path.lexists(given)
+    except PermissionError:
+        msg = f"{given} cannot be read: permission denied"
+        raise UsageError(msg) from None
+    if exists:
+        msg = f"{given} is not a folder"
+        raise UsageError(msg, hint=f"give the checkpoint's folder, perhaps {given.parent}")
+    parent = next((path for path in given.parents if path.is_dir()), Path())
+    msg = f"{given} does not exist"
+    raise UsageError(msg, hint=f"{parent} holds {_names(sorted(path.name for path in parent.iterdir()))}")
+
+
+def _walk(top: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield each folder from `top` down with the names of its files, nearest first, not below a checkpoint."""
+    level, seen = [top], set[Path]()
+    for depth in range(MAX_DEPTH + 1):
+        below: list[Path] = []
+        for folder in level:
+            real = folder.resolve()  # a link to a checkpoint beside it is the same checkpoint
+            if real in seen:
+                continue
+            seen.add(real)
+            if len(seen) > MAX_FOLDERS:
+                msg = f"{top} holds more than {MAX_FOLDERS} folders"
+                raise CheckpointError(msg, hint="give the checkpoint's own folder")
+            files, folders = _entries(folder, follow=depth < MAX_DEPTH)
+            yield folder, files
+            if INDEX_NAME not in files:
+                below.extend(folders)
+        level = below
+
+
+def _entries(folder: Path, *, follow: bool) -> tuple[list[str], list[Path]]:
+    files, folders = [], []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir():
+                    folders.append(folder / entry.name)
+                elif entry.is_file():
+                    files.append(entry.name)
+    except PermissionError:
+        msg = f"{folder} cannot be read: permission denied"
+        raise CheckpointError(msg) from None
+    visible = sorted(path for path in folders if not path.name.startswith("."))
+    visible.sort(key=Path.is_symlink)
+    return sorted(files), visible if follow else []
+
+
+def _check_manifest(folder: Path, parent: Path) -> None:
+    """Refuse a checkpoint whose own manifest says that it is not complete."""
+    for place in (folder, parent):
+        path = place / MANIFEST_NAME
+        try:
+            text = path.read_text(encoding="utf-8") if path.stat().st_size <= _MAX_MANIFEST else ""
+            manifest = json.loads(text)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, RecursionError):
+            msg = f"{path} is not readable as a manifest"
+            raise CheckpointError(msg, hint="the save did not finish, or the file is damaged") from None
+        if isinstance(manifest, dict) and manifest.get("complete") is False:
+            msg = f"{place} is not complete: its save did not finish"
+            raise CheckpointError(msg, hint="use an older checkpoint")
+
+
+def _several(given: Path, models: list[Path], unfinished: list[Path]) -> LaunchError:
+    if len(models) == 1:
+        msg = f"{given} holds {models[0]} and a checkpoint whose save did not finish: {_paths(unfinished)}"
+        return CheckpointError(msg, hint=f"give {models[0]} itself")
+    msg = f"{given} holds {len(models)} models: {_paths(models)}"
+    return CheckpointError(msg, hint="give one of them")
+
+
+def _nothing(given: Path, folders: list[tuple[Path, list[str]]], sharded: list[Path]) -> LaunchError:
+    if sharded:
+        msg = f"{given} holds only an optimizer: {_paths(sharded)}"
+        return CheckpointError(msg, hint="the model is saved beside it as pytorch_model_fsdp_0")
+    for path, names in folders:
+        kind = next((kind for kind in OTHER_FORMATS if any(map(kind.pattern.fullmatch, names))), None)
+        if kind is not None:
+            msg = f"{path} {kind.title}"
+            return CheckpointError(msg, hint=kind.hint)
+    here = sorted({*folders[0][1], *(path.relative_to(given).parts[0] + "/" for path, _ in folders[1:])})
+    msg = f"{given} holds no sharded checkpoint: no {INDEX_NAME} in it or up to {MAX_DEPTH} folders below"
+    return CheckpointError(msg, hint=f"it holds {_names(here)}")
+
+
+def _paths(paths: list[Path]) -> str:
+    more = f" and {len(paths) - MAX_LISTED} more" if len(paths) > MAX_LISTED else ""
+    return ", ".join(map(str, sorted(paths)[:MAX_LISTED])) + more
+
+
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return (", ".join(short(name) for name in names[:MAX_LISTED]) + more) if names else "nothing"

@@ -1,114 +1,91 @@
-"""Merge a sharded checkpoint into safetensors: read the index, plan, check, copy, publish.
+"""Merge a sharded checkpoint into one model folder: find it, read its index, plan, check, copy, publish.
 
-Standard library only: the data moves from file to file without torch and, mostly, without leaving the kernel.
+To safetensors this needs the standard library only: the data moves from file to file without torch and,
+mostly, without leaving the kernel. The output appears whole or not at all, and the source is only read.
 """
 
 import os
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from fsdplaunch.checkpoint.assemble import blocks_of, gather_block, needs_assembly
 from fsdplaunch.checkpoint.index import CheckpointIndex, read_index
 from fsdplaunch.checkpoint.layout import find_model
 from fsdplaunch.checkpoint.names import Selection, select_weights
-from fsdplaunch.checkpoint.plan import MergePlan, Piece, PlannedFile, PlannedTensor, build_plan
+from fsdplaunch.checkpoint.options import MergeOptions, MergeProgress, MergeResult, Meter, Progress
+from fsdplaunch.checkpoint.plan import MergePlan, build_plan
+from fsdplaunch.checkpoint.removal import check_removal, remove_checkpoint
 from fsdplaunch.checkpoint.safetensors_file import INDEX_NAME
 from fsdplaunch.checkpoint.sources import Sources, open_sources, read_items
 from fsdplaunch.checkpoint.staging import check_output, check_space, staged
-from fsdplaunch.checkpoint.transfer import Copier, write_all
-from fsdplaunch.errors import CheckpointError
+from fsdplaunch.checkpoint.verify import verify_merge
+from fsdplaunch.checkpoint.writing import write_plan
+from fsdplaunch.errors import CheckpointError, UsageError
 
-GB = 10**9
-_PROGRESS_SECONDS = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeOptions:
-    """How to merge.
-
-    Attributes:
-        max_shard_size: Bytes of tensors per output file; larger models become several files and an index.
-        overwrite: Replace the weights in an existing output folder.
-        verify: Read the result back and compare every byte with the source and its checksums.
-    """
-
-    max_shard_size: int = 50 * GB
-    overwrite: bool = False
-    verify: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeProgress:
-    """How far a merge is.
-
-    Attributes:
-        phase: `copy` or `verify`.
-        done: Bytes finished in this phase.
-        total: Bytes of this phase.
-        tensor: The tensor at hand.
-    """
-
-    phase: str
-    done: int
-    total: int
-    tensor: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeResult:
-    """What a merge wrote.
-
-    Attributes:
-        output: The folder.
-        files: The files in it.
-        source: The checkpoint folder that was read, which may lie below the one that was given.
-        tensors: Number of tensors.
-        nbytes: Bytes of all files.
-        seconds: Wall time.
-        dtypes: Number of tensors of each element type.
-        skipped: Names of entries that are not in the result: values that are not tensors, other parts.
-        verified: The result was read back and compared with the source.
-    """
-
-    output: Path
-    files: tuple[Path, ...]
-    source: Path
-    tensors: int
-    nbytes: int
-    seconds: float
-    dtypes: dict[str, int] = field(default_factory=dict)
-    skipped: tuple[str, ...] = ()
-    verified: bool = False
-
-
-Progress = Callable[[MergeProgress], None]
+__all__ = [
+    "MergeOptions",
+    "MergeProgress",
+    "MergeResult",
+    "Prepared",
+    "merge",
+    "merge_fsdp_weights",
+    "prepare_merge",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A merge that is planned and checked, with nothing written yet."""
+    """A merge to safetensors that is planned and checked, with nothing written yet.
+
+    Attributes:
+        folder: The checkpoint folder that is read.
+        selection: Which entries are merged, and under which names.
+        plan: Which bytes go where.
+    """
 
     folder: Path
     selection: Selection
     plan: MergePlan
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything that would be done as plain data."""
+        return {
+            "source": str(self.folder),
+            "skipped": list(self.selection.skipped),
+            "renamed": [list(pair) for pair in self.selection.renamed],
+            **self.plan.to_dict(),
+        }
 
-def prepare_merge(checkpoint: Path, options: MergeOptions) -> Prepared:
-    """Find the model in `checkpoint` and plan its merge; reads headers only. `--dry-run` shows the result."""
-    folder = find_model(checkpoint).folder
-    index = read_index(folder)
-    selection = select_weights(index, where=str(folder))
-    with open_sources(folder, index) as sources:
-        return _prepare(folder, selection, sources, options)
 
+def prepare_merge(
+    checkpoint: Path, options: MergeOptions | None = None, *, output: Path | None = None
+) -> Prepared:
+    """Plan a merge to safetensors and check that it can be done; only headers are read, nothing is written.
 
-def _prepare(folder: Path, selection: Selection, sources: Sources, options: MergeOptions) -> Prepared:
-    items = read_items(sources, (tensor for _, tensor in selection.tensors))
-    plan = build_plan(selection, items, max_shard_size=options.max_shard_size)
-    return Prepared(folder=folder, selection=selection, plan=plan)
+    Args:
+        checkpoint: A sharded checkpoint, or a folder that holds exactly one.
+        options: How to merge.
+        output: The folder to make; when given, it is checked as well.
+
+    Raises:
+        UsageError: When the output cannot be written there.
+        CheckpointError: When the checkpoint cannot be merged, or the disk is too full.
+    """
+    options = options or MergeOptions()
+    if not options.safe_serialization:
+        msg = "only a merge to safetensors can be planned ahead"
+        raise UsageError(msg)
+    with _reported(checkpoint, output):
+        source = find_model(checkpoint).folder
+        target = None if output is None else _check_output(checkpoint, source, output, options)
+        index = read_index(source)
+        with open_sources(source, index) as sources:
+            return _prepare(source, target, index, sources, options)
 
 
 def merge(
@@ -116,107 +93,126 @@ def merge(
 ) -> MergeResult:
     """Merge the model's weights in `checkpoint` into the folder `output`.
 
-    The output appears whole or not at all; the source is only read.
+    The output appears whole or not at all; on an error or Ctrl-C nothing is left and the source is as it was.
 
     Args:
         checkpoint: A sharded checkpoint, or a folder that holds exactly one.
         output: The folder to make.
         options: How to merge.
-        progress: Called now and then from this thread.
+        progress: Called now and then, from this thread.
 
     Raises:
         UsageError: When the output cannot be written there.
-        CheckpointError: When the checkpoint cannot be merged.
+        CheckpointError: When the checkpoint cannot be merged, or the disk is too full.
     """
     started, options = time.monotonic(), options or MergeOptions()
-    folder = find_model(checkpoint).folder
-    target = check_output(output, (checkpoint, folder), overwrite=options.overwrite)
-    index = read_index(folder)
-    selection = select_weights(index, where=str(folder))
+    with _reported(checkpoint, output):
+        source = find_model(checkpoint).folder
+        target = _check_output(checkpoint, source, output, options)
+        index = read_index(source)
+        with open_sources(source, index) as sources:
+            write = _merge_to_safetensors if options.safe_serialization else _merge_to_torch
+            result = write(source, target, index, sources, options, progress)
+    removed = options.remove_checkpoint_dir and _remove(source, index, target)
+    return replace(result, removed=removed, seconds=time.monotonic() - started)
+
+
+def _remove(source: Path, index: CheckpointIndex, target: Path) -> bool:
     try:
-        with open_sources(folder, index) as sources:
-            prepared = _prepare(folder, selection, sources, options)
-            check_space(target, prepared.plan.nbytes)
-            with staged(target) as partial:
-                _write(prepared.plan, sources, partial, progress)
+        return remove_checkpoint(source, index)
     except OSError as problem:
-        msg = f"merging {folder} into {output} failed: {problem.strerror or problem}"
-        raise CheckpointError(msg, hint="nothing was written; the checkpoint is unchanged") from problem
-    return _result(prepared, index, target, time.monotonic() - started)
+        msg = f"{source} could not be removed: {problem.strerror or problem}"
+        raise CheckpointError(
+            msg, hint=f"the merged weights are complete in {target}; remove the rest yourself"
+        ) from None
 
 
-def _result(prepared: Prepared, _: CheckpointIndex, target: Path, seconds: float) -> MergeResult:
-    plan, selection = prepared.plan, prepared.selection
-    names = [file.name for file in plan.files] + ([INDEX_NAME] if plan.index else [])
+def _check_output(checkpoint: Path, source: Path, output: Path, options: MergeOptions) -> Path:
+    return check_output(output, (checkpoint, source), overwrite=options.overwrite)
+
+
+@contextmanager
+def _reported(source: Path, output: Path | None) -> Iterator[None]:
+    """Turn what the operating system refuses into an error that says what was being done."""
+    try:
+        yield
+    except OSError as problem:
+        place = f"{problem.filename}: " if problem.filename else ""
+        goal = f" into {output}" if output else ""
+        msg = f"merging {source}{goal} failed: {place}{problem.strerror or problem}"
+        raise CheckpointError(msg, hint="no output was made and the checkpoint is unchanged") from problem
+    except MemoryError:
+        msg = f"merging {source} needs more memory than there is"
+        raise CheckpointError(msg, hint="no output was made and the checkpoint is unchanged") from None
+
+
+def _prepare(
+    source: Path, target: Path | None, index: CheckpointIndex, sources: Sources, options: MergeOptions
+) -> Prepared:
+    selection = select_weights(index, where=str(source), strip_wrappers=options.strip_wrappers)
+    if options.remove_checkpoint_dir:
+        check_removal(source, selection.skipped)
+    items = read_items(sources, (tensor for _, tensor in selection.tensors))
+    plan = build_plan(selection, items, max_shard_size=options.max_shard_size)
+    if target is not None:
+        check_space(target, plan.nbytes)
+    return Prepared(folder=source, selection=selection, plan=plan)
+
+
+def _merge_to_safetensors(
+    source: Path,
+    target: Path,
+    index: CheckpointIndex,
+    sources: Sources,
+    options: MergeOptions,
+    progress: Progress | None,
+) -> MergeResult:
+    prepared = _prepare(source, target, index, sources, options)
+    plan, verify = prepared.plan, options.verify or options.remove_checkpoint_dir
+    with staged(target) as partial:
+        write_plan(plan, sources, partial, Meter("copy", plan.tensor_bytes, progress))
+        if verify:
+            verify_merge(plan, sources, partial, Meter("verify", plan.tensor_bytes, progress))
+    names = [*(file.name for file in plan.files), *([INDEX_NAME] if plan.index else [])]
     return MergeResult(
         output=target,
         files=tuple(target / name for name in names),
-        source=prepared.folder,
+        source=source,
         tensors=len(plan.tensors),
         nbytes=plan.nbytes,
-        seconds=seconds,
+        seconds=0.0,
         dtypes=dict(Counter(tensor.dtype.name for tensor in plan.tensors)),
-        skipped=(*(value.name for _, value in selection.values), *selection.others),
+        skipped=prepared.selection.skipped,
+        renamed=prepared.selection.renamed,
+        verified=verify,
     )
 
 
-class _Meter:
-    """Turns bytes into calls of `progress`, at most ten a second."""
+def _merge_to_torch(
+    source: Path,
+    target: Path,
+    index: CheckpointIndex,
+    sources: Sources,
+    options: MergeOptions,
+    progress: Progress | None,
+) -> MergeResult:
+    from fsdplaunch.checkpoint import torch_format
 
-    def __init__(self, phase: str, total: int, progress: Progress | None) -> None:
-        self.phase, self.total, self.progress = phase, total, progress
-        self.done, self.tensor, self.next = 0, "", 0.0
-
-    def tick(self, count: int) -> None:
-        self.done += count
-        if self.progress is None:
-            return
-        now = time.monotonic()
-        if now >= self.next or self.done == self.total:
-            self.next = now + _PROGRESS_SECONDS
-            self.progress(MergeProgress(phase=self.phase, done=self.done, total=self.total, tensor=self.tensor))
-
-
-def _write(plan: MergePlan, sources: Sources, folder: Path, progress: Progress | None) -> None:
-    meter, copier = _Meter("copy", plan.tensor_bytes, progress), Copier()
-    for file in plan.files:
-        fd = os.open(folder / file.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            _write_file(file, fd, sources, copier, meter)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    if plan.index:
-        with (folder / INDEX_NAME).open("xb") as index:
-            index.write(plan.index)
-            index.flush()
-            os.fsync(index.fileno())
-
-
-def _write_file(file: PlannedFile, fd: int, sources: Sources, copier: Copier, meter: _Meter) -> None:
-    os.ftruncate(fd, file.nbytes)
-    write_all(fd, file.header, 0)
-    for tensor in file.tensors:
-        meter.tensor = tensor.name
-        if needs_assembly(tensor):
-            _assemble(tensor, fd, sources, meter)
-            continue
-        for piece in tensor.pieces:
-            offset = piece.file_offset + piece.start * tensor.dtype.size
-            source = sources.descriptor(piece.place.file)
-            copier.copy(source, offset, fd, tensor.offset + piece.target, piece.nbytes, tick=meter.tick)
-
-
-def _assemble(tensor: PlannedTensor, fd: int, sources: Sources, meter: _Meter) -> None:
-    def read(piece: Piece, offset: int, count: int) -> bytes:
-        return sources.read(piece.place, piece.file_offset - piece.place.offset + offset, count)
-
-    position = tensor.offset
-    for block in blocks_of(tensor.shape, tensor.dtype.size):
-        data = gather_block(tensor, block, read)
-        write_all(fd, data, position)
-        position += len(data)
-        meter.tick(len(data))
+    paths = torch_format.torch_paths(index, strip_wrappers=options.strip_wrappers)
+    check_space(target, torch_format.total_bytes(index))
+    meter = Meter("copy", sum(tensor.nbytes for tensor in index.tensors), progress)
+    with staged(target) as partial:
+        torch_format.write_torch_file(index, paths, sources, partial, meter)
+        size = (partial / torch_format.FILE_NAME).stat().st_size
+    return MergeResult(
+        output=target,
+        files=(target / torch_format.FILE_NAME,),
+        source=source,
+        tensors=len(index.tensors),
+        nbytes=size,
+        seconds=0.0,
+        dtypes=dict(Counter(tensor.dtype.name for tensor in index.tensors)),
+    )
 
 
 def merge_fsdp_weights(
@@ -225,8 +221,31 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Merge sharded weights into `output_path/model.safetensors`, as accelerate's function of this name does."""
-    if not safe_serialization or remove_checkpoint_dir:
-        msg = "only safetensors without removing the checkpoint is supported so far"
-        raise CheckpointError(msg)
-    merge(Path(checkpoint_dir), Path(output_path))
+    """Merge sharded weights into `output_path/model.safetensors`, or `pytorch_model.bin`.
+
+    Takes what accelerate's function of this name takes. In a distributed job rank 0 merges and all ranks wait.
+
+    Args:
+        checkpoint_dir: A sharded checkpoint, or a folder that holds exactly one.
+        output_path: The folder to make; it may not hold anything yet.
+        safe_serialization: Write safetensors rather than a pickle.
+        remove_checkpoint_dir: Delete the checkpoint after the result was read back and compared with it.
+
+    Raises:
+        UsageError: When the output cannot be written there.
+        CheckpointError: When the checkpoint cannot be merged; on every rank.
+    """
+    options = MergeOptions(safe_serialization=safe_serialization, remove_checkpoint_dir=remove_checkpoint_dir)
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        merge(Path(checkpoint_dir), Path(output_path), options=options)
+        return
+    outcome: list[BaseException | None] = [None]
+    if distributed.get_rank() == 0:
+        try:
+            merge(Path(checkpoint_dir), Path(output_path), options=options)
+        except Exception as problem:
+            outcome = [problem]
+    distributed.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise outcome[0]

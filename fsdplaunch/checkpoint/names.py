@@ -1,6 +1,6 @@
 """Which of a checkpoint's entries are the model's weights, and what they are called in the merged file."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fsdplaunch.checkpoint.index import CheckpointIndex, NamePath, StoredTensor, StoredValue
@@ -9,9 +9,11 @@ from fsdplaunch.errors import CheckpointError
 
 MAX_NAME = 4096
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_OUTER = "module"
 _MODEL_KEYS = ("model", "model_state_dict")
-_OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizers")
+_OPTIMIZER_KEYS = {"optimizer", "optim", "optimizers", "optimizer_state_dict", "optim_state_dict"}
 _OPTIMIZER_TABLES = {"state", "param_groups"}
+_KEEP_HINT = "merge with the names kept as they are (strip_wrappers=False)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,74 +23,98 @@ class Selection:
     Attributes:
         root: The keys under which the weights were found, for example `("model",)`.
         tensors: Final name and stored tensor of each weight.
-        values: Final name and stored value of each entry beside the weights that is not a tensor.
-        others: Full names of everything outside `root`.
+        skipped: Full names of everything that is left out.
     """
 
     root: NamePath
     tensors: tuple[tuple[str, StoredTensor], ...]
-    values: tuple[tuple[str, StoredValue], ...]
-    others: tuple[str, ...]
+    skipped: tuple[str, ...]
+
+    @property
+    def renamed(self) -> tuple[tuple[str, str], ...]:
+        """Stored and final name of the weights that lost a wrapper's name."""
+        depth = len(self.root)
+        pairs = ((".".join(map(str, tensor.path[depth:])), name) for name, tensor in self.tensors)
+        return tuple((stored, name) for stored, name in pairs if stored != name)
 
 
-def select_weights(index: CheckpointIndex, *, where: str) -> Selection:
+def select_weights(index: CheckpointIndex, *, where: str, strip_wrappers: bool = True) -> Selection:
     """Find the model's weights in `index` and name them as the unwrapped model does.
 
     Raises:
         CheckpointError: When this is an optimizer's checkpoint, when there is no weight, when two names meet.
     """
-    entries: list[StoredTensor | StoredValue] = [*index.tensors, *index.values]
-    root = find_root([entry.path for entry in entries])
+    root = find_root([tensor.path for tensor in index.tensors], where)
     depth = len(root)
-    tensors = [tensor for tensor in index.tensors if tensor.path[:depth] == root]
-    values = [value for value in index.values if value.path[:depth] == root]
-    _check_is_model(root, [*(tensor.path for tensor in tensors), *(value.path for value in values)], where)
+    tensors = [tensor for tensor in index.tensors if len(tensor.path) > depth and tensor.path[:depth] == root]
     if not tensors:
         msg = f"{where} holds no tensor"
         raise CheckpointError(msg, hint="give the folder of the model's own checkpoint")
-    named = tuple((final_name(tensor.path[depth:]), tensor) for tensor in tensors)
+    names = final_names([tensor.path[depth:] for tensor in tensors], strip_wrappers=strip_wrappers)
+    named = tuple(zip(names, tensors, strict=True))
     _check_names(named, where)
-    return Selection(
-        root=root,
-        tensors=named,
-        values=tuple((final_name(value.path[depth:]), value) for value in values),
-        others=tuple(entry.name for entry in entries if entry.path[:depth] != root),
-    )
+    chosen = {tensor.name for tensor in tensors}
+    everything: list[StoredTensor | StoredValue] = [*index.tensors, *index.values]
+    skipped = tuple(entry.name for entry in everything if entry.name not in chosen)
+    return Selection(root=root, tensors=named, skipped=skipped)
 
 
-def find_root(paths: list[NamePath]) -> NamePath:
-    """Return the keys above the model's own: a sole outer key, or `model` beside other things."""
+def find_root(paths: Sequence[NamePath], where: str) -> NamePath:
+    """Return the keys above the model's weights: `model`, a sole outer key, or the one beside an optimizer.
+
+    Args:
+        paths: The paths of the checkpoint's tensors.
+        where: The checkpoint, for messages.
+    """
     root: NamePath = ()
     while True:
         inner = [path[len(root) :] for path in paths if path[: len(root)] == root]
-        keys = {path[0] for path in inner if path}
-        if any(len(path) < 2 for path in inner):  # noqa: PLR2004  (a weight at this level)
-            return root
-        if len(keys) == 1 and (not root or keys & {*_MODEL_KEYS}):
-            root = (*root, *keys)
-        elif found := next((key for key in _MODEL_KEYS if key in keys), None):
-            return (*root, found)
+        nested = {path[0]: None for path in inner if len(path) > 1}
+        _check_is_model(root, nested, where)
+        weights_here = any(len(path) == 1 for path in inner)
+        model = next((key for key in _MODEL_KEYS if key in nested), None)
+        candidates = [key for key in nested if key not in _OPTIMIZER_KEYS]
+        if model is not None:
+            return _below((*root, model), inner, where)
+        if len(candidates) == 1 and not weights_here and (not root or len(candidates) < len(nested)):
+            root = (*root, candidates[0])
+        elif len(candidates) < len(nested):
+            msg = f"{where} holds an optimizer beside {_listed(candidates) or 'single tensors'}"
+            raise CheckpointError(msg, hint="save the model alone, or under the key 'model'")
         else:
             return root
 
 
-def final_name(path: NamePath) -> str:
-    """Return the weight's name without the wrappers that training puts around modules."""
-    parts = [part for key in path for part in str(key).split(".") if part not in _WRAPPERS]
-    while len(parts) > 1 and parts[0] == "module":
-        parts = parts[1:]
-    return ".".join(parts)
+def _below(root: NamePath, inner: Sequence[NamePath], where: str) -> NamePath:
+    """Return `root` when what stands below is a model."""
+    tables = {path[1]: None for path in inner if path[0] == root[-1] and len(path) > 2}  # noqa: PLR2004
+    _check_is_model(root, tables, where)
+    return root
 
 
-def _check_is_model(root: NamePath, paths: list[NamePath], where: str) -> None:
-    top = root[0] if root else None
-    tables = {path[len(root)] for path in paths if len(path) > len(root)}
-    if top in _OPTIMIZER_KEYS or (tables and tables <= _OPTIMIZER_TABLES):
+def final_names(paths: Sequence[NamePath], *, strip_wrappers: bool = True) -> list[str]:
+    """Return each weight's name without the wrappers that training puts around modules.
+
+    A leading `module.` goes only when every weight has it: DDP and FSDP put it in front of all.
+    """
+    parts = [[part for key in path for part in str(key).split(".")] for path in paths]
+    if strip_wrappers:
+        parts = [[part for part in name if part not in _WRAPPERS] for name in parts]
+        while parts and all(len(name) > 1 and name[0] == _OUTER for name in parts):
+            parts = [name[1:] for name in parts]
+    return [".".join(name) for name in parts]
+
+
+def _check_is_model(root: NamePath, nested: Iterable[str | int], where: str) -> None:
+    keys = set(nested)
+    if (
+        (root and root[-1] in _OPTIMIZER_KEYS)
+        or (keys and keys <= _OPTIMIZER_TABLES)
+        or (keys <= _OPTIMIZER_KEYS and keys)
+    ):
         msg = f"{where} is an optimizer's checkpoint, which safetensors cannot hold"
-        raise CheckpointError(
-            msg,
-            hint="give the model's folder (pytorch_model_fsdp_0), or ask for the torch format to merge this",
-        )
+        hint = "give the model's folder (pytorch_model_fsdp_0), or ask for the torch format to merge this one"
+        raise CheckpointError(msg, hint=hint)
 
 
 def _check_names(named: Iterable[tuple[str, StoredTensor]], where: str) -> None:
@@ -101,5 +127,9 @@ def _check_names(named: Iterable[tuple[str, StoredTensor]], where: str) -> None:
             )
         if name in seen:
             msg = f"{where}: {short(seen[name])} and {short(tensor.name)} would both be called {short(name)}"
-            raise CheckpointError(msg, hint="merge with the wrapper names kept")
+            raise CheckpointError(msg, hint=_KEEP_HINT)
         seen[name] = tensor.name
+
+
+def _listed(keys: Sequence[str | int]) -> str:
+    return ", ".join(short(str(key)) for key in keys[:5])

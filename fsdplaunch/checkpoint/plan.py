@@ -21,7 +21,7 @@ from fsdplaunch.checkpoint.safetensors_file import (
 from fsdplaunch.checkpoint.unpickle import short
 from fsdplaunch.errors import CheckpointError
 
-_SIGNED = {"float64", "float32", "float16", "bfloat16", "complex64"}
+_FLOATS = {"float64", "float32", "float16", "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,11 @@ class PlannedTensor:
     offset: int
     nbytes: int
     pieces: tuple[Piece, ...]
+
+    @property
+    def in_runs(self) -> bool:
+        """Every chunk is one run of bytes, there and here."""
+        return all(piece.run for piece in self.pieces)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the tensor as plain data."""
@@ -211,10 +216,10 @@ def _flip_bits(tensor: StoredTensor, *, conjugated: bool, negated: bool) -> int:
     """Return which bits of an element turn the stored bytes into the value."""
     if not conjugated and not negated:
         return 0
-    complex_value = tensor.dtype.name == "complex64"
-    if tensor.dtype.name not in _SIGNED or (conjugated and not complex_value):
+    complex_value = tensor.dtype.name.startswith("complex")
+    if not complex_value and (conjugated or tensor.dtype.name not in _FLOATS):
         msg = f"{short(tensor.name)} is {tensor.dtype.name} and marked as conjugated or negated"
         raise CheckpointError(msg, hint="the checkpoint is damaged")
     top = 1 << (8 * tensor.dtype.size - 1)
-    both_parts = top | 1 << 31 if complex_value else top
+    both_parts = top | 1 << (4 * tensor.dtype.size - 1) if complex_value else top
     return (top if conjugated else 0) ^ (both_parts if negated else 0)

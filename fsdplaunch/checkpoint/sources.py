@@ -10,6 +10,7 @@ from typing import Self
 
 from fsdplaunch.checkpoint.index import INDEX_NAME, CheckpointIndex, Place, StoredChunk, StoredTensor
 from fsdplaunch.checkpoint.item import Item, read_item
+from fsdplaunch.checkpoint.plan import Piece
 from fsdplaunch.checkpoint.unpickle import RefusedError, short
 from fsdplaunch.errors import CheckpointError
 
@@ -66,6 +67,13 @@ class Sources:
             count -= len(part)
             position += len(part)
         return b"".join(parts) if len(parts) != 1 else parts[0]
+
+    def read_piece(self, piece: Piece, offset: int, count: int) -> bytes:
+        """Return exactly `count` bytes at `offset` of a chunk's data."""
+        if offset < 0 or offset + count > piece.data_length:
+            msg = f"{self.folder / piece.place.file}: {count} bytes at {offset} are not in the chunk's data"
+            raise CheckpointError(msg)
+        return self.read(piece.place, piece.file_offset - piece.place.offset + offset, count)
 
     def _open_file(self, name: str) -> tuple[int, tuple[int, int, int]]:
         path = self.folder / name

@@ -15,6 +15,9 @@ from fsdplaunch.errors import CheckpointError, UsageError
 # The files that a merge writes; only these are replaced when an output folder is overwritten.
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _SPARE = 2**20
+# linux/fcntl.h and linux/fs.h
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 
 
 def check_output(output: Path, sources: tuple[Path, ...], *, overwrite: bool) -> Path:
@@ -91,16 +94,20 @@ def staged(target: Path) -> Iterator[Path]:
 
     On any exception, Ctrl-C included, the hidden folder is removed and `target` is left as it was.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(target)
+    new_parents = [parent for parent in target.parents if not parent.exists()]
     prefix = f".{target.name[:150]}.partial-{_host()}-{os.getpid()}-"
     partial = target.parent / (prefix + secrets.token_hex(4))
-    partial.mkdir()
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
+        partial.mkdir()
         yield partial
         _publish(partial, target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):
+            for parent in new_parents:
+                parent.rmdir()
         raise
 
 
@@ -126,6 +133,7 @@ def _publish(partial: Path, target: Path) -> None:
         for path in entries:
             if not _WEIGHTS.fullmatch(path.name):
                 _carry_over(path, partial / path.name)
+        shutil.copymode(target, partial)
         sync_folder(partial)
         _swap(partial, target)
     sync_folder(target.parent)
@@ -140,6 +148,9 @@ def _carry_over(path: Path, goal: Path) -> None:
 
 def _swap(partial: Path, target: Path) -> None:
     """Put `partial` in the place of the folder `target`, and remove the old one."""
+    if _exchange(partial, target):
+        shutil.rmtree(partial, ignore_errors=True)
+        return
     aside = partial.with_name(partial.name + "-old")
     target.rename(aside)
     try:
@@ -148,6 +159,17 @@ def _swap(partial: Path, target: Path) -> None:
         aside.rename(target)
         raise
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step, so that `other` exists at every moment; False where the system cannot."""
+    import ctypes
+
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    result: int = rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    return result == 0
 
 
 def _host() -> str:

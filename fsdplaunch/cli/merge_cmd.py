@@ -9,7 +9,17 @@ from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.progress import byte_progress, size_text
 from fsdplaunch.errors import UsageError
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
 
 
 def parse_size(text: str) -> int:
@@ -81,7 +91,9 @@ def result_as_data(result: MergeResult) -> dict[str, Any]:
 def result_lines(result: MergeResult, given: Path) -> list[str]:
     """Say what was merged, in two or three lines."""
     lines = []
-    if result.source != given and not (result.source.exists() and given.exists() and result.source.samefile(given)):
+    if result.source != given and not (
+        result.source.exists() and given.exists() and result.source.samefile(given)
+    ):
         lines.append(f"used {result.source}")
     kinds = ", ".join(f"{count} {name}" for name, count in sorted(result.dtypes.items()))
     checked = ", read back and equal" if result.verified else ""

@@ -1,13 +1,14 @@
 """What each source says: a file, the environment, the command line. Canonical values, with their places."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fsdplaunch.config.environment import raw_values
 from fsdplaunch.config.keys import KeySpec, Path, keys_by_path, section_classes
 from fsdplaunch.config.names import Unknown, find_bare, find_key, path_of
-from fsdplaunch.config.problems import Place, Problem
+from fsdplaunch.config.parsers import SaidValueError
+from fsdplaunch.config.problems import ConfigError, Place, Problem
 from fsdplaunch.config.yaml_text import Entry, Text, UnreadableValueError, read_scalar
 
 LayerName = Literal["default", "file", "env", "flag"]
@@ -41,6 +42,7 @@ class Layer:
         problems: What is wrong.
         aliases: Written name -> canonical name, for the notes.
         variables: Single entries of `launch.env`, added to what lower layers say.
+        bare_section: The section a file consists of when it names none, as transformers' `--fsdp_config` files do.
     """
 
     said: dict[Path, Said] = field(default_factory=dict)
@@ -48,6 +50,7 @@ class Layer:
     problems: list[Problem] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
+    bare_section: str | None = None
 
     def reject(self, rule: str, key: str, message: str, place: Place, hint: str | None = None) -> None:
         """Add a problem."""
@@ -57,14 +60,17 @@ class Layer:
         """Add a value, canonical if it can be made so, else a problem."""
         try:
             canonical = None if value is None else spec.key.kind.parse(value)
-        except ValueError:
+        except ValueError as error:
             self.broken.add(spec.path)
-            self._refuse(spec, value, place)
+            self._refuse(spec, value, place, error)
             return
         self.said[spec.path] = Said(value=canonical, origin=origin, place=place)
 
-    def _refuse(self, spec: KeySpec, value: Any, place: Place) -> None:
+    def _refuse(self, spec: KeySpec, value: Any, place: Place, error: ValueError) -> None:
         why = spec.key.kind.refusal(value)
+        if isinstance(error, SaidValueError):
+            self.reject("wrong-value", spec.dotted, str(error), place)
+            return
         if why is not None:
             self.reject("unsupported-value", spec.dotted, f"{value} is not supported: {why}", place)
             return
@@ -96,8 +102,13 @@ def _value_hint(spec: KeySpec, value: Any) -> str | None:
 def file_layer(text: Text) -> Layer:
     """Read a file's keys. The text's own problems are part of the layer's."""
     layer = Layer()
-    for entry in text.entries(text.root):
-        if entry.name in section_classes():
+    entries = text.entries(text.root)
+    bare = bool(entries) and all(_only_in_fsdp_config(entry.name) for entry in entries)
+    layer.bare_section = "fsdp_config" if bare else None
+    for entry in entries:
+        if bare:
+            _entry(layer, text, "fsdp_config", entry)
+        elif entry.name in section_classes():
             _section(layer, text, entry)
         else:
             _entry(layer, text, "", entry)
@@ -105,11 +116,18 @@ def file_layer(text: Text) -> Layer:
     return layer
 
 
+def _only_in_fsdp_config(name: str) -> bool:
+    """Whether a name means a key of fsdp_config and nothing at the top level, as in transformers' own files."""
+    return isinstance(find_key("fsdp_config", name), KeySpec) and not isinstance(find_key("", name), KeySpec)
+
+
 def _section(layer: Layer, text: Text, section: Entry) -> None:
     if section.is_null:
         return
     if not section.is_mapping:
-        layer.reject("not-a-mapping", section.name, "must hold keys of its own", section.place)
+        layer.reject(
+            "not-a-mapping", section.name, "must hold keys of its own", section.place, "indent them below it"
+        )
         return
     for entry in text.entries(section.node, section.name):
         _entry(layer, text, section.name, entry)
@@ -161,6 +179,20 @@ def flag_layer(overrides: Iterable[str]) -> Layer:
     return layer
 
 
+def read_assignments(assignments: Sequence[str]) -> list[tuple[KeySpec, Any]]:
+    """Return keys and canonical values of `KEY=VALUE` texts, to be written into a file; None takes a key out.
+
+    Raises:
+        ConfigError: With every problem of the texts.
+    """
+    layer = flag_layer(assignments)
+    if layer.variables:
+        layer.reject("not-an-assignment", "launch.env", "must be set as a whole", Place(source="command line"))
+    if layer.problems:
+        raise ConfigError(layer.problems)
+    return [(keys_by_path()[path], one.value) for path, one in layer.said.items()]
+
+
 def _override(layer: Layer, override: str) -> None:
     name, equals, text = override.partition("=")
     place = Place(source="command line")
@@ -185,14 +217,9 @@ def _override(layer: Layer, override: str) -> None:
 
 def _named(layer: Layer, path: Path, place: Place) -> KeySpec | None:
     dotted = ".".join(path)
-    if len(path) == 1:
-        candidates = find_bare(path[0])
-        if len(candidates) == 1:
-            return candidates[0]
-        if candidates:
-            names = ", ".join(spec.dotted for spec in candidates)
-            layer.reject("ambiguous-key", dotted, "names more than one key", place, f"write one of {names}")
-            return None
+    bare = find_bare(path[0]) if len(path) == 1 else None
+    if bare is not None:
+        return bare
     found = find_key(".".join(path[:-1]), path[-1]) if path[:-1] in _sections() else None
     if isinstance(found, KeySpec):
         return found

@@ -33,12 +33,14 @@ class Loaded:
         path: The file that was read, or None when there is none.
         origins: Which layer decided each key.
         notes: What the user should be told once.
+        aliases: Names as the file spells them -> the canonical name, where the two differ.
     """
 
     config: Config
     path: Path | None
     origins: Mapping[KeyPath, Origin]
     notes: tuple[str, ...]
+    aliases: Mapping[str, str]
 
 
 def find_file(given: Path | None, environ: Mapping[str, str], cwd: Path) -> Path | None:
@@ -104,7 +106,13 @@ def stack(
     if problems:
         raise ConfigError(problems)
     origins = {spec.path: said[spec.path].origin if spec.path in said else _DEFAULT for spec in all_keys()}
-    return Loaded(config=view.config, path=path, origins=MappingProxyType(origins), notes=_notes(layers[0], view))
+    return Loaded(
+        config=view.config,
+        path=path,
+        origins=MappingProxyType(origins),
+        notes=_notes(layers[0], view),
+        aliases=MappingProxyType(layers[0].aliases),
+    )
 
 
 def check(config: Config) -> tuple[Problem, ...]:
@@ -167,6 +175,8 @@ def _problem(rule: str, fault: Fault, said: Mapping[KeyPath, Said], text: Text |
 
 def _notes(layer: Layer, view: View) -> tuple[str, ...]:
     notes = [f"{written} is read as {canonical}" for written, canonical in layer.aliases.items()]
+    if layer.bare_section:
+        notes.append(f"all keys of the file are read as {layer.bare_section}")
     noise = [spec.name for spec in all_keys() if spec.key.noise and spec.path in view.said]
     if noise:
         notes.append(f"without effect here: {', '.join(noise)}")

@@ -33,8 +33,8 @@ class Unknown:
 
 
 @cache
-def _table(section: str) -> dict[str, KeySpec]:
-    """Every spelling that is honoured in a section ("" is the top level), canonical names first."""
+def spellings(section: str) -> dict[str, KeySpec]:
+    """Return every spelling that is honoured in a section ("" is the top level), canonical names first."""
     specs = [spec for spec in all_keys() if ".".join(spec.path[:-1]) == section]
     prefix = PREFIXES.get(section, "")
     table = {spec.name: spec for spec in specs}
@@ -48,11 +48,11 @@ def _table(section: str) -> dict[str, KeySpec]:
 
 def find_key(section: str, name: str) -> KeySpec | Unknown:
     """Return the key that `name` means inside `section` ("" for the top level), or what to say of it."""
-    found = _table(section).get(name)
+    found = spellings(section).get(name)
     if found is not None:
         return found
     place = f"in {section}" if section else "at the top level"
-    homes = [(home, spec) for home in ("", *section_classes()) if (spec := _table(home).get(name)) is not None]
+    homes = [(home, spec) for home in ("", *section_classes()) if (spec := spellings(home).get(name)) is not None]
     if homes:
         belongs = " or ".join(f"under {home}" if home else "at the top level" for home, _ in homes)
         meant = homes[0][1] if len(homes) == 1 else None
@@ -62,11 +62,11 @@ def find_key(section: str, name: str) -> KeySpec | Unknown:
     return Unknown(id="unknown-key", message=f"is not a key {place}", hint=_guess(section, name))
 
 
-def find_bare(name: str) -> list[KeySpec]:
-    """Every key that `name` may mean without its section; a canonical name wins over other spellings."""
+def find_bare(name: str) -> KeySpec | None:
+    """Return the key that `name` means without its section. A test sees to it that there is only one."""
     exact = [spec for spec in all_keys() if spec.name == name]
-    tables = [_table(section) for section in ("", *section_classes())]
-    return exact or [table[name] for table in tables if name in table]
+    tables = [spellings(section) for section in ("", *section_classes())]
+    return next(iter(exact or [table[name] for table in tables if name in table]), None)
 
 
 def closest(word: str, words: list[str]) -> list[str]:
@@ -78,14 +78,14 @@ def closest(word: str, words: list[str]) -> list[str]:
 
 def _guess(section: str, name: str) -> str | None:
     word = name.replace("-", "_").lower()
-    here = closest(word, [*_table(section), *(section_classes() if not section else ())])
+    here = closest(word, [*spellings(section), *(section_classes() if not section else ())])
     if here:
-        spec = _table(section).get(here[0])
+        spec = spellings(section).get(here[0])
         return f"did you mean {spec.name if spec else here[0]}?"
     for home in ("", *section_classes()):
-        near = closest(word, list(_table(home)))
+        near = closest(word, list(spellings(home)))
         if near:
-            spec = _table(home)[near[0]]
+            spec = spellings(home)[near[0]]
             return f"did you mean {spec.name} {f'under {home}' if home else 'at the top level'}?"
     return None
 

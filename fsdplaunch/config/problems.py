@@ -5,6 +5,23 @@ from dataclasses import dataclass
 
 from fsdplaunch.errors import EXIT_USAGE, LaunchError
 
+TEXT_PROBLEMS = {
+    "no-file": "The file does not exist or cannot be read.",
+    "too-large": "The file is larger, or its aliases stand for more values, than any configuration needs.",
+    "too-deep": "The file is nested deeper than any configuration needs.",
+    "not-utf-8": "The file is not UTF-8.",
+    "syntax": "The file is not YAML, or holds more than one document.",
+    "not-a-mapping": "The file, or a section, does not consist of `key: value` lines.",
+    "not-a-key": "A key is a list or a mapping.",
+    "duplicate-key": "A key is set twice, under one spelling or two.",
+    "unknown-key": "There is no such key.",
+    "misplaced-key": "The key belongs to another section.",
+    "not-an-assignment": "A text on the command line is not `KEY=VALUE`.",
+    "wrong-value": "The value is none that the key takes.",
+    "unsupported-value": "accelerate knows the value, fsdplaunch cannot honour it.",
+}
+"""The ids of problems that a text, a name or a single value can have; those of key combinations are rules."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:

@@ -2,7 +2,7 @@
 
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ def render(config: Config, *, full: bool = False, comments: bool = True) -> str:
     """
     resolved = resolve(config)
     values = _everything(resolved) if full else spoken_values(resolved)
-    head = [MODELINE, f"# fsdplaunch {__version__}; every key: fsdplaunch config explain"] if comments else []
-    return "\n".join([*head, *_body(values, comments=comments)]) + "\n"
+    head = [MODELINE, f"# fsdplaunch {__version__}; every key: fsdplaunch config explain", ""] if comments else []
+    return "\n".join([*head, *render_values(values, comments=comments)]) + "\n"
 
 
 def spoken_values(config: Config) -> dict[KeyPath, Any]:
@@ -68,7 +68,8 @@ def _everything(config: Config) -> dict[KeyPath, Any]:
     }
 
 
-def _body(values: dict[KeyPath, Any], *, comments: bool) -> Iterator[str]:
+def render_values(values: Mapping[KeyPath, Any], *, comments: bool = True) -> Iterator[str]:
+    """Yield the lines that say `values`, which must come section by section."""
     section = ""
     for path, value in values.items():
         home = path[0] if len(path) > 1 else ""

@@ -72,7 +72,7 @@ def _version_2(fsdp: FsdpConfig) -> dict[str, Any]:
         reshard = bool(reshard)
     prefetch, sync = fsdp.fsdp_backward_prefetch, fsdp.fsdp_sync_module_states
     return {
-        "fsdp_sharding_strategy": fsdp.fsdp_sharding_strategy or "FULL_SHARD",
+        "fsdp_sharding_strategy": fsdp.fsdp_sharding_strategy or ("FULL_SHARD" if reshard else "SHARD_GRAD_OP"),
         "fsdp_reshard_after_forward": reshard,
         "fsdp_state_dict_type": fsdp.fsdp_state_dict_type or "SHARDED_STATE_DICT",
         # Version 2 does both of its own accord; where that is not what was said, a rule has refused the file.

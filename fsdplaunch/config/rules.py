@@ -72,11 +72,20 @@ def rule(rule_id: str) -> Callable[[Check], Check]:
 
 def find_faults(view: View) -> Iterator[tuple[str, Fault]]:
     """Every violation with the id of its rule, in the rules' order."""
-    from fsdplaunch.config import rules_launch, rules_sharding  # noqa: F401  (registers the rules)
-
-    for rule_id, check in RULES.items():
+    for rule_id, check in _registered().items():
         for fault in check(view):
             yield rule_id, fault
+
+
+def all_rules() -> dict[str, str]:
+    """Every rule's id and what it refuses."""
+    return {rule_id: check.__doc__ or "" for rule_id, check in _registered().items()}
+
+
+def _registered() -> dict[str, Check]:
+    from fsdplaunch.config import rules_launch, rules_sharding  # noqa: F401  (they register their rules)
+
+    return RULES
 
 
 def view_of(config: Config) -> View:
@@ -97,6 +106,7 @@ def mesh(name: str) -> Path:
 
 @rule("not-supported-yet")
 def _pending(view: View) -> Iterator[Fault]:
+    """A key has a value whose effect is not built yet, or belongs to another engine."""
     for spec in all_keys():
         if spec.key.pending and view.says(spec):
             yield Fault(about=(spec.path,), message=spec.key.pending, hint="remove the key")

@@ -16,6 +16,7 @@ _OWN = frozenset(
 
 @rule("workers-per-machine")
 def _divisible(view: View) -> Iterator[Fault]:
+    """num_processes that num_machines does not divide, or that contradicts launch.workers_per_node."""
     total, machines, per_node = (
         view.config.num_processes,
         view.config.num_machines,
@@ -36,6 +37,7 @@ def _divisible(view: View) -> Iterator[Fault]:
 
 @rule("machine-rank")
 def _machine_rank(view: View) -> Iterator[Fault]:
+    """machine_rank outside 0 to num_machines - 1."""
     rank, machines = view.config.machine_rank, view.config.num_machines
     if rank is not None and rank >= machines:
         message = f"{rank} is not below num_machines {machines}; machines count from 0"
@@ -44,6 +46,7 @@ def _machine_rank(view: View) -> Iterator[Fault]:
 
 @rule("gpu-count")
 def _gpu_count(view: View) -> Iterator[Fault]:
+    """gpu_ids with a GPU twice, or with fewer GPUs than workers."""
     ids, workers = view.config.gpu_ids, workers_per_node(view.config)
     if ids in (None, "all") or ids is None:
         return
@@ -58,6 +61,7 @@ def _gpu_count(view: View) -> Iterator[Fault]:
 
 @rule("two-addresses")
 def _two_addresses(view: View) -> Iterator[Fault]:
+    """launch.rendezvous_endpoint against main_process_ip or main_process_port."""
     endpoint = view.config.launch.rendezvous_endpoint
     if endpoint is None:
         return
@@ -75,6 +79,7 @@ def _two_addresses(view: View) -> Iterator[Fault]:
 
 @rule("shown-rank")
 def _shown_rank(view: View) -> Iterator[Fault]:
+    """launch.show_ranks names a rank that does not exist."""
     world, shown = world_size(view.config), view.config.launch.show_ranks
     ranks = [] if shown == "all" else [int(rank) for rank in shown.split(",")]
     if world is not None and ranks and max(ranks) >= world:
@@ -85,6 +90,7 @@ def _shown_rank(view: View) -> Iterator[Fault]:
 
 @rule("variable-of-a-key")
 def _variable_of_a_key(view: View) -> Iterator[Fault]:
+    """launch.env sets a variable that carries a key or that the launcher sets."""
     carriers = {spec.env: spec.dotted for spec in all_keys()}
     for name in view.config.launch.env:
         about = (("launch", "env"),)

@@ -20,6 +20,7 @@ _VERSION = fsdp("version")
 
 @rule("wrong-version")
 def _wrong_version(view: View) -> Iterator[Fault]:
+    """A key of one FSDP version has a value that the other version cannot honour."""
     for spec in all_keys():
         if view.version in spec.key.versions or not view.says(spec) or _same_anyway(view, spec.path):
             continue
@@ -41,6 +42,7 @@ def _same_anyway(view: View, path: Path) -> bool:
 
 @rule("local-state-dict")
 def _local_state_dict(view: View) -> Iterator[Fault]:
+    """LOCAL_STATE_DICT under version 2."""
     if view.version != 1 and view.asked.fsdp_config.fsdp_state_dict_type == "LOCAL_STATE_DICT":
         message = "LOCAL_STATE_DICT exists only under fsdp_version 1"
         yield Fault(about=(fsdp("state_dict_type"), _VERSION), message=message, hint="use SHARDED_STATE_DICT")
@@ -48,6 +50,7 @@ def _local_state_dict(view: View) -> Iterator[Fault]:
 
 @rule("reshard-value")
 def _reshard_value(view: View) -> Iterator[Fault]:
+    """fsdp_reshard_after_forward has a value of the other FSDP version."""
     reshard = view.asked.fsdp_config.fsdp_reshard_after_forward
     about = (fsdp("reshard_after_forward"), _VERSION)
     if reshard is None:
@@ -64,6 +67,7 @@ def _reshard_value(view: View) -> Iterator[Fault]:
 
 @rule("strategy-against-reshard")
 def _strategy_against_reshard(view: View) -> Iterator[Fault]:
+    """fsdp_sharding_strategy and fsdp_reshard_after_forward say different things."""
     asked = view.asked.fsdp_config
     strategy, reshard = asked.fsdp_sharding_strategy, asked.fsdp_reshard_after_forward
     if strategy is None or reshard is None:
@@ -83,6 +87,7 @@ def _strategy_against_reshard(view: View) -> Iterator[Fault]:
 
 @rule("hybrid-without-copies")
 def _hybrid(view: View) -> Iterator[Fault]:
+    """HYBRID_SHARD or HYBRID_SHARD_ZERO2 where there would be one copy only."""
     strategy = view.config.fsdp_config.fsdp_sharding_strategy or ""
     sizes = view.asked.parallelism_config
     alone = view.config.num_machines == 1 and sizes.parallelism_config_dp_replicate_size in (None, 1)
@@ -95,6 +100,7 @@ def _hybrid(view: View) -> Iterator[Fault]:
 
 @rule("copies-without-hybrid")
 def _copies(view: View) -> Iterator[Fault]:
+    """Mesh sizes that contradict the strategy."""
     strategy = view.config.fsdp_config.fsdp_sharding_strategy or ""
     sizes = view.asked.parallelism_config
     about = (mesh("dp_replicate"), mesh("dp_shard"), fsdp("sharding_strategy"), _VERSION)
@@ -109,6 +115,7 @@ def _copies(view: View) -> Iterator[Fault]:
 
 @rule("mesh-size")
 def _mesh_size(view: View) -> Iterator[Fault]:
+    """Mesh sizes that do not multiply to the number of workers."""
     sizes = view.config.parallelism_config
     copies, shards = (
         sizes.parallelism_config_dp_replicate_size or 1,
@@ -130,6 +137,7 @@ def _mesh_size(view: View) -> Iterator[Fault]:
 
 @rule("reshard-group")
 def _reshard_group(view: View) -> Iterator[Fault]:
+    """fsdp_reshard_after_forward names a group size that does not divide the ranks of a copy."""
     group = view.config.fsdp_config.fsdp_reshard_after_forward
     world = world_size(view.config)
     if view.version == 1 or isinstance(group, bool | str | None) or world is None:
@@ -146,6 +154,7 @@ def _reshard_group(view: View) -> Iterator[Fault]:
 
 @rule("ram-efficient-without-sync")
 def _ram_efficient(view: View) -> Iterator[Fault]:
+    """fsdp_cpu_ram_efficient_loading with fsdp_sync_module_states: false."""
     asked = view.asked.fsdp_config
     if asked.fsdp_cpu_ram_efficient_loading and asked.fsdp_sync_module_states is False:
         message = "false leaves every rank but 0 without weights under fsdp_cpu_ram_efficient_loading: true"
@@ -155,6 +164,7 @@ def _ram_efficient(view: View) -> Iterator[Fault]:
 
 @rule("checkpointing-without-blocks")
 def _checkpointing(view: View) -> Iterator[Fault]:
+    """fsdp_activation_checkpointing with NO_WRAP."""
     asked = view.config.fsdp_config
     if asked.fsdp_activation_checkpointing and asked.fsdp_auto_wrap_policy == "NO_WRAP":
         message = "there are no blocks to checkpoint under fsdp_auto_wrap_policy NO_WRAP"
@@ -164,6 +174,7 @@ def _checkpointing(view: View) -> Iterator[Fault]:
 
 @rule("offload-without-checkpointing")
 def _checkpoint_offload(view: View) -> Iterator[Fault]:
+    """fsdp_activation_checkpointing_offload without fsdp_activation_checkpointing."""
     asked = view.config.fsdp_config
     if asked.fsdp_activation_checkpointing_offload and not asked.fsdp_activation_checkpointing:
         message = "there is nothing to offload without fsdp_activation_checkpointing"
@@ -173,6 +184,7 @@ def _checkpoint_offload(view: View) -> Iterator[Fault]:
 
 @rule("names-without-wrap")
 def _unused_names(view: View) -> Iterator[Fault]:
+    """Block names under a wrap policy that does not look at them."""
     config = view.config.fsdp_config
     policy = config.fsdp_auto_wrap_policy
     if config.fsdp_transformer_layer_cls_to_wrap and policy != "TRANSFORMER_BASED_WRAP":
@@ -183,6 +195,7 @@ def _unused_names(view: View) -> Iterator[Fault]:
 
 @rule("size-without-wrap")
 def _unused_size(view: View) -> Iterator[Fault]:
+    """fsdp_min_num_params under a wrap policy that does not look at it."""
     policy = view.config.fsdp_config.fsdp_auto_wrap_policy
     spec = keys_by_path()[fsdp("min_num_params")]
     if view.says(spec) and policy != "SIZE_BASED_WRAP":
@@ -193,5 +206,6 @@ def _unused_size(view: View) -> Iterator[Fault]:
 
 @rule("fp8")
 def _fp8(view: View) -> Iterator[Fault]:
+    """mixed_precision: fp8."""
     if view.config.mixed_precision == "fp8":
         yield Fault(about=(("mixed_precision",),), message="fp8 is not supported yet", hint="use bf16")

@@ -5,32 +5,12 @@ Every spelling accelerate accepts (numeric codes, `yes`, comma lists) and those 
 Standard library only: this file runs in every worker and in every command.
 """
 
-import json
-import math
-import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
-FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})
-
-
-def plain_name(value: Any) -> str:
-    """The one spelling of a name: upper case, words joined by underscores."""
-    return str(value).strip().upper().replace(" ", "_").replace("-", "_")
-
-
-def _write(value: Any) -> str:
-    """Write a scalar as accelerate and torch read it: `true`, `2`, `1e-05`."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return repr(value) if isinstance(value, float) else str(value)
-
-
-def _write_json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
+from fsdplaunch.config import parsers as p
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,133 +31,13 @@ class Kind:
     parse: Callable[[Any], Any]
     schema: Mapping[str, Any] = field(default_factory=dict)
     choices: tuple[str, ...] = ()
-    write: Callable[[Any], str] = _write
+    write: Callable[[Any], str] = p.write
     verbatim: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, value: Any) -> str | None:
         """Why a value that accelerate knows cannot be honoured, or None when it is not such a value."""
-        return self.refused.get(plain_name(value)) if isinstance(value, str) else None
-
-
-def _parse_flag(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str | int):
-        text = str(value).strip().lower()
-        if text in TRUE_WORDS:
-            return True
-        if text in FALSE_WORDS:
-            return False
-    raise ValueError(value)
-
-
-def _parse_whole(value: Any) -> int:
-    if isinstance(value, str):
-        value = float(value) if any(mark in value for mark in ".eE") else int(value)
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(value)
-    return value
-
-
-def _parse_number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(value)
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(value)
-    return number
-
-
-def _parse_text(value: Any) -> str:
-    """Text that an environment variable can carry: not blank, no NUL, encodable."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(value)
-    text = str(value)
-    text.encode()
-    if not text.strip() or "\0" in text:
-        raise ValueError(value)
-    return text
-
-
-def _parse_pattern(value: Any) -> str:
-    text = _parse_text(value)
-    try:
-        re.compile(text)
-    except (re.error, RecursionError, OverflowError):
-        raise ValueError(value) from None
-    return text
-
-
-def _parse_names(value: Any) -> tuple[str, ...]:
-    """Names never hold a comma, so that a comma list can always carry them."""
-    items = [value] if isinstance(value, str) else value
-    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
-        raise ValueError(value)
-    names = [name.strip() for item in items for name in item.split(",")]
-    return tuple(_parse_text(name) for name in names if name)
-
-
-def _parse_lines(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        value = json.loads(value) if value.startswith("[") else [value]
-    if not isinstance(value, list | tuple):
-        raise ValueError(value)
-    return tuple(_parse_text(item) for item in value)
-
-
-def _parse_table(value: Any) -> dict[str, Any]:
-    if isinstance(value, str):
-        value = json.loads(value)
-    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise ValueError(value)
-    return value
-
-
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-def _parse_variables(value: Any) -> dict[str, str]:
-    """Environment variables; true and false become lower-case words, an empty text is allowed."""
-    table = _parse_table(value)
-    if not all(_VARIABLE.fullmatch(name) for name in table):
-        raise ValueError(value)
-    return {name: "" if item == "" else _parse_text(_word(item)) for name, item in table.items()}
-
-
-def _word(value: Any) -> Any:
-    return _write(value) if isinstance(value, bool) else value
-
-
-def _parse_ranks(value: Any) -> str:
-    """`all`, or numbers separated by commas."""
-    if isinstance(value, str) and value.strip().lower() == "all":
-        return "all"
-    items = str(value).split(",") if isinstance(value, str | int) else value
-    if not isinstance(items, list | tuple) or not items or isinstance(value, bool):
-        raise ValueError(value)
-    ranks = [_parse_whole(item) for item in items]
-    if min(ranks) < 0:
-        raise ValueError(value)
-    return ",".join(map(str, ranks))
-
-
-_DEVICE = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z/-]+")
-
-
-def _parse_devices(value: Any) -> str:
-    """`all`, or indices or NVML names separated by commas, in the given order."""
-    if isinstance(value, str) and value.strip().lower() == "all":
-        return "all"
-    items = str(value).split(",") if isinstance(value, str | int) else value
-    if not isinstance(items, list | tuple) or not items or isinstance(value, bool):
-        raise ValueError(value)
-    names = [str(item).strip() for item in items]
-    if not all(_DEVICE.fullmatch(name) for name in names):
-        raise ValueError(value)
-    return ",".join(names)
+        return self.refused.get(p.plain_name(value)) if isinstance(value, str) else None
 
 
 def _parse_reshard(value: Any) -> bool | int | str:
@@ -185,36 +45,17 @@ def _parse_reshard(value: Any) -> bool | int | str:
     if isinstance(value, bool):
         return value
     with suppress(ValueError):
-        return _parse_whole(value)
+        return int(WHOLE.parse(value))
     with suppress(ValueError):
-        return _parse_flag(value)
+        return p.parse_flag(value)
     return str(STRATEGY.parse(value))
-
-
-def _parse_workers(value: Any) -> int | str:
-    """A number from 1, or auto; accelerate writes -1 where it does not know."""
-    if isinstance(value, str) and value.strip().lower() == "auto":
-        return "auto"
-    number = _parse_whole(value)
-    if number == -1:
-        return "auto"
-    if number < 1:
-        raise ValueError(value)
-    return number
-
-
-def _parse_mesh_size(value: Any) -> int:
-    number = _parse_whole(value)
-    if number < 1 and number != -1:
-        raise ValueError(value)
-    return number
 
 
 def whole(minimum: int, maximum: int | None = None) -> Kind:
     """A whole number within limits, both included."""
 
     def parse(value: Any) -> int:
-        number = _parse_whole(value)
+        number = p.parse_whole(value)
         if number < minimum or (maximum is not None and number > maximum):
             raise ValueError(value)
         return number
@@ -223,57 +64,6 @@ def whole(minimum: int, maximum: int | None = None) -> Kind:
     if maximum is None:
         return Kind(f"a whole number, at least {minimum}", parse, limits)
     return Kind(f"a whole number from {minimum} to {maximum}", parse, limits | {"maximum": maximum})
-
-
-def _parse_modules(value: Any) -> tuple[str, ...]:
-    """Module names; `none` carries the empty list through an environment variable."""
-    names = () if value == "none" else _parse_names(value)
-    if not all(part.isidentifier() for name in names for part in name.split(".")):
-        raise ValueError(value)
-    return names
-
-
-def _write_modules(value: tuple[str, ...]) -> str:
-    return ",".join(value) or "none"
-
-
-def _parse_three_flags(value: Any) -> tuple[bool, bool, bool]:
-    items = value.split(",") if isinstance(value, str) else [value] * 3 if isinstance(value, bool) else value
-    if not isinstance(items, list | tuple):
-        raise ValueError(value)
-    first, second, third = items  # another length is a ValueError of its own
-    return _parse_flag(first), _parse_flag(second), _parse_flag(third)
-
-
-def _parse_node_range(value: Any) -> str:
-    low, _, high = str(value).partition(":")
-    first, last = _parse_whole(low), _parse_whole(high or low)
-    if not 1 <= first <= last:
-        raise ValueError(value)
-    return f"{first}:{last}"
-
-
-def _parse_endpoint(value: Any) -> str:
-    """HOST:PORT; a host with colons of its own stands in brackets."""
-    host, colon, port = _parse_text(value).rpartition(":")
-    bare = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
-    if not colon or not bare or any(mark in host for mark in " /") or (":" in bare and bare == host):
-        raise ValueError(value)
-    return f"{host}:{PORT.parse(port)}"
-
-
-def _parse_seconds(value: Any) -> float:
-    number = _parse_number(value)
-    if number <= 0:
-        raise ValueError(value)
-    return number
-
-
-def _parse_wait(value: Any) -> float:
-    number = _parse_number(value)
-    if number < 0:
-        raise ValueError(value)
-    return number
 
 
 def one_of(
@@ -287,76 +77,81 @@ def one_of(
         refused: Known values that cannot be honoured, upper case, and why.
     """
     allowed = get_args(names)
-    table = {plain_name(name): name for name in allowed} | dict(aliases or {})
+    table = {p.plain_name(name): name for name in allowed} | dict(aliases or {})
     if all(isinstance(name, str) for name in allowed):
         table = {str(code): name for code, name in enumerate(allowed, start=1)} | table
 
     def parse(value: Any) -> Any:
         if value is False and "NO" in table:
             return table["NO"]  # YAML 1.1 writers turn a bare no into false
-        if isinstance(value, bool) or not isinstance(value, str | int) or plain_name(value) not in table:
+        if isinstance(value, bool) or not isinstance(value, str | int) or p.plain_name(value) not in table:
             raise ValueError(value)
-        return table[plain_name(value)]
+        return table[p.plain_name(value)]
 
     words = tuple(str(name) for name in allowed)
-    return Kind("one of " + ", ".join(words), parse, {"enum": list(allowed)}, words, refused=refused or {})
+    schema: dict[str, Any] = {"enum": list(allowed)}
+    if isinstance(allowed[0], str):
+        schema = {"anyOf": [schema, {"type": "integer", "minimum": 1, "maximum": len(allowed)}]}
+    return Kind("one of " + ", ".join(words), parse, schema, words, refused=refused or {})
 
 
 _TEXT_SCHEMA = {"type": ["string", "number"]}
 _LIST_SCHEMA = {"type": "array", "items": {"type": ["string", "number"]}}
-FLAG = Kind("true or false", _parse_flag, {"type": "boolean"})
+_FLAG_SCHEMA = {"anyOf": [{"type": "boolean"}, {"enum": ["yes", "no", "on", "off", "true", "false"]}]}
+TRUE_WORDS, FALSE_WORDS = p.TRUE_WORDS, p.FALSE_WORDS
+FLAG = Kind("true or false", p.parse_flag, _FLAG_SCHEMA)
 WHOLE = whole(0)
 COUNT = whole(1)
-PORT = whole(0, 65535)
-NUMBER = Kind("a number", _parse_number, {"type": "number"})
-SECONDS = Kind("a number of seconds above 0", _parse_seconds, {"type": "number", "exclusiveMinimum": 0})
-WAIT = Kind("a number of seconds, at least 0", _parse_wait, {"type": "number", "minimum": 0})
-TEXT = Kind("text, not empty", _parse_text, _TEXT_SCHEMA, verbatim=True)
-PATTERN = Kind("a regular expression that Python can compile", _parse_pattern, _TEXT_SCHEMA, verbatim=True)
+PORT = whole(0, p.MAX_PORT)
+NUMBER = Kind("a number", p.parse_number, {"type": "number"})
+SECONDS = Kind("a number of seconds above 0", p.parse_seconds, {"type": "number", "exclusiveMinimum": 0})
+WAIT = Kind("a number of seconds, at least 0", p.parse_wait, {"type": "number", "minimum": 0})
+TEXT = Kind("text, not empty", p.parse_text, _TEXT_SCHEMA, verbatim=True)
+PATTERN = Kind("a regular expression that Python can compile", p.parse_pattern, _TEXT_SCHEMA, verbatim=True)
 NAMES = Kind(
     "names separated by commas, or a list of names",
-    _parse_names,
+    p.parse_names,
     {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
     write=",".join,
     verbatim=True,
 )
 LINES = Kind(
-    "a list of texts", _parse_lines, _LIST_SCHEMA, write=lambda value: _write_json(list(value)), verbatim=True
+    "a list of texts", p.parse_lines, _LIST_SCHEMA, write=lambda value: p.write_json(list(value)), verbatim=True
 )
-TABLE = Kind("a mapping of names to values", _parse_table, {"type": "object"}, write=_write_json)
+TABLE = Kind("a mapping of names to values", p.parse_table, {"type": "object"}, write=p.write_json)
 VARIABLES = Kind(
     "a mapping of variable names to texts",
-    _parse_variables,
+    p.parse_variables,
     {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}},
-    write=_write_json,
+    write=p.write_json,
     verbatim=True,
 )
 RANKS = Kind(
-    "all, or rank numbers separated by commas", _parse_ranks, {"type": ["string", "integer"]}, verbatim=True
+    "all, or rank numbers separated by commas", p.parse_ranks, {"type": ["string", "integer"]}, verbatim=True
 )
 DEVICES = Kind(
-    "all, or GPU numbers separated by commas", _parse_devices, {"type": ["string", "integer"]}, verbatim=True
+    "all, or GPU numbers separated by commas", p.parse_devices, {"type": ["string", "integer"]}, verbatim=True
 )
 MODULES = Kind(
     "module names separated by commas, or a list of them",
-    _parse_modules,
+    p.parse_modules,
     NAMES.schema,
-    write=_write_modules,
+    write=p.write_modules,
     verbatim=True,
 )
 THREE_FLAGS = Kind(
     "true or false for each of forward, data gradient and weight gradient",
-    _parse_three_flags,
+    p.parse_three_flags,
     {"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 3},
-    write=lambda value: ",".join(map(_write, value)),
+    write=lambda value: ",".join(map(p.write, value)),
 )
-NODE_RANGE = Kind("MIN:MAX, two whole numbers", _parse_node_range, {"type": ["string", "integer"]}, verbatim=True)
-ENDPOINT = Kind("HOST:PORT", _parse_endpoint, {"type": "string"}, verbatim=True)
+NODE_RANGE = Kind("MIN:MAX, two whole numbers", p.parse_node_range, {"type": ["string", "integer"]}, verbatim=True)
+ENDPOINT = Kind("HOST:PORT", p.parse_endpoint, {"type": "string"}, verbatim=True)
 WORKERS = Kind(
-    "a whole number, at least 1, or auto", _parse_workers, {"anyOf": [{"type": "integer"}, {"const": "auto"}]}
+    "a whole number, at least 1, or auto", p.parse_workers, {"anyOf": [{"type": "integer"}, {"const": "auto"}]}
 )
 MESH_SIZE = Kind(
-    "a whole number, at least 1, or -1 for the rest", _parse_mesh_size, {"type": "integer", "minimum": -1}
+    "a whole number, at least 1, or -1 for the rest", p.parse_mesh_size, {"type": "integer", "minimum": -1}
 )
 
 StrategyName = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]

@@ -134,22 +134,26 @@ class Text:
             message = f"is set twice (first on line {first.place.line})"
             self.report("duplicate-key", message, entry.key_node.start_mark, key=key, hint="keep one of them")
 
-    def _merged(self, node: Node, section: str) -> list[Entry]:
+    def _merged(self, node: Node, section: str, depth: int = 0) -> list[Entry]:
         """The keys that `<<` brings in: from one mapping or from a list of them, earlier ones first."""
         maps = node.value if isinstance(node, SequenceNode) else [node]
-        if not all(isinstance(item, MappingNode) for item in maps):
-            self.report("not-a-mapping", "<< must name a mapping", node.start_mark, key=section)
-            return []
         self._left -= sum(len(item.value) for item in maps)
-        if self._left < 0:
-            self.report("too-large", f"holds more than {MAX_VALUES} values", node.start_mark, key=section)
+        if self._left < 0 or depth > MAX_DEPTH:
+            self.report("too-large", f"<< stands for more than {MAX_VALUES} values", node.start_mark, key=section)
             return []
-        return [
-            Entry(key.value, self.place(key.start_mark), value, key)
-            for item in maps
-            for key, value in item.value
-            if isinstance(key, ScalarNode) and key.value != "<<"
-        ]
+        found: list[Entry] = []
+        for item in maps:
+            if not isinstance(item, MappingNode):
+                self.report("not-a-mapping", "<< must name a mapping", node.start_mark, key=section)
+                continue
+            inherited: list[Entry] = []
+            for key, value in item.value:
+                if isinstance(key, ScalarNode) and key.value == "<<" and key.style is None:
+                    inherited += self._merged(value, section, depth + 1)
+                elif isinstance(key, ScalarNode):
+                    found.append(Entry(key.value, self.place(key.start_mark), value, key))
+            found += inherited
+        return found
 
     def value(self, node: Node, *, verbatim: bool = False) -> Any:
         """Return a node's value as plain Python data.
@@ -240,7 +244,7 @@ def _compose(text: Text, decoded: str) -> None:
         line = decoded.count("\n", 0, error.position) + 1
         col = error.position - decoded.rfind("\n", 0, error.position)
         place = Place(source=text.source, line=line, col=col)
-        message = f"the character U+{ord(error.character):04X} is not allowed in YAML"
+        message = f"the character U+{int(error.character):04X} is not allowed in YAML"
         text.problems.append(Problem(id="syntax", key="", message=message, place=place))
     else:
         if isinstance(root, MappingNode):
@@ -267,9 +271,16 @@ def _syntax(error: yaml.MarkedYAMLError, decoded: str) -> tuple[str, str | None]
 def read_scalar(text: str, *, verbatim: bool = False) -> Any:
     """Return the value that `text` has as the right side of `key:`, for command lines.
 
+    Args:
+        text: The words of the user; blanks around them do not count.
+        verbatim: Take them as they are, unless they begin with a quote or a bracket.
+
     Raises:
         UnreadableValueError: It is not YAML.
     """
+    bare = text.strip()
+    if verbatim and bare not in ("", "~", "null") and bare[0] not in "'\"[{":
+        return bare
     read = read_text(f"value: {text}" if text.strip() else "value:", "command line")
     entries = read.entries(read.root)
     if read.problems or len(entries) != 1:

@@ -6,6 +6,7 @@ the folder is ever executed. Folders with pickled weights only (`.bin`) tell the
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ HEADER_LIMIT = 100_000_000
 """Longest header that is read, in bytes; the format's own limit."""
 _INDEX = "model.safetensors.index.json"
 _TEXT_LIMIT = 64 * 1024 * 1024
+_LETTERS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _NAMES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F64": "fp64", "F8_E4M3": "fp8", "F8_E5M2": "fp8"}
 
 
@@ -110,6 +112,33 @@ def short_count(number: int) -> str:
         if number >= limit:
             return f"{number / limit:.3g} {letter}"
     return str(number)
+
+
+def parse_count(text: str) -> int:
+    """Read a parameter count as people write it: 8b, 8.03 B, 124M, 1_000_000.
+
+    Args:
+        text: The count.
+
+    Raises:
+        ValueError: It is none, or less than 1.
+    """
+    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kmbt]?)", text.strip().lower())
+    number = round(float(match[1]) * _LETTERS[match[2]]) if match else 0
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def find_model(folder: Path) -> Path | None:
+    """Return the folder just below `folder` whose weights changed last, or None.
+
+    Args:
+        folder: Usually the working directory.
+    """
+    found = [path for path in folder.glob("*/*.safetensors") if path.is_file()]
+    newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
+    return newest.parent if newest else None
 
 
 def _describe(folder: Path, files: list[Path], architecture: str | None) -> ModelFacts:

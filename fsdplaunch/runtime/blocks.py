@@ -44,10 +44,12 @@ def _of_classes(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
     return {clean_name(name): m for name, m in model.named_modules() if type(m).__name__ in wanted and runs(m)}
 
 
-def _repeated(model: nn.Module, *, at_least: int, lists: tuple[type, ...] = _LISTS) -> dict[str, nn.Module]:
+def _repeated(
+    model: nn.Module, *, at_least: int, lists: tuple[type[nn.Module], ...] = _LISTS
+) -> dict[str, nn.Module]:
     """Modules of one class that stand side by side in a list, none of them inside another."""
     found: dict[str, nn.Module] = {}
-    for name, group in dict(model.named_modules()).items():
+    for name, group in model.named_modules():
         inside = any(name == block or name.startswith(block + ".") for block in found)
         if not inside and isinstance(group, lists):
             found |= _side_by_side(name, list(group.named_children()), at_least)

@@ -15,8 +15,8 @@ from fsdplaunch.runtime import fsdp1, fsdp2, report
 from fsdplaunch.runtime.checkpointing import checkpoint_blocks
 from fsdplaunch.runtime.checks import check_parameters, check_whole
 from fsdplaunch.runtime.mesh import SHARD, make_mesh
-from fsdplaunch.runtime.names import clean_name, count, named_parameters, tied_names
-from fsdplaunch.runtime.optimizer import note_successors
+from fsdplaunch.runtime.names import clean_name, count, tied_names
+from fsdplaunch.runtime.optimizer import note_origins
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
 from fsdplaunch.runtime.prepared import Prepared, remember
 from fsdplaunch.runtime.replicated import keep_equal
@@ -106,11 +106,12 @@ def shard_model(model: nn.Module, plugin: FullyShardedDataParallelPlugin, place:
     )
     kinds = [type(unit).__name__ for unit in units.values()]
     full = {entry.name: entry.tensor for entry in aligner.entries}
+    shapes = {name: tensor.shape for name, tensor in full.items()}  # version 1 changes the tensors themselves
     if settings.activation_checkpointing:
         units = checkpoint_blocks(model, units, settings, place.device)
     shard = fsdp1.shard if settings.version == 1 else fsdp2.shard
     sharded = shard(model, units, settings=settings, mesh=place.mesh, aligner=aligner, ignored=ignored)
-    note_successors(full, dict(named_parameters(sharded)))
+    note_origins(full, shapes, sharded)
     prepared = Prepared(
         plugin=plugin,
         settings=settings,

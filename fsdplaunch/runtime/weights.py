@@ -35,6 +35,11 @@ class Entry:
     settled: bool = False
 
 
+Spec = tuple[tuple[int, ...], torch.dtype, bool]
+"""Shape, number format, whether it has storage."""
+Specs = dict[str, Spec]
+
+
 def entries_of(model: nn.Module) -> list[Entry]:
     """Every parameter and buffer of a model that is not sharded, each once, tied ones with all their places."""
     found: dict[int, Entry] = {}
@@ -75,19 +80,24 @@ class Aligner:
         self.send = send
         self.sources = self._agree()
 
-    def _agree(self) -> dict[str, tuple[tuple[int, ...], torch.dtype, bool]]:
+    def _agree(self) -> Specs:
         """Fetch rank 0's names, shapes, formats and whether each has storage; refuse another model than its."""
         mine = {e.name: (tuple(e.tensor.shape), e.tensor.dtype, not e.tensor.is_meta) for e in self.entries}
         box: list[Any] = [mine]
         for group in self.groups:
             dist.broadcast_object_list(box, src=_first(group), group=group)
-        theirs: dict[str, tuple[tuple[int, ...], torch.dtype, bool]] = box[0]
-        for name in [*theirs, *mine]:
-            here, there = mine.get(name), theirs.get(name)
-            if here is None or there is None or here[0] != there[0]:
-                msg = f"{name} is {_words(there)} on rank 0 and {_words(here)} on rank {dist.get_rank()}"
-                raise ShardingError(msg, hint="build the same model on every rank")
+        theirs: Specs = box[0]
+        self._raise_together(_difference(mine, theirs))
         return theirs
+
+    def _raise_together(self, difference: str | None) -> None:
+        """Raise on all ranks if any found a difference, so that none waits for one that has given up."""
+        for group in self.groups:
+            found: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(found, difference, group=group)
+            difference = next((each for each in found if each is not None), None)
+        if difference is not None:
+            raise ShardingError(difference, hint="build the same model on every rank")
 
     def settle(self, module: nn.Module) -> None:
         """Settle every tensor that `module` or a module below it holds and that is not settled yet."""
@@ -120,7 +130,7 @@ class Aligner:
 
     def _initialise(self, empty: list[Entry]) -> None:
         for module in dict.fromkeys(module for entry in empty for module, _ in entry.places):
-            init = self.init_fn or type(module).__dict__.get("reset_parameters") or _inherited_reset(module)
+            init = self.init_fn or getattr(type(module), "reset_parameters", None)
             if init is None:
                 msg = f"{empty[0].name} has no values on any rank, and {type(module).__name__} cannot make them"
                 hint = "give the module a reset_parameters method, or pass param_init_fn to the plugin"
@@ -153,13 +163,17 @@ class Aligner:
         return tensor
 
 
-def _inherited_reset(module: nn.Module) -> Callable[[nn.Module], Any] | None:
-    return getattr(type(module), "reset_parameters", None)
+def _difference(mine: Specs, theirs: Specs) -> str | None:
+    for name in [*theirs, *mine]:
+        here, there = mine.get(name), theirs.get(name)
+        if here is None or there is None or here[0] != there[0]:
+            return f"{name} is {_words(there)} on rank 0 and {_words(here)} on rank {dist.get_rank()}"
+    return None
 
 
 def _first(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_global_rank(group, 0)
 
 
-def _words(found: tuple[tuple[int, ...], torch.dtype, bool] | None) -> str:
+def _words(found: Spec | None) -> str:
     return "missing" if found is None else "x".join(map(str, found[0])) or "a scalar"

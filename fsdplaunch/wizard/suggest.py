@@ -26,11 +26,13 @@ class Facts:
         hardware: This machine.
         cluster: The job it runs in.
         model: The model, when a folder or a size was named.
+        elsewhere: Whether the run uses other machines too, or instead: no GPU here does not mean none there.
     """
 
     hardware: Hardware
     cluster: Cluster
     model: ModelFacts | None = None
+    elsewhere: bool = False
 
     @property
     def gpus_per_node(self) -> int:
@@ -75,54 +77,64 @@ def suggest(hardware: Hardware, cluster: Cluster, model: ModelFacts | None = Non
         cluster: The job it runs in.
         model: The model to train, if known; decides whether host memory must help.
     """
-    facts = Facts(hardware=hardware, cluster=cluster, model=model)
+    return suggest_for(Facts(hardware=hardware, cluster=cluster, model=model))
+
+
+def suggest_for(facts: Facts) -> Suggestion:
+    """Return the configuration that suits what is known.
+
+    Args:
+        facts: The machines of the run, their job and the model.
+    """
     choices = [*_places(facts), *_number_format(facts), *_sharding(facts)]
     return Suggestion(
         config=build_config({choice.path: choice.value for choice in choices}),
         pins=tuple(choice.path for choice in choices),
         reasons={".".join(choice.path): choice.reason for choice in choices},
-        notes=(*hardware.notes, *_notes(facts)),
+        notes=(*facts.hardware.notes, *_notes(facts)),
     )
 
 
 def _places(facts: Facts) -> list[_Choice]:
-    if facts.gpus_per_node == 0:
-        return [
-            _Choice(("use_cpu",), True, "no GPU was found"),
-            _Choice(("num_processes",), CPU_WORKERS, "the fewest workers that share a model"),
-        ]
-    per_node, nodes = facts.gpus_per_node, facts.num_nodes
-    if nodes == 1:
-        return [
-            _Choice(
-                ("num_processes",), per_node, f"one for each of {per_node} GPUs" if per_node > 1 else "one GPU"
-            )
-        ]
+    nodes, per_node = facts.num_nodes, facts.gpus_per_node
+    places = [_Choice(("num_machines",), nodes, "machines of this run")] if nodes > 1 else []
+    if per_node > 0:
+        across = f"one for each of {per_node} GPUs on {nodes} machines"
+        here = f"one for each of {per_node} GPUs" if per_node > 1 else "one GPU"
+        return [*places, _Choice(("num_processes",), nodes * per_node, across if nodes > 1 else here)]
+    if facts.elsewhere:
+        return [*places, _Choice(("launch", "workers_per_node"), "auto", "the GPUs are not seen from here")]
     return [
-        _Choice(("num_machines",), nodes, "nodes of this job"),
-        _Choice(("num_processes",), nodes * per_node, f"one for each of {per_node} GPUs on {nodes} nodes"),
+        _Choice(("use_cpu",), True, "no GPU was found"),
+        _Choice(("num_processes",), CPU_WORKERS, "the fewest workers that share a model"),
     ]
 
 
 def _number_format(facts: Facts) -> list[_Choice]:
     if facts.hardware.all_have_bf16:
         return [_Choice(("mixed_precision",), "bf16", "every GPU here computes bf16")]
-    reason = (
-        "a GPU here does not compute bf16" if facts.hardware.gpus else "no GPU to compute less than fp32 faster"
-    )
+    unseen = facts.elsewhere or facts.gpus_per_node > 0
+    reason = "the GPUs are not seen from here" if unseen else "without a GPU bf16 is slower"
+    if facts.hardware.gpus:
+        reason = "a GPU here does not compute bf16"
     return [_Choice(("mixed_precision",), "no", reason)]
 
 
 def _sharding(facts: Facts) -> list[_Choice]:
     section = "fsdp_config"
     chosen = [
+        _Choice(("distributed_type",), "FSDP", "shard the model"),
         _Choice((section, "fsdp_version"), 2, "the implementation torch develops"),
         _Choice((section, "fsdp_sharding_strategy"), "FULL_SHARD", "least memory per worker"),
         _Choice((section, "fsdp_auto_wrap_policy"), "TRANSFORMER_BASED_WRAP", "each repeated block is one unit"),
         _Choice((section, "fsdp_state_dict_type"), "SHARDED_STATE_DICT", "every worker writes its own part"),
     ]
     if _needs_offload(facts):
-        chosen.append(_Choice((section, "fsdp_offload_params"), True, "the model does not fit the GPUs otherwise"))
+        reason = "the model does not fit the GPUs otherwise"
+        chosen += [
+            _Choice((section, "fsdp_offload_params"), True, reason),
+            _Choice((section, "fsdp_activation_checkpointing"), True, reason),
+        ]
     if _loads_too_often(facts):
         reason = "every worker loading its own copy would fill this machine's memory"
         chosen.append(_Choice((section, "fsdp_cpu_ram_efficient_loading"), True, reason))

@@ -1,6 +1,6 @@
 """Load merged weights in one plain process: the same evaluation loss, and a sample of text.
 
-    python generate.py OUT [--data FILE ...] [--prompt TEXT] [--length 400]
+    python generate.py OUT [--data FILE ...] [--prompt TEXT] [--length 200]
 
 OUT is the folder that `fsdplaunch merge-weights` wrote. Give the same --data as in training.
 """
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="folder with model.safetensors")
     parser.add_argument("--data", type=Path, nargs="+", default=[], help="the text files of the training run")
     parser.add_argument("--prompt", default="def ")
-    parser.add_argument("--length", type=int, default=400)
+    parser.add_argument("--length", type=int, default=200)
     args = parser.parse_args()
 
     torch.manual_seed(0)

@@ -85,26 +85,29 @@ class Transformer(nn.Module):
 
 
 class Windows(Dataset):
-    """Consecutive windows of CONTEXT + 1 bytes: input and, one byte later, target."""
+    """Windows of CONTEXT + 1 bytes: input and, one byte later, target."""
 
-    def __init__(self, data: Tensor) -> None:
-        self.data = data
+    def __init__(self, data: Tensor, numbers: list[int]) -> None:
+        self.data, self.numbers = data, numbers
 
     def __len__(self) -> int:
-        return (len(self.data) - 1) // CONTEXT
+        return len(self.numbers)
 
     def __getitem__(self, index: int) -> Tensor:
-        return self.data[index * CONTEXT : (index + 1) * CONTEXT + 1].long()
+        start = self.numbers[index] * CONTEXT
+        return self.data[start : start + CONTEXT + 1].long()
 
 
 def read_text(files: list[Path]) -> tuple[Windows, Windows]:
-    """Read files (the standard library's sources without any); the last 64 windows are for evaluation."""
+    """Read files (the standard library's sources without any); 64 windows, evenly spread, are for evaluation."""
     files = files or sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     data = torch.frombuffer(bytearray(b"\n".join(path.read_bytes() for path in files)), dtype=torch.uint8)
-    split = len(data) - 64 * CONTEXT - 1
-    if split < 64 * CONTEXT:
-        raise SystemExit(f"train_lm.py: {len(data)} bytes of text are too few, give at least {129 * CONTEXT}")
-    return Windows(data[:split]), Windows(data[split:])
+    windows = (len(data) - 1) // CONTEXT
+    if windows < 128:
+        raise SystemExit(f"train_lm.py: {len(data)} bytes of text are too few, give at least {128 * CONTEXT + 1}")
+    held_out = {number * windows // 64 for number in range(64)}
+    training = [number for number in range(windows) if number not in held_out]
+    return Windows(data, training), Windows(data, sorted(held_out))
 
 
 def loss_of(model: nn.Module, batch: Tensor, device: torch.device | str = "cpu") -> Tensor:

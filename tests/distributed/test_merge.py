@@ -1,24 +1,204 @@
 """Checkpoints written by real torch on gloo ranks, merged and compared bit for bit with torch's own loader."""
 
 import json
+import logging
 import multiprocessing
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdplaunch.checkpoint.merge import merge
+from fsdplaunch.checkpoint.merge import MergeOptions, merge, merge_fsdp_weights
+from fsdplaunch.errors import CheckpointError
 
-TIMEOUT = 90
+TIMEOUT = 120
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+]
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The same pseudo-random tensor on every rank."""
+    bits = torch.arange(torch.Size(shape).numel() * dtype.itemsize, dtype=torch.int64)
+    noise = (bits * 2654435761 % 251).to(torch.uint8)
+    if dtype.is_floating_point or dtype.is_complex:
+        noise[dtype.itemsize - 1 :: dtype.itemsize] &= 0x3F  # no infinities and no NaN: they compare by bytes only
+    return (
+        (noise % 2).to(torch.bool)[: torch.Size(shape).numel()].reshape(shape)
+        if dtype == torch.bool
+        else (noise.view(dtype).reshape(shape))
+    )
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 3 * width + 1)
+        self.down = nn.Linear(3 * width + 1, width, bias=False)
+        self.register_buffer("steps", torch.tensor(7))
+        self.register_buffer("table", torch.arange(6.0).reshape(2, 3))
+
+
+class Model(nn.Module):
+    """Two blocks, an embedding with an odd number of rows and a head tied to it."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(7, width)
+        self.blocks = nn.ModuleList([Block(width), Block(width)])
+        self.head = nn.Linear(width, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def fsdp1(mesh=None) -> FullyShardedDataParallel:
+    units = {"auto_wrap_policy": lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, Block)}
+    model = FullyShardedDataParallel(
+        Model(), device_id=torch.device("cpu"), device_mesh=mesh, use_orig_params=True, **units
+    )
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    return model
+
+
+def fsdp2(mesh, dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = Model().to(dtype)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def save_full(model: nn.Module, path: Path) -> None:
+    """The whole model as the framework itself gathers it, from rank 0."""
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        torch.save({name: tensor.clone() for name, tensor in full.items()}, path)
+
+
+def save_any(world: int, folder: Path) -> None:
+    """Everything that works on any number of ranks."""
+    mesh = init_device_mesh("cpu", (world,))
+    rows = {f"rows{n}": distribute_tensor(values(n, 3), mesh, [Shard(0)]) for n in (1, 2, 4, 5, 8)}
+    dcp.save({"model": rows}, checkpoint_id=folder / "rows")
+    columns = {f"columns{n}": distribute_tensor(values(5, n), mesh, [Shard(1)]) for n in (1, 2, 4, 7, 33)}
+    columns["last"] = distribute_tensor(values(3, 2, 4), mesh, [Shard(2)])
+    columns["whole"] = distribute_tensor(values(3, 2), mesh, [Replicate()])
+    dcp.save({"model": columns}, checkpoint_id=folder / "columns")
+    for dtype, name in ((torch.float32, "fsdp2"), (torch.bfloat16, "fsdp2_bf16")):
+        model = fsdp2(mesh, dtype)
+        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / name)
+        save_full(model, folder / f"{name}.pt")
+
+
+def save_two(world: int, folder: Path) -> None:
+    save_any(world, folder)
+    mesh = init_device_mesh("cpu", (world,))
+    odd = {str(dtype).removeprefix("torch."): values(4, 2, dtype=dtype) for dtype in DTYPES}
+    halves = {name: tensor.chunk(2, 1)[dist.get_rank()].contiguous() for name, tensor in odd.items()}
+    odd |= {f"cut.{name}": DTensor.from_local(half, mesh, [Shard(1)]) for name, half in halves.items()}
+    odd |= {
+        "scalar": torch.tensor(3.5),
+        "truth": torch.tensor(True),
+        "empty": torch.empty(0, 4),
+        "empty_rows": distribute_tensor(torch.empty(0, 4), mesh, [Shard(0)]),
+        "transposed": values(5, 3).t(),
+        "transposed_rows": DTensor.from_local(values(4, 3).t(), mesh, [Shard(0)]),
+        "channels_last": values(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "view": values(6, 6)[1:4, 2:5],
+        "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
+        "conjugated": values(5, dtype=torch.complex64).conj(),
+        "negated": values(5, dtype=torch.complex64).conj().imag,
+        "parameter": nn.Parameter(values(2, 2)),
+    }
+    dcp.save({"model": odd | {"step": 3, "note": "text"}}, checkpoint_id=folder / "odd")
+    model = fsdp1()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "fsdp1_sharded_tensor")
+    model = fsdp1(mesh)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "fsdp1_dtensor")
+    save_training(mesh, folder)
+    save_by_accelerate(mesh, folder)
+
+
+def save_training(mesh, folder: Path) -> None:
+    """Model and optimizer in one checkpoint, and each alone, as our own and torch's examples write them."""
+    model = fsdp2(mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    weights, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    dcp.save({"app": {"model": weights, "optim": state}}, checkpoint_id=folder / "app")
+    dcp.save({"optimizer": state}, checkpoint_id=folder / "run" / "optimizer_0")
+    dcp.save({"model": weights}, checkpoint_id=folder / "run" / "pytorch_model_fsdp_0")
+    dcp.save(weights, checkpoint_id=folder / "flat")
+
+
+def save_by_accelerate(mesh, folder: Path) -> None:
+    """What accelerate's own save functions write."""
+    from accelerate.utils import fsdp_utils
+
+    fsdp_utils.logger = logging.getLogger("accelerate")  # its own wants an Accelerator
+    process = SimpleNamespace(process_index=dist.get_rank(), num_processes=dist.get_world_size())
+    for version, model in ((1, fsdp1()), (2, fsdp2(mesh))):
+        plugin = SimpleNamespace(
+            fsdp_version=version,
+            state_dict_type=StateDictType.SHARDED_STATE_DICT,
+            state_dict_config=ShardedStateDictConfig(),
+            optim_state_dict_config=ShardedOptimStateDictConfig(),
+        )
+        fsdp_utils.save_fsdp_model(plugin, process, model, folder / f"accelerate{version}")
+        dist.barrier()
+
+
+def save_four(world: int, folder: Path) -> None:
+    save_any(world, folder)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fsdp2(mesh)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "hsdp")
+    save_full(model, folder / "hsdp.pt")
+    grid = {"grid": distribute_tensor(values(6, 10), mesh, [Shard(0), Shard(1)])}
+    grid["uneven"] = distribute_tensor(values(5, 7), mesh, [Shard(0), Shard(1)])
+    grid["twice"] = distribute_tensor(values(9, 2), mesh, [Shard(0), Shard(0)])
+    dcp.save({"model": grid}, checkpoint_id=folder / "grid")
+    parts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    weight = nn.Parameter(distribute_tensor(values(9, 6), parts["tp"], [Shard(0)]))
+    holder = nn.Module()
+    holder.register_parameter("weight", weight)
+    fully_shard(holder, mesh=parts["dp"])
+    dcp.save({"model": holder.state_dict()}, checkpoint_id=folder / "strided")
+
+
+TWO = [
+    *("rows", "columns", "fsdp2", "fsdp2_bf16", "odd", "fsdp1_sharded_tensor", "fsdp1_dtensor"),
+    *("run/pytorch_model_fsdp_0", "flat", "accelerate1/pytorch_model_fsdp_0", "accelerate2/pytorch_model_fsdp_0"),
+]
+FOUR = ["rows", "columns", "fsdp2", "fsdp2_bf16", "hsdp", "grid", "strided"]
 
 
 def run_ranks(world: int, job: Callable[[int, Path], None], folder: Path) -> None:
@@ -30,10 +210,14 @@ def run_ranks(world: int, job: Callable[[int, Path], None], folder: Path) -> Non
         rank.start()
     for rank in ranks:
         rank.join(TIMEOUT)
-    assert [rank.exitcode for rank in ranks] == [0] * world
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+    assert codes == [0] * world
 
 
 def _rank(rank: int, world: int, job: Callable[[int, Path], None], folder: Path) -> None:
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     try:
@@ -42,60 +226,222 @@ def _rank(rank: int, world: int, job: Callable[[int, Path], None], folder: Path)
         dist.destroy_process_group()
 
 
-def values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The same pseudo-random tensor on every rank."""
-    count = torch.Size(shape).numel()
-    return (torch.sin(torch.arange(count, dtype=torch.float64) * 1.7) * 100).to(dtype).reshape(shape)
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    run_ranks(2, save_two, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("four")
+    run_ranks(4, save_four, folder)
+    return folder
 
 
 def raw(tensor: torch.Tensor) -> bytes:
     """A tensor's bytes in row-major order."""
-    plain = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return b"" if not plain.numel() else bytes(plain.view(torch.uint8).numpy())
 
 
 def loaded_by_torch(checkpoint: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
     """What torch's own single-process loader makes of the checkpoint."""
     dcp_to_torch_save(checkpoint, tmp_path / "torch.pt")
-    return torch.load(tmp_path / "torch.pt", weights_only=False)["model"]
+    state = torch.load(tmp_path / "torch.pt", weights_only=False)
+    state = state["model"] if set(state) == {"model"} else state
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def assert_same(merged: Path, wanted: dict[str, torch.Tensor]) -> None:
-    found = load_file(merged / "model.safetensors")
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert sorted(found) == sorted(wanted)
     for name, tensor in wanted.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert raw(found[name]) == raw(tensor), name
 
 
-def save_rows(world: int, folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (world,))
-    rows = {f"rows{n}": distribute_tensor(values(n, 3), mesh, [Shard(0)]) for n in (1, 2, 4, 5, 8)}
-    dcp.save({"model": rows}, checkpoint_id=folder / "ckpt")
+def assert_merged(checkpoint: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
+    merge(checkpoint, tmp_path / "out", options=MergeOptions(verify=True))
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert_same(found, loaded_by_torch(checkpoint, tmp_path))
+    save_file(found, tmp_path / "library.safetensors", metadata={"format": "pt"})
+    assert (tmp_path / "library.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
+    return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_merge_of_row_shards_equals_the_full_tensors(world: int, tmp_path: Path) -> None:
-    run_ranks(world, save_rows, tmp_path)
+@pytest.mark.parametrize("name", TWO)
+def test_merge_of_two_ranks_equals_torch_loader_and_safetensors_bytes(name, two, tmp_path):
+    assert_merged(two / name, tmp_path)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_merge_of_four_ranks_equals_torch_loader_and_safetensors_bytes(name, four, tmp_path):
+    assert_merged(four / name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2_bf16", "hsdp"])
+def test_merge_equals_the_gathered_model(name, two, four, tmp_path):
+    for folder in (two, four) if name != "hsdp" else (four,):
+        out = tmp_path / folder.name
+        merge(folder / name, out)
+        assert_same(load_file(out / "model.safetensors"), torch.load(folder / f"{name}.pt"))
+
+
+@pytest.mark.parametrize(
+    "name", ["fsdp1_sharded_tensor", "fsdp1_dtensor", "accelerate1", "accelerate2", "flat", "run"]
+)
+def test_merge_of_any_writer_equals_the_original_model(name, two, tmp_path):
+    merge(two / name, tmp_path / "out")
+    found = load_file(tmp_path / "out/model.safetensors")
+    fresh = Model().state_dict()
+    assert sorted(found) == sorted(fresh)
+    if name in {"flat", "run"}:  # these were trained one step
+        assert {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in fresh.items()}
+    else:
+        assert_same(found, fresh)
+
+
+def test_merge_rows_equals_what_was_distributed(two, four, tmp_path):
+    for folder in (two, four):
+        merge(folder / "rows", tmp_path / folder.name)
+        wanted = {f"rows{n}": values(n, 3) for n in (1, 2, 4, 5, 8)}
+        assert_same(load_file(tmp_path / folder.name / "model.safetensors"), wanted)
+
+
+def test_merge_takes_the_model_out_of_an_application_state(two, tmp_path):
+    result = merge(two / "app", tmp_path / "out")
+    merge(two / "run", tmp_path / "alone")
+    assert_same(load_file(tmp_path / "out/model.safetensors"), load_file(tmp_path / "alone/model.safetensors"))
+    assert any(name.startswith("app.optim.state.") for name in result.skipped)
+    assert all(name.startswith("app.optim.") for name in result.skipped)
+
+
+def test_merge_of_an_optimizer_is_refused_and_works_in_torch_format(two, tmp_path):
+    optimizer = two / "run" / "optimizer_0"
+    with pytest.raises(CheckpointError, match="is an optimizer's checkpoint"):
+        merge(optimizer, tmp_path / "out")
+    merge_fsdp_weights(str(optimizer), str(tmp_path / "out"), safe_serialization=False)
+    found = torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True)
+    dcp_to_torch_save(optimizer, tmp_path / "torch.pt")
+    wanted = torch.load(tmp_path / "torch.pt", weights_only=True)["optimizer"]
+    assert_equal_trees(found, wanted)
+    assert found["param_groups"][0]["lr"] == 0.1
+
+
+def assert_equal_trees(found, wanted) -> None:
+    assert type(found) is type(wanted)
+    if isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        for key in wanted:
+            assert_equal_trees(found[key], wanted[key])
+    elif isinstance(wanted, list | tuple):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_equal_trees(one, other)
+    elif isinstance(wanted, torch.Tensor):
+        assert (found.dtype, found.shape, raw(found)) == (wanted.dtype, wanted.shape, raw(wanted))
+    else:
+        assert found == wanted
+
+
+@pytest.mark.parametrize("name", ["odd", "fsdp2", "fsdp1_sharded_tensor"])
+def test_merge_to_the_torch_format_equals_torch_loader(name, two, tmp_path):
+    result = merge(two / name, tmp_path / "out", options=MergeOptions(safe_serialization=False))
+    found = torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True)
+    dcp_to_torch_save(two / name, tmp_path / "torch.pt")
+    assert_equal_trees(found, torch.load(tmp_path / "torch.pt", weights_only=False)["model"])
+    assert result.skipped == ()
+
+
+def test_torch_format_holds_dtypes_that_safetensors_lacks(tmp_path):
+    state = {"w": values(3, 4, dtype=torch.complex128), "conjugated": values(5, dtype=torch.complex128).conj()}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    with pytest.raises(CheckpointError, match="is complex128, which safetensors cannot hold"):
+        merge(tmp_path / "ckpt", tmp_path / "out")
+    merge(tmp_path / "ckpt", tmp_path / "out", options=MergeOptions(safe_serialization=False))
+    found = torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True)
+    assert_same(found, {name: tensor.resolve_conj() for name, tensor in state.items()})
+
+
+class Canary:
+    """Unpickling this would create a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_value_that_would_run_code_is_left_out_and_refused_in_torch_format(tmp_path):
+    state = {"w": values(2), "extra": Canary(tmp_path / "canary")}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     result = merge(tmp_path / "ckpt", tmp_path / "out")
-    assert_same(tmp_path / "out", {f"rows{n}": values(n, 3) for n in (1, 2, 4, 5, 8)})
-    assert_same(tmp_path / "out", loaded_by_torch(tmp_path / "ckpt", tmp_path))
-    assert result.tensors == 5
-    assert result.dtypes == {"float32": 5}
+    assert result.skipped == ("model.extra",)
+    with pytest.raises(CheckpointError, match="cannot be loaded without running code"):
+        merge(tmp_path / "ckpt", tmp_path / "bin", options=MergeOptions(safe_serialization=False))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "out"]
 
 
-def test_merge_never_imports_torch(tmp_path: Path) -> None:
+def test_every_storage_setting_of_torch_is_read(tmp_path):
+    from torch.utils.serialization import config
+
+    state = {"w": values(40, 3), "b": values(3)}
+    settings = [{"compute_crc32": False}, {"storage_alignment": 4096}, {"storage_alignment": 1}]
+    for number, setting in enumerate(settings):
+        with config.patch({f"save.{name}": value for name, value in setting.items()}):
+            dcp.save({"model": state}, checkpoint_id=tmp_path / f"ckpt{number}", no_dist=True)
+        merge(tmp_path / f"ckpt{number}", tmp_path / f"out{number}", options=MergeOptions(verify=True))
+        assert_same(load_file(tmp_path / f"out{number}/model.safetensors"), state)
+
+
+def test_file_per_tensor_and_several_threads_are_read(tmp_path):
+    state = {f"w{n}": values(9, n + 1) for n in range(8)}
+    for number, writer in enumerate([{"single_file_per_rank": False}, {"thread_count": 3}]):
+        folder = tmp_path / f"ckpt{number}"
+        dcp.save({"model": state}, storage_writer=dcp.FileSystemWriter(folder, **writer), no_dist=True)
+        merge(folder, tmp_path / f"out{number}")
+        assert_same(load_file(tmp_path / f"out{number}/model.safetensors"), state)
+
+
+def test_tensor_larger_than_every_buffer_is_exact(tmp_path):
+    state = {"long": values(6_000_000), "turned": values(2500, 1500).t(), "high": values(5, 1_000_000).t()}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    merge(tmp_path / "ckpt", tmp_path / "out", options=MergeOptions(verify=True))
+    assert_same(load_file(tmp_path / "out/model.safetensors"), state)
+
+
+def merge_everywhere(world: int, folder: Path) -> None:
+    merge_fsdp_weights(folder / "ckpt", folder / "out")
+    assert (folder / "out/model.safetensors").is_file()
+    try:
+        merge_fsdp_weights(folder / "missing", folder / "other")
+    except Exception as error:
+        (folder / f"error{dist.get_rank()}").write_text(str(error))
+
+
+def test_merge_fsdp_weights_in_a_job_merges_once_and_fails_everywhere(tmp_path):
     dcp.save({"model": {"w": values(4, 4)}}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    run_ranks(2, merge_everywhere, tmp_path)
+    assert_same(load_file(tmp_path / "out/model.safetensors"), {"w": values(4, 4)})
+    texts = [(tmp_path / f"error{rank}").read_text() for rank in range(2)]
+    assert texts[0] == texts[1]
+    assert "missing does not exist" in texts[0]
+
+
+def test_merge_never_imports_torch(two, tmp_path):
     script = (
-        "import json, sys; from pathlib import Path; from fsdplaunch.checkpoint.merge import merge\n"
-        "merge(Path(sys.argv[1]), Path(sys.argv[2])); print(json.dumps(sorted(sys.modules)))"
+        "import json, sys; from pathlib import Path; from fsdplaunch.checkpoint.merge import MergeOptions, merge\n"
+        "merge(Path(sys.argv[1]), Path(sys.argv[2]), options=MergeOptions(verify=True))\n"
+        "print(json.dumps(sorted(sys.modules)))"
     )
     run = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "ckpt"), str(tmp_path / "out")],
+        [sys.executable, "-c", script, str(two / "odd"), str(tmp_path / "out")],
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
     )
     assert not {"torch", "numpy", "safetensors", "pickle"} & set(json.loads(run.stdout))
-    assert_same(tmp_path / "out", {"w": values(4, 4)})
+    assert_same(load_file(tmp_path / "out/model.safetensors"), loaded_by_torch(two / "odd", tmp_path))

@@ -1,4 +1,4 @@
-"""Launch real scripts with the real command, in an empty folder, without any of the caller's configuration."""
+"""The installed command, run as a user runs it."""
 
 import json
 import os
@@ -12,16 +12,45 @@ from typing import Any
 
 import pytest
 
-PREFIXES = ("FSDP_", "FSDPLAUNCH_", "ACCELERATE_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
+Run = Callable[..., subprocess.CompletedProcess[str]]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def clean_environ() -> dict[str, str]:
+    """The caller's environment without configuration, GPUs or a width that depends on the terminal."""
+    prefixes = ("FSDP_", "FSDPLAUNCH_", "ACCELERATE_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    return environ | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"}
+
+
+@pytest.fixture
+def fsdplaunch(tmp_path: Path) -> Run:
+    """Return a function that runs `fsdplaunch ARGS` in tmp_path."""
+
+    def run(*arguments: str | Path, timeout: float = 180, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "fsdplaunch", *map(str, arguments)],
+            cwd=tmp_path,
+            env=clean_environ() | env,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            stdin=subprocess.DEVNULL,
+        )
+
+    return run
+
+
+@pytest.fixture
+def examples() -> Path:
+    """The folder with the example scripts."""
+    return ROOT / "scripts" / "examples"
+
+
 TIMEOUT = 120
 
 
-def clean_environ(**extra: str) -> dict[str, str]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES)}
-    return environ | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"} | extra
-
-
-class Run:
+class Launched:
     """A launch that has been started."""
 
     def __init__(self, folder: Path, process: "subprocess.Popen[str]") -> None:
@@ -64,22 +93,22 @@ def wait_for(path: Path, seconds: float = 60) -> str:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     """Return a function that starts `fsdplaunch launch ARGS SCRIPT`; SCRIPT's text is given, its name is t.py."""
-    runs: list[Run] = []
+    runs: list[Launched] = []
 
     def begin(
         text: str | None, *options: str, arguments: tuple[str, ...] = (), plain: bool = True, **popen: Any
-    ) -> Run:
+    ) -> Launched:
         if text is not None:
             (tmp_path / "t.py").write_text(text)
-        environ = clean_environ(**popen.pop("env", {}))
+        environ = clean_environ() | popen.pop("env", {})
         defaults = ("--distributed-type", "NO", "--num-processes", "2") if plain else ()
         command = [sys.executable, "-m", "fsdplaunch", "launch", *defaults, *options]
         command += ["t.py", *arguments] if text is not None else arguments
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | popen
         process = subprocess.Popen(command, cwd=tmp_path, env=environ, text=True, **streams)
-        runs.append(Run(tmp_path, process))
+        runs.append(Launched(tmp_path, process))
         return runs[-1]
 
     yield begin
@@ -90,10 +119,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 @pytest.fixture
-def launch(start: Callable[..., Run]) -> Callable[..., Run]:
+def launch(start: Callable[..., Launched]) -> Callable[..., Launched]:
     """Return a function that does the same and waits for the end; the run has `code`, `stdout` and `stderr`."""
 
-    def run(*args: Any, **kwargs: Any) -> Run:
+    def run(*args: Any, **kwargs: Any) -> Launched:
         done = start(*args, **kwargs)
         done.code = done.end()
         return done

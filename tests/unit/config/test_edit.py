@@ -9,6 +9,7 @@ from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
 
+VERSION = ("fsdp_config", "fsdp_version")
 OFFLOAD = ("fsdp_config", "fsdp_offload_params")
 BLOCKS = ("fsdp_config", "fsdp_transformer_layer_cls_to_wrap")
 PROCESSES = ("num_processes",)
@@ -101,8 +102,8 @@ CASES = {
     ),
     "json": (
         '{\n  "num_processes": 2,\n  "mixed_precision": "no"\n}\n',
-        [(PROCESSES, 8), (OFFLOAD, True), (("mixed_precision",), "bf16")],
-        '{\n  "num_processes": 8,\n  "mixed_precision": "bf16",\n  "fsdp_config": {"fsdp_offload_params": true}\n}\n',
+        [(PROCESSES, 8), (VERSION, 2), (("mixed_precision",), "bf16")],
+        '{\n  "num_processes": 8,\n  "mixed_precision": "bf16",\n  "fsdp_config": {"fsdp_version": 2}\n}\n',
     ),
     "carriage returns": (
         "use_cpu: true\r\n",
