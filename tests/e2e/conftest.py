@@ -103,7 +103,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
         if text is not None:
             (tmp_path / "t.py").write_text(text)
         environ = clean_environ() | popen.pop("env", {})
-        defaults = ("--distributed-type", "NO", "--num-processes", "2") if plain else ()
+        defaults = ("--distributed-type", "MULTI_CPU", "--num-processes", "2") if plain else ()
         command = [sys.executable, "-m", "fsdplaunch", "launch", *defaults, *options]
         command += ["t.py", *arguments] if text is not None else arguments
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | popen
