@@ -49,6 +49,13 @@ class Dialogue:
         Raises:
             KeyboardInterrupt: The user left.
         """
+        try:
+            return self._talk()
+        except KeyboardInterrupt:
+            self._out.say("Nothing was written.")
+            raise
+
+    def _talk(self) -> WizardResult:
         edited = self._existing() if self._path.exists() and not self._overwrite else None
         old = self._path.read_text(encoding="utf-8", errors="replace") if self._path.exists() else None
         session = Session(

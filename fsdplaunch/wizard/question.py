@@ -14,7 +14,9 @@ from fsdplaunch.probe.cluster import Cluster
 from fsdplaunch.probe.model import ModelFacts, parse_count, read_model, sized_model
 from fsdplaunch.wizard.suggest import Facts, Suggestion, suggest_for
 
-VERSION = ("fsdp_config", "fsdp_version")
+VERSION: Path = ("fsdp_config", "fsdp_version")
+NEWEST = 2
+"""The FSDP version of new files."""
 KEEP = "keep"
 """The answer that leaves a question's keys as the existing file says them."""
 TYPE_IT = "..."
@@ -50,7 +52,7 @@ class Situation:
     @property
     def version(self) -> int:
         """The FSDP version the answers will be written for."""
-        return int(self.settings.get(VERSION) or self.base.get(VERSION) or (1 if self._is_old else 2))
+        return int(self.settings.get(VERSION) or self.base.get(VERSION) or (1 if self._is_old else NEWEST))
 
     @property
     def _is_old(self) -> bool:
@@ -87,7 +89,9 @@ class Situation:
         if where in ("machines", "slurm"):
             nodes = int(self.answers["nodes"]) if "nodes" in self.answers else found.cluster.num_nodes
             return replace(found, cluster=replace(found.cluster, num_nodes=nodes), elsewhere=True)
-        return replace(found, cluster=Cluster()) if where == "here" else found
+        if where == "here":
+            return replace(found, cluster=Cluster(), elsewhere=not found.hardware.gpus)
+        return found
 
     @property
     def suggestion(self) -> Suggestion:
@@ -213,13 +217,16 @@ def accept(question: Question, text: str, situation: Situation) -> str:
 
 
 def can_keep(question: Question, situation: Situation) -> bool:
-    """Whether the edited file says something here that no answer can say.
+    """Whether the edited file says something here that no answer can say on this machine.
 
     Args:
         question: The question.
         situation: With the file's values.
     """
-    return any(path in situation.base for path in question.keys) and _from_file(question, situation) is None
+    if not any(path in situation.base for path in question.keys):
+        return False
+    answer = _from_file(question, situation)
+    return answer is None or not is_answer(question, answer, situation)
 
 
 def _from_file(question: Question, situation: Situation) -> str | None:

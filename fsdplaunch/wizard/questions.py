@@ -7,6 +7,7 @@ from typing import Any
 from fsdplaunch.config.keys import Path, build_config, value_at
 from fsdplaunch.config.load import check
 from fsdplaunch.config.problems import Problem
+from fsdplaunch.config.rules import find_faults, view_of
 from fsdplaunch.errors import UsageError
 from fsdplaunch.wizard.places import NODES, RENDEZVOUS, WHERE, WORKERS
 from fsdplaunch.wizard.question import KEEP, VERSION, Question, Situation, accept, is_answer, proposed
@@ -75,20 +76,47 @@ def compose(situation: Situation) -> dict[Path, Any]:
     Args:
         situation: With settled answers.
     """
-    suggestion = situation.suggestion
+    suggested = situation.suggestion.config
     values = dict(situation.base) if situation.editing else _pinned(situation)
     for question in QUESTIONS:
-        if situation.answers.get(question.name) != KEEP:
-            values = {path: value for path, value in values.items() if path not in question.keys}
-    for question in QUESTIONS:
         answer = situation.answers.get(question.name)
-        if answer is None and not situation.editing and question.applies(situation):
-            answer = question.read(suggestion.config, situation)
-        if answer is not None and answer != KEEP:
+        if answer is None and question.applies(situation):
+            if situation.editing:
+                continue  # not asked yet: the file's values stand
+            answer = question.read(suggested, situation)
+        if _file_stands(question, answer, situation):
+            continue
+        values = {path: value for path, value in values.items() if path not in question.keys}
+        if answer is not None:
             values |= question.write(answer, situation)
     values[VERSION] = situation.version
     values |= situation.settings
     return {path: value for path, value in values.items() if value is not None}
+
+
+def _file_stands(question: Question, answer: str | None, situation: Situation) -> bool:
+    """Whether an answer only repeats the edited file, whose own spelling then stays."""
+    if answer == KEEP or not situation.editing:
+        return answer == KEEP
+    file = in_file(situation)
+    if answer is None or question.name not in file.answers:
+        return answer is None and not question.applies(file)  # it did not matter before either
+    return answer == file.answers[question.name] and question.write(answer, situation) == question.write(
+        answer, file
+    )
+
+
+def in_file(situation: Situation) -> Situation:
+    """Return the situation with the edited file's own answers.
+
+    Args:
+        situation: With the file's values.
+    """
+    found, config = replace(situation, answers={}), build_config(situation.base)
+    for question in QUESTIONS:
+        answer = question.read(config, found) if question.applies(found) else None
+        found = found if answer is None else found.answering(question.name, answer)
+    return found
 
 
 def _pinned(situation: Situation) -> dict[Path, Any]:
@@ -103,6 +131,20 @@ def find_problems(situation: Situation) -> tuple[Problem, ...]:
         situation: With any answers.
     """
     return check(build_config(compose(situation)))
+
+
+def broken_rule(question: Question, situation: Situation) -> str | None:
+    """Return which rule an answer breaks, or None; rules about what is asked later stay silent.
+
+    Args:
+        question: The question just answered.
+        situation: With the answers up to this one.
+    """
+    asked = {path for one in QUESTIONS[: QUESTIONS.index(question) + 1] for path in one.keys}
+    for _, fault in find_faults(view_of(build_config(compose(situation)))):
+        if {*fault.about} & {*question.keys} and {*fault.about} <= asked | {*situation.settings} | {VERSION}:
+            return fault.message + (f" ({fault.hint})" if fault.hint else "")
+    return None
 
 
 def without_asking(question: Question, given: Mapping[str, str], situation: Situation) -> Situation | None:

@@ -25,6 +25,7 @@ from fsdplaunch.wizard.question import (
 )
 from fsdplaunch.wizard.questions import (
     QUESTIONS,
+    broken_rule,
     compose,
     earlier,
     find_problems,
@@ -175,16 +176,12 @@ class Session:
         )
 
     def _fault(self, question: Question, before: Situation, line: str) -> str | None:
-        """What is wrong with an answer: no answer at all, or against a rule that was kept until now."""
+        """What is wrong with an answer: it is none, or a rule is against it that no later answer can satisfy."""
         try:
             answer = accept(question, line, before)
         except ValueError as error:
             return str(error)
-        known = {problem.id for problem in find_problems(before)}
-        for problem in find_problems(before.answering(question.name, answer)):
-            if problem.id not in known and any(problem.key == ".".join(path) for path in question.keys):
-                return f"{problem.key}: {problem.message}" + (f" ({problem.hint})" if problem.hint else "")
-        return None
+        return broken_rule(question, before.answering(question.name, answer))
 
     def _more_settings(self) -> bool:
         """Let further keys be set; False when the last question is wanted again."""
