@@ -4,7 +4,7 @@ Layers, later ones win: defaults, file, environment, command line.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -110,7 +110,7 @@ def stack(
         config=view.config,
         path=path,
         origins=MappingProxyType(origins),
-        notes=_notes(layers[0], view),
+        notes=(*_notes(layers[0], view), *_stranger_notes(layers[1])),
         aliases=MappingProxyType(layers[0].aliases),
     )
 
@@ -171,6 +171,11 @@ def _problem(rule: str, fault: Fault, said: Mapping[KeyPath, Said], text: Text |
     path = next((path for path in fault.about if path in said), fault.about[0])
     place = said[path].place if path in said else Place(source=text.source) if text else None
     return Problem(id=rule, key=".".join(path), message=fault.message, hint=fault.hint, place=place)
+
+
+def _stranger_notes(layer: Layer) -> Iterator[str]:
+    for name, meant in layer.strangers.items():
+        yield f"env {name} is not read; did you mean {meant}?"
 
 
 def _notes(layer: Layer, view: View) -> tuple[str, ...]:

@@ -123,6 +123,11 @@ CASES = {
         [(("checkpoint", "dir"), "c")],
         "checkpoint:\n  dir: c\nuse_cpu: true\n",
     ),
+    "a file of one section": (
+        "fsdp_version: 2 # v\n",
+        [(OFFLOAD, True)],
+        "fsdp_version: 2 # v\nfsdp_offload_params: true\n",
+    ),
     "a key below a merged section": (
         "base: &b\n  fsdp_version: 2\nfsdp_config:\n  <<: *b\n",
         [(OFFLOAD, True)],

@@ -226,3 +226,17 @@ def test_two_thousand_lines_with_fifty_mistakes_report_all_fifty_at_once():
     assert len(caught.value.problems) == 50
     assert text.count("\n") == 2001
     assert sorted(ids(caught.value)) == ["unknown-key"] * 49 + ["wrong-value"]
+
+
+def test_a_variable_that_nearly_names_a_key_is_pointed_out():
+    environ = {
+        "FSDP_STATE_DICT_TYPES": "FULL_STATE_DICT",
+        "FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "A",
+        "FSDPLAUNCH_CONFIG": "x",
+        "FSDPLAUNCH_RUN_DIR": "/x",
+        "HOME": "/root",
+    }
+    assert read("", environ=environ).notes == (
+        "env FSDP_STATE_DICT_TYPES is not read; did you mean FSDP_STATE_DICT_TYPE?",
+        "env FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP is not read; did you mean FSDP_TRANSFORMER_CLS_TO_WRAP?",
+    )
