@@ -392,3 +392,13 @@ def test_wizard_every_question_can_be_explained():
         text = explanation(question)
         assert question.help in text
         assert question.flag in text
+
+
+def test_config_command_has_one_option_per_question():
+    import inspect
+
+    from fsdplaunch.cli.app import config
+    from fsdplaunch.wizard.questions import flags
+
+    parameters = {name.replace("_", "-") for name in inspect.signature(config).parameters}
+    assert {flag.name for flag in flags()} <= parameters
