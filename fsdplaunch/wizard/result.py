@@ -56,7 +56,7 @@ def conclude(
         config=build_config(values),
         answers=dict(situation.answers),
         reasons={".".join(pin): suggestion.reasons[".".join(pin)] for pin in taken},
-        notes=suggestion.notes,
+        notes=tuple(note for note in suggestion.notes if note not in situation.facts.hardware.notes),
         command=repeat_command(situation, path, overwrite=overwrite),
     )
 

@@ -29,15 +29,17 @@ def preview(old: str | None, new: str, path: FilePath) -> str:
     return "\n".join(lines) + "\n" if lines else f"{path}: nothing changes\n"
 
 
-def estimate(situation: Situation) -> str | None:
-    """Return one line about memory, or None where the model's size is not known.
+def remarks(situation: Situation) -> list[str]:
+    """Return what to say below the text: the estimate, and what no key can say.
 
     Args:
         situation: With all answers.
     """
     goal = situation.answers.get(GOAL.name)
     words, _ = memory_words(goal, situation) if goal and goal != KEEP else ("", None)
-    return f"Estimate: {words}, before activations." if words else None
+    lines = [f"Estimate: {words}, before activations."] if words else []
+    notes = [note for note in situation.suggestion.notes if note not in situation.facts.hardware.notes]
+    return [*lines, *(f"Note: {note}" for note in notes)]
 
 
 def closing_words(path: FilePath, command: str) -> str:

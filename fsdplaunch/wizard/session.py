@@ -33,7 +33,7 @@ from fsdplaunch.wizard.questions import (
     without_asking,
 )
 from fsdplaunch.wizard.result import new_text
-from fsdplaunch.wizard.review import estimate, preview
+from fsdplaunch.wizard.review import preview, remarks
 from fsdplaunch.wizard.settings import ask_settings
 from fsdplaunch.wizard.talk import Talk
 from fsdplaunch.wizard.training import MODEL
@@ -160,7 +160,7 @@ class Session:
         if default not in {choice.value for choice in choices}:
             # Something that was typed: offered as a choice of its own.
             choices.insert(0, Choice(value=default, title=default))
-        mark = "now" if before.editing else "suggested"
+        mark = "in the file" if before.editing else "suggested"
         offer = proposed(question, before)
         answer = self._prompts.select(question.text, choices, default=default, marks={offer: mark})
         if answer == TYPE_IT:
@@ -195,12 +195,11 @@ class Session:
         """Show what would be written and ask; True when it is to be written."""
         self._out.say("")
         self._out.say(preview(self._old, new_text(self.situation, self._edited), self._path))
-        line = estimate(self.situation)
-        if line:
-            self._out.say(line)
         problems = find_problems(self.situation)
+        for line in remarks(self.situation):
+            self._out.say(line)
         for problem in problems:
-            self._out.say(f"{problem.key}: {problem.message}" + (f" ({problem.hint})" if problem.hint else ""))
+            self._out.say(str(problem))
         answer = self._prompts.select("Write it?", _endings(self._path, len(problems)), default="write")
         if answer == "cancel":
             raise KeyboardInterrupt
