@@ -9,9 +9,9 @@ from fsdplaunch.config.keys import build_config, keys_by_path, value_at
 from fsdplaunch.config.render import render
 from fsdplaunch.config.schema import Config
 from fsdplaunch.errors import UsageError
-from fsdplaunch.wizard.question import Situation
-from fsdplaunch.wizard.questions import compose
+from fsdplaunch.wizard.compose import compose
 from fsdplaunch.wizard.review import repeat_command
+from fsdplaunch.wizard.situation import Situation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,12 @@ from typing import Any
 
 from fsdplaunch.config.keys import Path, keys_by_path
 from fsdplaunch.config.scalars import flow_text, plain_value
-from fsdplaunch.wizard.question import KEEP, NEWEST, VERSION, Situation
-from fsdplaunch.wizard.questions import QUESTIONS, answer_all, compose
-from fsdplaunch.wizard.training import GOAL, memory_words
+from fsdplaunch.wizard.compose import compose
+from fsdplaunch.wizard.goals import GOAL, memory_words
+from fsdplaunch.wizard.question import KEEP
+from fsdplaunch.wizard.questions import QUESTIONS
+from fsdplaunch.wizard.situation import NEWEST, VERSION, Situation
+from fsdplaunch.wizard.unasked import answer_all
 
 DEFAULT_FILE = "fsdp.yaml"
 

@@ -11,32 +11,17 @@ from fsdplaunch.config.keys import build_config, keys_by_path
 from fsdplaunch.config.render import render
 from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.model import describe_model
+from fsdplaunch.wizard.compose import broken_rule, compose, find_problems, settle
 from fsdplaunch.wizard.prompts import BACK, EXPLAIN, Prompts, Wish
-from fsdplaunch.wizard.question import (
-    KEEP,
-    TYPE_IT,
-    Choice,
-    Question,
-    Situation,
-    accept,
-    can_keep,
-    is_answer,
-    proposed,
-)
-from fsdplaunch.wizard.questions import (
-    QUESTIONS,
-    broken_rule,
-    compose,
-    earlier,
-    find_problems,
-    settle,
-    without_asking,
-)
+from fsdplaunch.wizard.question import KEEP, TYPE_IT, Choice, Question, accept, can_keep, is_answer, proposed
+from fsdplaunch.wizard.questions import QUESTIONS, earlier
 from fsdplaunch.wizard.result import new_text
 from fsdplaunch.wizard.review import preview, remarks
 from fsdplaunch.wizard.settings import ask_settings
+from fsdplaunch.wizard.situation import Situation
 from fsdplaunch.wizard.talk import Talk
 from fsdplaunch.wizard.training import MODEL
+from fsdplaunch.wizard.unasked import without_asking
 
 
 class Session:

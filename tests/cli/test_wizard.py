@@ -18,9 +18,9 @@ from fsdplaunch.probe.gpus import Gpu
 from fsdplaunch.probe.hardware import GIB, Hardware
 from fsdplaunch.wizard.dialogue import Dialogue
 from fsdplaunch.wizard.prompts import Prompts
-from fsdplaunch.wizard.question import Situation
 from fsdplaunch.wizard.questions import QUESTIONS
 from fsdplaunch.wizard.run import run_wizard
+from fsdplaunch.wizard.situation import Situation
 from fsdplaunch.wizard.suggest import Facts
 
 pytestmark = pytest.mark.timeout(30)
