@@ -15,6 +15,7 @@ from fsdplaunch.config.resolve import REST
 from fsdplaunch.config.rules import fsdp, mesh
 from fsdplaunch.config.schema import Config
 from fsdplaunch.config.yaml_text import read_text
+from fsdplaunch.errors import UsageError
 
 _KEEPS_GATHERED = {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"}
 _ALWAYS = "version 2 always does so"
@@ -57,9 +58,12 @@ def to_fsdp2(text: str, *, source: str = "the file") -> Conversion:
 
     Raises:
         ConfigError: The file is wrong to begin with.
-        UsageError: A value is shared through an anchor.
+        UsageError: The file shards nothing, or a value is shared through an anchor.
     """
     loaded = stack(read_text(text, source))
+    if loaded.config.distributed_type != "FSDP":
+        msg = f"{source} shards nothing: its distributed_type is {loaded.config.distributed_type}"
+        raise UsageError(msg, hint="set distributed_type: FSDP first")
     if loaded.config.fsdp_config.fsdp_version != 1:
         return Conversion(text=text, changes=())
     steps = list(_steps(loaded))

@@ -243,3 +243,11 @@ def parse_seconds(value: Any) -> float:
     if number <= 0:
         raise ValueError(value)
     return number
+
+
+def parse_wait(value: Any) -> float:
+    """A number, at least 0."""
+    number = parse_number(value)
+    if number < 0:
+        raise ValueError(value)
+    return number

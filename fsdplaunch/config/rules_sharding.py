@@ -16,6 +16,19 @@ _INSTEAD: dict[Path, str] = {
     ("precision", "output"): "use fsdp_version: 2, or leave it out",
 }
 _VERSION = fsdp("version")
+_SHARDING = ("fsdp_config", "parallelism_config")
+
+
+@rule("sharding-not-asked-for")
+def _not_asked_for(view: View) -> Iterator[Fault]:
+    """Keys of fsdp_config or parallelism_config without distributed_type: FSDP."""
+    said = [
+        spec.path for spec in all_keys() if spec.path[0] in _SHARDING and view.says(spec) and not spec.key.pending
+    ]
+    if said and not view.shards:
+        message = f"{view.config.distributed_type} shards nothing, but {said[0][0]} says how to shard"
+        hint = f"use FSDP, or leave {said[0][0]} out"
+        yield Fault(about=(("distributed_type",), *said), message=message, hint=hint)
 
 
 @rule("wrong-version")

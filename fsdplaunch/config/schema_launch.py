@@ -48,7 +48,6 @@ class LaunchSection:
         ("torch",),
         """Modules imported once per machine, before the workers are forked. Torch is among them unless the list is
         empty; an empty list starts every worker as a fresh Python.""",
-        pending="preloading is not supported yet",
     )
     numa_binding: v.NumaName | None = key(
         v.NUMA,
@@ -56,6 +55,12 @@ class LaunchSection:
         """Bind each worker to the CPUs near its GPU: to its node, its socket, its share of the node's cores
         (exclusive), or one core complex.""",
         pending="binding workers to CPUs is not supported yet",
+    )
+    shutdown_grace_seconds: float = key(
+        v.WAIT,
+        30.0,
+        """How long workers may take to save and end after a signal, or after another worker failed, before they
+        are killed.""",
     )
     env: dict[str, str] = key(v.VARIABLES, {}, "Further environment variables for the workers, name: value.")
 

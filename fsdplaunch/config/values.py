@@ -105,6 +105,7 @@ COUNT = whole(1)
 PORT = whole(0, p.MAX_PORT)
 NUMBER = Kind("a number", p.parse_number, {"type": "number"})
 SECONDS = Kind("a number of seconds above 0", p.parse_seconds, {"type": "number", "exclusiveMinimum": 0})
+WAIT = Kind("a number of seconds, at least 0", p.parse_wait, {"type": "number", "minimum": 0})
 TEXT = Kind("text, not empty", p.parse_text, _TEXT_SCHEMA, verbatim=True)
 PATTERN = Kind("a regular expression that Python can compile", p.parse_pattern, _TEXT_SCHEMA, verbatim=True)
 NAMES = Kind(

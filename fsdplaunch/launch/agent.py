@@ -1,97 +1,214 @@
-"""The node's agent: torch's elastic agent, with an end that can be read.
+"""The node's agent: torch's elastic agent, with workers that start warm and an end that can be read.
 
-Runs as its own process, `python -m fsdplaunch.launch.agent TORCHRUN_OPTIONS -m fsdplaunch.runtime.bootstrap ...`.
-It takes torchrun's options, runs torch.distributed.run in process, and instead of torchrun's report and its
-constant exit status 1 it writes `result.json` into the run's folder and exits as the first failing rank did.
+Runs as a process of its own, `python -u .../launch/agent.py TORCHRUN_OPTIONS -m fsdplaunch.runtime.bootstrap ...`.
+It imports torch, forks the nursery its workers will come from, and goes on to run torch's agent. It writes what
+became of every worker to the run's folder and exits as the first failing one did.
 """
 
-import json
+import sys
+
+if __name__ == "__main__" and sys.path and sys.path[0].endswith("launch"):
+    del sys.path[0]  # this file's folder: its names are not for `import`
+
+import importlib
 import logging
 import os
 import signal
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
-from fsdplaunch.config.environment import RUN_DIR
+from fsdplaunch.config.environment import RUN_DIR, decode
+from fsdplaunch.config.schema import Config
+from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE
+from fsdplaunch.launch.cause import failure_status, signal_name
+from fsdplaunch.launch.crew import Crew, Job
+from fsdplaunch.launch.departure import register_last, skip_shared_destructors
+from fsdplaunch.launch.newborn import Order
+from fsdplaunch.launch.nursery import Nursery, open_nursery
+from fsdplaunch.launch.plan import BOOTSTRAP, LAUNCHER
+from fsdplaunch.launch.run_folder import AGENT_LOG, agent_record, write_json
+from fsdplaunch.launch.stop import NAMES, ORPHAN_SECONDS, Stop, stop_status
+from fsdplaunch.launch.streams import Pump
 from fsdplaunch.lifeline import die_with_parent
 
-
-def exit_status(raw: int) -> int:
-    """The shell's status for a child's: itself, or 128 + n for a death by signal n (a negative raw status)."""
-    return 128 - raw if raw < 0 else raw
+_TORCH = ("torch", "torch.distributed")
+_SHARDING = ("fsdplaunch.runtime.device", "fsdplaunch.runtime.watch", "fsdplaunch.runtime.prepare")
 
 
-def _moment(failure: Any) -> tuple[int, int]:
-    """Sort key of a torch ProcessFailure: what happened first.
+def main(argv: Sequence[str]) -> None:
+    """Be the agent; or, in the processes forked from it, a worker.
 
-    A rank killed by a signal leaves no record, and its peers' complaints about the lost connection carry an
-    earlier time than the poll that finds it dead: a death by signal therefore goes before recorded exceptions.
-    Not so SIGTERM, by which the agent itself ends the other ranks. torch's own time stamps are whole seconds; the
-    bootstrap adds nanoseconds to its record.
+    Args:
+        argv: torchrun's options, each in one word, and then the workers' command.
     """
-    extra = failure.message.get("extraInfo", {}) if isinstance(failure.message, dict) else {}
-    kind = 1 if failure.exitcode >= 0 else 2 if failure.exitcode == -signal.SIGTERM else 0
-    return kind, int(extra.get("time_ns", (failure.timestamp + 1) * 10**9))
+    register_last()
+    launcher = int(os.environ.pop(LAUNCHER, os.getppid()))
+    die_with_parent(signal.SIGTERM, parent=launcher)
+    _open_missing_streams()
+    config = decode()
+    options, command = split(argv)
+    hatched = open_nursery(*preload_lists(config, command))
+    if isinstance(hatched, Order):
+        skip_shared_destructors()
+        sys.path.insert(0, "")  # the place of the script's folder, which the bootstrap knows
+        # By name: to the launcher, what workers run is a program and not a library.
+        importlib.import_module(BOOTSTRAP).main(list(hatched.argv))
+        return
+    # Nothing that torch started in this process is needed any more, and taking it apart takes time.
+    os._exit(lead(hatched, config, options, command, launcher=launcher))
 
 
-def _describe_failure(failures: dict[int, Any]) -> dict[str, Any]:
-    """Name the first rank that failed, from torch's ChildFailedError.failures (one ProcessFailure per rank)."""
-    rank = min(failures, key=lambda number: _moment(failures[number]))
-    first = failures[rank]
-    record = first.message if isinstance(first.message, dict) else {}
-    return {
-        "rank": rank,
-        "local_rank": first.local_rank,
-        "pid": first.pid,
-        "exit_code": exit_status(first.exitcode),
-        "signal": first.signal_name() if first.exitcode < 0 else None,
-        "message": record.get("message"),
-        "traceback": record.get("extraInfo", {}).get("py_callstack"),
-        "failed_ranks": sorted(failures),
-    }
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part torchrun's options (`--name=value` each) from the workers' command, which begins with anything else."""
+    count = next((place for place, word in enumerate(argv) if not word.startswith("--")), len(argv))
+    return list(argv[:count]), list(argv[count:])
 
 
-def _quiet_logging(run_dir: Path) -> None:
-    """Send torch's elastic log, which repeats our own report in other words, to a file of the run."""
-    handler = logging.FileHandler(run_dir / "agent.log", delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name in ("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher"):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
+def preload_lists(config: Config, command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What to import before the nursery is forked, and in it."""
+    if not is_warm(config, command):
+        return (), ()
+    sharding = _SHARDING if config.distributed_type == "FSDP" else ()
+    return _TORCH, (BOOTSTRAP, *sharding, *config.launch.preload)
 
 
-def _run(argv: list[str], run_dir: Path) -> tuple[int, dict[str, Any] | None]:
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
-
-    _quiet_logging(run_dir)
-    try:
-        run(parse_args(argv))
-    except ChildFailedError as error:
-        failure = _describe_failure(error.failures)
-        return failure["exit_code"], failure
-    except SignalException as stop:
-        number = int(stop.sigval)
-        return 128 + number, {"stopped_by": signal.Signals(number).name}
-    return 0, None
+def is_warm(config: Config, command: Sequence[str]) -> bool:
+    """Whether workers are to be forked from a preloaded interpreter."""
+    return bool(config.launch.preload) and list(command[:2]) == ["-m", BOOTSTRAP]
 
 
-def main(argv: list[str]) -> int:
-    """Run the agent until its workers are done; return the status to exit with."""
-    die_with_parent(signal.SIGTERM)
+def lead(nursery: Nursery, config: Config, options: list[str], command: list[str], *, launcher: int) -> int:
+    """Run the workers to their end and return the status to exit with."""
     run_dir = Path(os.environ[RUN_DIR])
     run_dir.mkdir(parents=True, exist_ok=True)
-    start = time.time()
-    code, failure = _run(argv, run_dir)
-    result = {"exit_code": code, "seconds": round(time.time() - start, 3), "failure": failure}
-    part = run_dir / "result.json.part"
-    part.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    part.replace(run_dir / "result.json")
+    pump = Pump(_take_over_output(run_dir / AGENT_LOG))
+    stop = Stop(config.launch.shutdown_grace_seconds)
+    crew = Crew(_job(config, command, run_dir), nursery, pump, stop)
+    record = Record(run_dir, crew)
+    _handle_signals(crew, launcher)
+    code = _run(crew, options, config, record)
+    crew.finish()
+    nursery.close()
+    record.write(code)
     return code
 
 
+def _job(config: Config, command: list[str], run_dir: Path) -> Job:
+    warm = is_warm(config, command)
+    is_bootstrap = list(command[:2]) == ["-m", BOOTSTRAP]
+    shown = config.launch.show_ranks
+    ranks = None if shown == "all" else {int(rank) for rank in shown.split(",")}
+    return Job(
+        run_dir=run_dir,
+        command=tuple(command[2:] if warm else [sys.executable, "-u", *command] if is_bootstrap else command),
+        cold=not warm,
+        is_shown=lambda rank, _local_rank, _stream: ranks is None or rank in ranks,
+        has_prefix=ranks is None or len(ranks) > 1,
+        grace_seconds=config.launch.shutdown_grace_seconds,
+    )
+
+
+class Record:
+    """What this agent has to tell, in a file."""
+
+    def __init__(self, run_dir: Path, crew: Crew) -> None:
+        self._path = agent_record(run_dir)
+        self._crew = crew
+        self._start = time.time_ns()
+        self.error: str | None = None
+
+    def write(self, code: int) -> None:
+        """Write everything that is known by now."""
+        stop = self._crew.stop
+        write_json(
+            self._path,
+            {
+                "exit_code": code,
+                "started_ns": self._start,
+                "seconds": round((time.time_ns() - self._start) / 1e9, 3),
+                "attempts": self._crew.attempts,
+                "stopped_by": signal_name(stop.number) if stop.number is not None else None,
+                "error": self.error,
+            },
+        )
+
+
+def _run(crew: Crew, options: list[str], config: Config, record: Record) -> int:
+    from fsdplaunch.launch import elastic
+
+    try:
+        elastic.run_elastic(options, crew, nodes_vary=config.num_machines > 1)
+    except elastic.ChildFailedError:
+        return _failure_status(crew)
+    except elastic.SignalException:
+        return _stop_status(crew)
+    except elastic.RendezvousError as error:
+        record.error = f"{type(error).__name__}: {error}"
+        logging.getLogger("torch.distributed.elastic").exception("the machines did not meet")
+        return EXIT_MACHINE
+    except Exception as error:  # torch's agent may fail in any way; the report names it
+        record.error = f"{type(error).__name__}: {error}"
+        logging.getLogger("torch.distributed.elastic").exception("the agent failed")
+        return EXIT_FAILED
+    return 0
+
+
+def _failure_status(crew: Crew) -> int:
+    cause = crew.attempts[-1]["cause"] if crew.attempts else None
+    return failure_status(cause) if cause else EXIT_FAILED
+
+
+def _stop_status(crew: Crew) -> int:
+    number = crew.stop.number or signal.SIGTERM
+    crew.finish()
+    workers = crew.attempts[-1]["workers"] if crew.attempts else []
+    codes = [None if signal.SIGKILL in worker["sent"] else worker["code"] for worker in workers]
+    status = stop_status(number, codes)
+    return _failure_status(crew) if status is None else status
+
+
+def _handle_signals(crew: Crew, launcher: int) -> None:
+    """Pass signals on to the workers; torch's agent goes on watching them."""
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if not crew.is_done and crew.stop.request(number):
+            if os.getppid() != launcher:
+                crew.stop.grace = min(crew.stop.grace, ORPHAN_SECONDS)
+            crew.send(number)
+            if not crew.running:
+                from fsdplaunch.launch.elastic import raise_if_stopped
+
+                raise_if_stopped(crew)
+
+    for name in NAMES:
+        number = getattr(signal, name)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell that starts us in the background
+            signal.signal(number, handle)
+
+
+def _open_missing_streams() -> None:
+    """Give closed standard streams a place, or the next file that is opened takes it."""
+    for place in range(3):
+        try:
+            os.fstat(place)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def _take_over_output(log: Path) -> dict[str, int]:
+    """Keep the terminal for the workers' output; what torch has to say, in Python and below, goes to a file."""
+    screens = {"stdout": os.dup(1), "stderr": os.dup(2)}
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for place in (1, 2):
+        os.dup2(file, place)
+    os.close(file)
+    return screens
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    # Through the imported module: this one is replaced by the script in every worker.
+    from fsdplaunch.launch.agent import main as run
+
+    run(sys.argv[1:])

@@ -14,6 +14,10 @@ from fsdplaunch.config.environment import ALLOW_UNSHARDED, RUN_DIR, encode
 from fsdplaunch.config.schema import Config
 from fsdplaunch.errors import MachineError, UsageError
 
+BOOTSTRAP = "fsdplaunch.runtime.bootstrap"
+"""The module that is every Python worker's entry."""
+LAUNCHER = "FSDPLAUNCH_LAUNCHER"
+"""Contract variable, not a key: the process id of the launcher that its agent must not outlive."""
 CPU_WORKERS = 2
 """Workers for `auto` on a machine without GPUs: the smallest number that really shards."""
 
@@ -169,15 +173,16 @@ def _agent_command(config: Config, machine: Machine, run_id: str, run_dir: Path,
     """The agent takes torchrun's own options, so that what is printed can be read with torchrun's help."""
     return [
         machine.python,
-        "-m",
-        "fsdplaunch.launch.agent",
+        "-u",
+        # By its path: with -m, python would look for modules in the current folder first, and find the user's own.
+        str(Path(__file__).with_name("agent.py")),
         f"--nnodes={config.num_machines}",
         f"--nproc-per-node={workers}",
         f"--max-restarts={config.launch.max_restarts}",
         *_rendezvous(config, run_id),
-        f"--log-dir={run_dir / 'torchelastic'}",
+        f"--log-dir={run_dir}",
         "-m",
-        "fsdplaunch.runtime.bootstrap",
+        BOOTSTRAP,
     ]
 
 

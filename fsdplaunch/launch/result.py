@@ -65,16 +65,18 @@ def read_result(record: Mapping[str, Any], *, exit_code: int) -> RunResult:
         record: The file's content; empty when the agent ended without writing one.
         exit_code: The agent process's own status.
     """
-    cause = record.get("failure") or {}
-    stopped_by = cause.get("stopped_by")
+    attempts = record.get("attempts") or []
+    cause = (attempts[-1]["cause"] if attempts else None) or {}
+    error = cause.get("error") or {}
+    stopped_by = record.get("stopped_by")
     failure = None
     if exit_code and not stopped_by:
         failure = Failure(
             rank=cause.get("rank"),
-            exit_code=cause.get("exit_code", exit_code),
+            exit_code=exit_code,
             signal=cause.get("signal"),
-            message=cause.get("message"),
-            traceback=cause.get("traceback"),
+            message=error.get("message"),
+            traceback=error.get("traceback"),
         )
     return RunResult(
         exit_code=exit_code, seconds=float(record.get("seconds", 0.0)), failure=failure, stopped_by=stopped_by

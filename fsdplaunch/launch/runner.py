@@ -1,20 +1,20 @@
 """Run a LaunchPlan: start the agent, pass signals on, wait, read the result. Never imports torch."""
 
-import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from fsdplaunch.launch.plan import LaunchPlan
+from fsdplaunch.launch.plan import LAUNCHER, LaunchPlan
 from fsdplaunch.launch.result import Failure, RunResult, read_result
+from fsdplaunch.launch.run_folder import PLAN, RESULT, agent_record, read_json, write_json
+from fsdplaunch.launch.stop import NAMES
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PATIENCE = 2
+"""Signals that are passed on before the agent is killed."""
 
 
 def run_plan(plan: LaunchPlan) -> RunResult:
@@ -28,7 +28,8 @@ def run_plan(plan: LaunchPlan) -> RunResult:
     """
     _prepare_run_dir(plan)
     start = time.monotonic()
-    agent = subprocess.Popen(plan.argv, env={**os.environ, **plan.env}, start_new_session=True)
+    environ = {**os.environ, **plan.env, LAUNCHER: str(os.getpid())}
+    agent = subprocess.Popen(plan.argv, env=environ, start_new_session=True)
     with _signals_passed_to(agent):
         status = agent.wait()
     result = _read(plan, 128 - status if status < 0 else status)
@@ -39,13 +40,13 @@ def run_plan(plan: LaunchPlan) -> RunResult:
             failure=result.failure,
             stopped_by=result.stopped_by,
         )
-    _write_json(plan.run_dir / "result.json", result.to_dict())
+    write_json(plan.run_dir / RESULT, result.to_dict())
     return result
 
 
 def _prepare_run_dir(plan: LaunchPlan) -> None:
     plan.run_dir.mkdir(parents=True)
-    _write_json(plan.run_dir / "plan.json", plan.to_dict())
+    write_json(plan.run_dir / PLAN, plan.to_dict())
     latest = plan.run_dir.parent / "latest"
     fresh = plan.run_dir.parent / f".latest-{os.getpid()}"
     fresh.symlink_to(plan.run_dir.name)
@@ -55,15 +56,8 @@ def _prepare_run_dir(plan: LaunchPlan) -> None:
         fresh.unlink()
 
 
-def _write_json(path: Path, value: Any) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    part.replace(path)
-
-
 def _read(plan: LaunchPlan, status: int) -> RunResult:
-    path = plan.run_dir / "result.json"
-    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    record = read_json(agent_record(plan.run_dir))
     if status == 0 and (missing := _unsharded_ranks(plan)):
         message = f"NeverShardedError: {plan.script} ended without sharding a model"
         failure = Failure(rank=missing[0], exit_code=1, message=message)
@@ -85,18 +79,22 @@ def _unsharded_ranks(plan: LaunchPlan) -> list[int]:
 
 @contextmanager
 def _signals_passed_to(agent: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass the first signal on; on a second one kill the agent, and with it (PR_SET_PDEATHSIG) its workers."""
-    received = 0
+    """Pass signals on; the agent knows what a second one means. At the third, kill it, and with it its workers."""
+    interrupts = 0
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        nonlocal received
-        received += 1
-        if received > 1:
+        nonlocal interrupts
+        interrupts += 1
+        if interrupts > PATIENCE:
             agent.kill()
         else:
             agent.send_signal(number)
 
-    before = {number: signal.signal(number, handle) for number in FORWARDED}
+    numbers = [getattr(signal, name) for name in NAMES]
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        if before[number] is not signal.SIG_IGN:  # nohup, for example, has been told to ignore it
+            signal.signal(number, handle)
     try:
         yield
     finally:

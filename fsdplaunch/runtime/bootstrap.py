@@ -3,17 +3,18 @@
     python -m fsdplaunch.runtime.bootstrap [-m] SCRIPT_OR_MODULE [ARGS...]
 
 Started once per rank with torchrun's variables (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, ...) and with those of
-`fsdplaunch.config.environment`. Nothing heavy is imported before the rank's output goes where it belongs.
+`fsdplaunch.config.environment`, in a process of its own or in one forked from an interpreter that has torch.
 """
 
 import faulthandler
 import os
+import signal
 import sys
 
 from fsdplaunch.config.environment import decode
 from fsdplaunch.config.schema import Config
+from fsdplaunch.lifeline import die_with_parent
 from fsdplaunch.runtime.failure import conclude
-from fsdplaunch.runtime.process import die_with_parent, direct_output
 from fsdplaunch.runtime.script import Target, parse_target, run_target
 
 
@@ -26,11 +27,10 @@ def main(argv: list[str]) -> None:
     Raises:
         SystemExit: The script failed (1), was interrupted (130), or asked for its own status.
     """
-    die_with_parent()
+    die_with_parent(signal.SIGKILL)
     faulthandler.enable()
     try:
         config = decode()
-        direct_output(config.launch.show_ranks)
         _work(config, parse_target(argv))
     except BaseException as failure:
         _abandon()

@@ -82,14 +82,18 @@ def _common(
 
 
 def _layout(settings: Settings, mesh: DeviceMesh) -> dict[str, Any]:
-    """The ranks, as the strategy wants them: two axes for the hybrid ones, one for the others."""
+    """The ranks, as the strategy wants them: two axes for the hybrid ones, one for the others.
+
+    Given as a mesh, sharded state comes as DTensors, which version 2 reads, too. LOCAL_STATE_DICT refuses a mesh.
+    """
     hybrid = settings.strategy.startswith("HYBRID")
+    by_group = settings.state_dict_type == "LOCAL_STATE_DICT"
     if mesh.ndim == 1 and not hybrid:
-        return {"device_mesh": mesh}
+        return {"process_group": mesh.get_group()} if by_group else {"device_mesh": mesh}
     if settings.strategy == "NO_SHARD":
         return {"process_group": mesh.get_group(0)}
     if hybrid and mesh.ndim > 1 and mesh.size(1) > 1:
-        return {"device_mesh": mesh}
+        return {"process_group": (mesh.get_group(1), mesh.get_group(0))} if by_group else {"device_mesh": mesh}
     msg = f"{settings.strategy} does not fit a mesh of {' x '.join(str(n) for n in mesh.shape)} ranks"
     hint = "the hybrid strategies take copies x shards, with more than one shard each; the others one axis"
     raise ShardingError(msg, hint=hint)
