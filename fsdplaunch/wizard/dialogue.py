@@ -7,9 +7,10 @@ from pathlib import Path as FilePath
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.probe.model import find_model
 from fsdplaunch.wizard.prompts import Prompts, Wish
-from fsdplaunch.wizard.question import Choice, Situation
+from fsdplaunch.wizard.question import Choice
 from fsdplaunch.wizard.result import WizardResult, conclude
 from fsdplaunch.wizard.session import Session
+from fsdplaunch.wizard.situation import Situation
 from fsdplaunch.wizard.source import Source, read_source
 from fsdplaunch.wizard.talk import Talk
 

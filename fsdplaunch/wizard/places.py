@@ -7,7 +7,8 @@ from typing import Any
 
 from fsdplaunch.config.keys import Path, keys_by_path
 from fsdplaunch.config.schema import Config
-from fsdplaunch.wizard.question import Choice, Question, Situation
+from fsdplaunch.wizard.question import Choice, Question
+from fsdplaunch.wizard.situation import Situation
 from fsdplaunch.wizard.suggest import CPU_WORKERS
 
 DEFAULT_PORT = 29500

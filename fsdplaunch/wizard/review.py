@@ -8,9 +8,12 @@ from typing import Any
 
 from fsdplaunch.config.keys import Path, keys_by_path
 from fsdplaunch.config.scalars import flow_text, plain_value
-from fsdplaunch.wizard.question import KEEP, NEWEST, VERSION, Situation
-from fsdplaunch.wizard.questions import QUESTIONS, answer_all, compose
-from fsdplaunch.wizard.training import GOAL, memory_words
+from fsdplaunch.wizard.compose import compose
+from fsdplaunch.wizard.goals import GOAL, memory_words
+from fsdplaunch.wizard.question import KEEP
+from fsdplaunch.wizard.questions import QUESTIONS
+from fsdplaunch.wizard.situation import NEWEST, VERSION, Situation
+from fsdplaunch.wizard.unasked import answer_all
 
 DEFAULT_FILE = "fsdp.yaml"
 
@@ -29,15 +32,17 @@ def preview(old: str | None, new: str, path: FilePath) -> str:
     return "\n".join(lines) + "\n" if lines else f"{path}: nothing changes\n"
 
 
-def estimate(situation: Situation) -> str | None:
-    """Return one line about memory, or None where the model's size is not known.
+def remarks(situation: Situation) -> list[str]:
+    """Return what to say below the text: the estimate, and what no key can say.
 
     Args:
         situation: With all answers.
     """
     goal = situation.answers.get(GOAL.name)
     words, _ = memory_words(goal, situation) if goal and goal != KEEP else ("", None)
-    return f"Estimate: {words}, before activations." if words else None
+    lines = [f"Estimate: {words}, before activations."] if words else []
+    notes = [note for note in situation.suggestion.notes if note not in situation.facts.hardware.notes]
+    return [*lines, *(f"Note: {note}" for note in notes)]
 
 
 def closing_words(path: FilePath, command: str) -> str:

@@ -18,9 +18,9 @@ from fsdplaunch.probe.gpus import Gpu
 from fsdplaunch.probe.hardware import GIB, Hardware
 from fsdplaunch.wizard.dialogue import Dialogue
 from fsdplaunch.wizard.prompts import Prompts
-from fsdplaunch.wizard.question import Situation
 from fsdplaunch.wizard.questions import QUESTIONS
 from fsdplaunch.wizard.run import run_wizard
+from fsdplaunch.wizard.situation import Situation
 from fsdplaunch.wizard.suggest import Facts
 
 pytestmark = pytest.mark.timeout(30)
@@ -222,6 +222,7 @@ def test_wizard_model_too_big_shows_why_a_choice_is_not_possible():
     small = replace(EIGHT, hardware=replace(EIGHT.hardware, gpus=EIGHT.hardware.gpus[:1]))
     talked = talk(ENTER + "30b" + ENTER, ENTER * 6, facts=small)
     assert re.search(r"Balanced: everything is split \(needs [\d.]+ of 80 GiB per GPU\)", talked.drawn)
+    assert "Note: with one GPU nothing is split" in talked.words.text
     assert talked.result.config.fsdp_config.fsdp_offload_params
 
 
@@ -392,3 +393,13 @@ def test_wizard_every_question_can_be_explained():
         text = explanation(question)
         assert question.help in text
         assert question.flag in text
+
+
+def test_config_command_has_one_option_per_question():
+    import inspect
+
+    from fsdplaunch.cli.app import config
+    from fsdplaunch.wizard.questions import flags
+
+    parameters = {name.replace("_", "-") for name in inspect.signature(config).parameters}
+    assert {flag.name for flag in flags()} <= parameters

@@ -1,6 +1,7 @@
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -289,6 +290,14 @@ def test_run_wizard_existing_file_needs_overwrite(machines):
     assert "--overwrite" in caught.value.hint
     assert write(machines["laptop"], overwrite=True).config.num_processes == 2
     assert Path("fsdp.yaml").read_text() == "num_processes: 3\n"
+
+
+def test_run_wizard_notes_of_the_machine_are_told_once(machines):
+    """They stand in the description of the machine, which is said first."""
+    facts = machines["one_t4"]
+    noted = replace(facts, hardware=replace(facts.hardware, notes=("one of two GPUs is visible",)))
+    assert "Note          one of two GPUs is visible" in describe_facts(noted)
+    assert write(noted).notes == write(facts).notes != ()
 
 
 def test_run_wizard_writes_nothing(machines):
