@@ -1,6 +1,7 @@
 """Shard one model with the wrapper class FullyShardedDataParallel: one flat parameter per unit."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +55,19 @@ def shard(
         aligner.settle(unit)
         replace_modules(model, {unit: FullyShardedDataParallel(unit, **common, mixed_precision=precision)})
     aligner.settle(model)
-    return FullyShardedDataParallel(model, **common, mixed_precision=precision)
+    whole = FullyShardedDataParallel(model, **common, mixed_precision=precision)
+    if hasattr(model, "generate"):
+        object.__setattr__(whole, "generate", partial(_generate, whole, model))
+    return whole
+
+
+def _generate(whole: FullyShardedDataParallel, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generate with the root's own parameters gathered.
+
+    `generate` calls the model itself and not the wrapper around it, so nothing else would gather them.
+    """
+    with FullyShardedDataParallel.summon_full_params(whole, recurse=False, writeback=False):
+        return model.generate(*args, **kwargs)
 
 
 def _batch_norms(model: nn.Module, settings: Settings) -> list[nn.Module]:
