@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import report
+from fsdplaunch.runtime.checks import naming
 from fsdplaunch.runtime.settings import Settings
 from fsdplaunch.runtime.tree import replace_modules
 from fsdplaunch.runtime.weights import Aligner
@@ -51,11 +52,13 @@ def shard(
     for unit in _batch_norms(model, settings):
         aligner.settle(unit)
         replace_modules(model, {unit: FullyShardedDataParallel(unit, **common)})
-    for unit in reversed(units.values()):
+    for name, unit in reversed(units.items()):
         aligner.settle(unit)
-        replace_modules(model, {unit: FullyShardedDataParallel(unit, **common, mixed_precision=precision)})
+        with naming(name):
+            replace_modules(model, {unit: FullyShardedDataParallel(unit, **common, mixed_precision=precision)})
     aligner.settle(model)
-    whole = FullyShardedDataParallel(model, **common, mixed_precision=precision)
+    with naming(type(model).__name__):
+        whole = FullyShardedDataParallel(model, **common, mixed_precision=precision)
     if hasattr(model, "generate"):
         object.__setattr__(whole, "generate", partial(_generate, whole, model))
     return whole

@@ -313,6 +313,19 @@ def test_script_that_never_shards_fails_with_a_sentence(tmp_path: Path) -> None:
     assert not (run_dir / "ranks" / "0" / "sharded").exists()
 
 
+def test_copies_kept_by_another_wrapper_are_named(tmp_path: Path) -> None:
+    write(
+        tmp_path / "train.py",
+        """
+        from torch import nn
+        nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        """,
+    )
+    done = workers("train.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "2 workers each held a whole copy (DistributedDataParallel)" in done.stderr
+
+
 def test_unsharded_end_may_be_allowed(tmp_path: Path) -> None:
     write(tmp_path / "train.py", "print('trained')")
     done = workers("train.py", cwd=tmp_path, FSDPLAUNCH_ALLOW_UNSHARDED="1")

@@ -245,6 +245,28 @@ def test_saving_again_keeps_files_of_others(two_ranks: RankPool, tmp_path: Path)
     assert two_ranks.run(loaded_weight, str(tmp_path))[0][0] == weight(2)
 
 
+def save_where_it_cannot_be(folder: str) -> list[str]:
+    model, _, _ = fresh({"fsdp_version": 2})
+    before = Path.cwd()
+    os.chdir(folder)
+    messages = []
+    for target in (".", folder, "a-file"):
+        try:
+            fsdplaunch.save_checkpoint(target, model=model)
+        except CheckpointError as error:
+            messages.append(str(error))
+    os.chdir(before)
+    return messages
+
+
+def test_folder_that_cannot_be_replaced_is_refused(two_ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "a-file").write_text("mine")
+    for messages in two_ranks.run(save_where_it_cannot_be, str(tmp_path)):
+        assert ["is the folder the script runs in" in message for message in messages] == [True, True, False]
+        assert "a-file is a file" in messages[2]
+    assert (tmp_path / "a-file").read_text() == "mine"
+
+
 def test_folder_comes_from_the_configuration_when_none_is_given(two_ranks: RankPool, tmp_path: Path) -> None:
     paths = two_ranks.run(save_unnamed, env={"FSDPLAUNCH_CHECKPOINT_DIR": str(tmp_path / "here")})
     assert paths == [str(tmp_path / "here" / "checkpoint-4")] * 2
