@@ -81,7 +81,7 @@ def _steps(loaded: Loaded) -> Iterator[_Step]:
     yield fsdp("version"), 2, Change(key="fsdp_config.fsdp_version", action="changed", message="2")
     yield from _strategy(loaded)
     for path, message in _dropped(loaded.config).items():
-        if _said(loaded, path) or _matters(loaded.config, path):
+        if _said(loaded, path):
             yield path, None, Change(key=".".join(path), action="dropped", message=message)
     if loaded.config.fsdp_config.fsdp_state_dict_type == "LOCAL_STATE_DICT":
         message = "SHARDED_STATE_DICT; version 2 has no local flat shards, old checkpoints must be merged first"
@@ -89,11 +89,6 @@ def _steps(loaded: Loaded) -> Iterator[_Step]:
     elif not _said(loaded, fsdp("state_dict_type")):
         message = "FULL_STATE_DICT, which version 1 had by default; SHARDED_STATE_DICT is version 2's"
         yield _added(fsdp("state_dict_type"), "FULL_STATE_DICT", message)
-
-
-def _matters(config: Config, path: KeyPath) -> bool:
-    """Whether version 1's own default does something that version 2 does not."""
-    return path == fsdp("sync_module_states") and not config.fsdp_config.fsdp_cpu_ram_efficient_loading
 
 
 def _said(loaded: Loaded, path: KeyPath) -> bool:
@@ -146,8 +141,5 @@ def _dropped(config: Config) -> dict[KeyPath, str]:
         fsdp("use_orig_params"): _ALWAYS
         if old.fsdp_use_orig_params
         else "false; the optimizer sees the model's own parameters, its old checkpoints must be re-keyed",
-        fsdp("sync_module_states"): "fsdp_cpu_ram_efficient_loading sends rank 0's weights"
-        if old.fsdp_cpu_ram_efficient_loading
-        else "version 2 sends no weights at the start; every rank must build the same model",
         ("precision", "buffer"): "version 2 leaves buffers in their own format",
     }

@@ -13,7 +13,7 @@ from fsdplaunch.config.keys import Path as KeyPath
 from fsdplaunch.config.keys import all_keys, build_config, keys_by_path, value_at
 from fsdplaunch.config.layers import Layer, Origin, Said, env_layer, file_layer, flag_layer
 from fsdplaunch.config.problems import ConfigError, Place, Problem
-from fsdplaunch.config.resolve import resolve
+from fsdplaunch.config.resolve import keys_of_version_1, resolve
 from fsdplaunch.config.rules import Fault, View, find_faults, view_of
 from fsdplaunch.config.schema import Config
 from fsdplaunch.config.yaml_text import MAX_BYTES, Text, read_text
@@ -162,7 +162,7 @@ def _with_version(said: Mapping[KeyPath, Said]) -> dict[KeyPath, Said]:
     """A file that says a key of version 1, even with its default, and no version, means version 1."""
     if _VERSION in said:
         return dict(said)
-    old = [said[spec.path] for spec in all_keys() if spec.key.versions == (1,) and spec.path in said]
+    old = [said[spec.path] for spec in keys_of_version_1() if spec.path in said]
     one = Said(value=1, origin=old[0].origin, place=old[0].place) if old else None
     return {**said, _VERSION: one} if one else dict(said)
 

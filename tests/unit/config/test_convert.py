@@ -55,7 +55,7 @@ def test_mesh_sizes_that_are_said_stay():
 def test_every_key_of_version_1_is_named_with_its_consequence():
     text = version_1(
         "FULL_SHARD",
-        "  fsdp_backward_prefetch_policy: NO_PREFETCH\n  use_orig_params: false\n  fsdp_sync_module_states: true\n"
+        "  fsdp_backward_prefetch_policy: NO_PREFETCH\n  use_orig_params: false\n"
         "  fsdp_state_dict_type: LOCAL_STATE_DICT\nprecision:\n  buffer: bf16\n",
     )
     converted = to_fsdp2(text)
@@ -63,11 +63,10 @@ def test_every_key_of_version_1_is_named_with_its_consequence():
     assert told["fsdp_config.fsdp_backward_prefetch"][0] == "dropped"
     assert "more memory, faster" in told["fsdp_config.fsdp_backward_prefetch"][1]
     assert "re-keyed" in told["fsdp_config.fsdp_use_orig_params"][1]
-    assert "same model" in told["fsdp_config.fsdp_sync_module_states"][1]
     assert told["fsdp_config.fsdp_state_dict_type"][0] == "changed"
     assert told["precision.buffer"][0] == "dropped"
     assert told["fsdp_config.fsdp_version"] == ("changed", "2")
-    for gone in ("prefetch", "orig_params", "sync_module", "buffer", "LOCAL"):
+    for gone in ("prefetch", "orig_params", "buffer", "LOCAL"):
         assert gone not in converted.text
 
 
@@ -78,7 +77,7 @@ def test_comments_and_order_stay():
     kept = [
         line
         for line in GUIDE.splitlines()
-        if not any(word in line for word in ("prefetch_policy", "strategy", "sync_", "orig"))
+        if not any(word in line for word in ("prefetch_policy", "strategy", "orig"))
     ]
     lines = [line.replace("  # slow", "") for line in converted.text.splitlines()]
     assert lines[0] == "# top"
@@ -117,7 +116,8 @@ def told(text):
 
 def test_what_accelerate_cannot_say_is_named():
     text = (
-        "mixed_precision: bf16\nfsdp_config: {fsdp_forward_prefetch: true, fsdp_reshard_after_forward: 2}\n"
+        "mixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n  fsdp_forward_prefetch: true\n"
+        "  fsdp_reshard_after_forward: 2\n  fsdp_sync_module_states: true\n"
         "launch: {max_restarts: 2, log_dir: elsewhere}\nprecision: {reduce: bf16}\ncheckpoint: {dir: here}\n"
     )
     assert set(told(text)) == {
@@ -128,6 +128,7 @@ def test_what_accelerate_cannot_say_is_named():
         "launch.log_dir",
         "precision.reduce",
         "checkpoint.dir",
+        "fsdp_config.fsdp_sync_module_states",
     }
     assert told("num_processes: 4\nmixed_precision: bf16\n") == {}
     hybrid = "num_processes: 8\nfsdp_config: {fsdp_version: 1, sharding_strategy: 4}\n"
