@@ -35,6 +35,7 @@ BY_KIND = {
     id(v.PORT): st.integers(0, 65535),
     id(v.NUMBER): st.floats(allow_nan=False, allow_infinity=False),
     id(v.SECONDS): st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    id(v.WAIT): st.floats(min_value=0, allow_infinity=False),
     id(v.TEXT): TEXT,
     id(v.PATTERN): st.sampled_from([r".*\.norm", "lm_head", r"layers\.\d+\.(a|b)", "no", "1e5", "[ab]{2}"]),
     id(v.NAMES): st.lists(WORDS, max_size=3).map(tuple),
