@@ -15,7 +15,7 @@ class Output:
 
     def __init__(self) -> None:
         wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        self.colour = wanted and sys.stderr.isatty()
+        self.colour = wanted and sys.stderr is not None and sys.stderr.isatty()
         self.quiet = bool(os.environ.get("CI"))  # no live display into a log that only looks like a terminal
 
     def data(self, text: str) -> None:

@@ -13,6 +13,7 @@ if __name__ == "__main__" and sys.path and sys.path[0].endswith("launch"):
 import importlib
 import logging
 import os
+import resource
 import signal
 import time
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from fsdplaunch.launch.nursery import Nursery, open_nursery
 from fsdplaunch.launch.plan import BOOTSTRAP, LAUNCHER
 from fsdplaunch.launch.run_folder import AGENT_LOG, agent_record, write_json
 from fsdplaunch.launch.stop import NAMES, ORPHAN_SECONDS, Stop, stop_status
-from fsdplaunch.launch.streams import Pump
+from fsdplaunch.launch.streams import Pump, open_missing_streams
 from fsdplaunch.lifeline import die_with_parent
 
 _TORCH = ("torch", "torch.distributed")
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
     register_last()
     launcher = int(os.environ.pop(LAUNCHER, os.getppid()))
     die_with_parent(signal.SIGTERM, parent=launcher)
-    _open_missing_streams()
+    open_missing_streams()
     config = decode()
     options, command = split(argv)
     hatched = open_nursery(*preload_lists(config, command))
@@ -128,6 +129,7 @@ class Record:
                 "exit_code": code,
                 "started_ns": self._start,
                 "seconds": round((time.time_ns() - self._start) / 1e9, 3),
+                "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "attempts": self._crew.attempts,
                 "stopped_by": signal_name(stop.number) if stop.number is not None else None,
                 "error": self.error,
@@ -186,15 +188,6 @@ def _handle_signals(crew: Crew, launcher: int) -> None:
         number = getattr(signal, name)
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell that starts us in the background
             signal.signal(number, handle)
-
-
-def _open_missing_streams() -> None:
-    """Give closed standard streams a place, or the next file that is opened takes it."""
-    for place in range(3):
-        try:
-            os.fstat(place)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
 
 
 def _take_over_output(log: Path) -> dict[str, int]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TextIO, cast
+from typing import Any, BinaryIO, TextIO, cast
 
 from fsdplaunch.lifeline import die_with_parent
 
@@ -90,19 +90,19 @@ def _set_environ(environ: Mapping[str, str]) -> None:
 def _renew_streams() -> None:
     """Make the standard streams anew: the inherited ones remember what their descriptors were."""
     for name, place in (("stdout", 1), ("stderr", 2)):
-        old = getattr(sys, name)
         raw = io.FileIO(place, "w", closefd=False)
         raw.name = f"<{name}>"
         # Typeshed wants a buffered stream; python -u itself wraps the raw one.
-        text = io.TextIOWrapper(
-            cast("BinaryIO", raw), encoding=old.encoding, errors=old.errors, newline="\n", write_through=True
-        )
-        _install(name, text, "w")
+        manner = _manner(getattr(sys, name))
+        _install(name, io.TextIOWrapper(cast("BinaryIO", raw), **manner, newline="\n", write_through=True), "w")
     raw = io.FileIO(0, "r", closefd=False)
     raw.name = "<stdin>"
-    old = sys.stdin
-    text = io.TextIOWrapper(io.BufferedReader(raw), encoding=old.encoding, errors=old.errors, newline="\n")
-    _install("stdin", text, "r")
+    _install("stdin", io.TextIOWrapper(io.BufferedReader(raw), **_manner(sys.stdin), newline="\n"), "r")
+
+
+def _manner(old: TextIO | None) -> dict[str, Any]:
+    """How the interpreter decided to encode a stream; one that was closed at its start is None."""
+    return {"encoding": old.encoding, "errors": old.errors} if old is not None else {"encoding": "utf-8"}
 
 
 def _install(name: str, text: TextIO, mode: str) -> None:

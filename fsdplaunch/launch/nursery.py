@@ -56,6 +56,7 @@ class Nursery:
         self._ready = False
         self._ended: list[Ended] = []
         self._started: list[int] = []
+        self._running: set[int] = set()
         self.notes: tuple[str, ...] = ()
 
     @property
@@ -94,12 +95,18 @@ class Nursery:
         self._channel.send(request, files)
         while not self._started:
             self._take_message()
-        return self._started.pop()
+        pid = self._started.pop()
+        self._running.add(pid)
+        return pid
 
     def ended(self) -> list[Ended]:
         """Return the workers that have ended since the last call; does not wait."""
-        while select.select([self._channel], [], [], 0)[0]:
-            self._take_message()
+        try:
+            while select.select([self._channel], [], [], 0)[0]:
+                self._take_message()
+        except NurseryGoneError:  # the kernel has killed its workers by now
+            self._ended += [_killed(pid) for pid in self._running]
+            self._running.clear()
         done, self._ended = self._ended, []
         return done
 
@@ -125,6 +132,7 @@ class Nursery:
         if "ended" in message:
             code = os.waitstatus_to_exitcode(message["status"])
             peak = message["peak_bytes"]
+            self._running.discard(message["ended"])
             self._ended.append(Ended(pid=message["ended"], code=code, time_ns=message["time_ns"], peak_bytes=peak))
         elif "started" in message:
             self._started.append(message["started"])
@@ -132,6 +140,10 @@ class Nursery:
             self._ready = True
             self._obstacle = self._obstacle or message["obstacle"]
             self.notes = tuple(message["notes"])
+
+
+def _killed(pid: int) -> Ended:
+    return Ended(pid=pid, code=-signal.SIGKILL, time_ns=time.time_ns(), peak_bytes=0)
 
 
 def open_nursery(first: Sequence[str], then: Sequence[str]) -> Nursery | Order:

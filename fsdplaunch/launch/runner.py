@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from fsdplaunch.config.render import render
 from fsdplaunch.launch.plan import LAUNCHER, LaunchPlan
 from fsdplaunch.launch.result import Failure, RunResult, read_result
-from fsdplaunch.launch.run_folder import PLAN, RESULT, agent_record, read_json, write_json
+from fsdplaunch.launch.run_folder import CONFIG, PLAN, RESULT, agent_record, read_json, write_json
 from fsdplaunch.launch.stop import NAMES
+from fsdplaunch.launch.streams import open_missing_streams
 
 PATIENCE = 2
 """Signals that are passed on before the agent is killed."""
@@ -26,6 +28,7 @@ def run_plan(plan: LaunchPlan) -> RunResult:
     Args:
         plan: What to run; its folder is created here.
     """
+    open_missing_streams()
     _prepare_run_dir(plan)
     start = time.monotonic()
     environ = {**os.environ, **plan.env, LAUNCHER: str(os.getpid())}
@@ -47,6 +50,7 @@ def run_plan(plan: LaunchPlan) -> RunResult:
 def _prepare_run_dir(plan: LaunchPlan) -> None:
     plan.run_dir.mkdir(parents=True)
     write_json(plan.run_dir / PLAN, plan.to_dict())
+    (plan.run_dir / CONFIG).write_text(render(plan.config, full=True, comments=False), encoding="utf-8")
     latest = plan.run_dir.parent / "latest"
     fresh = plan.run_dir.parent / f".latest-{os.getpid()}"
     fresh.symlink_to(plan.run_dir.name)

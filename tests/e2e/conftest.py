@@ -98,7 +98,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     runs: list[Launched] = []
 
     def begin(
-        text: str | None, *options: str, arguments: tuple[str, ...] = (), plain: bool = True, **popen: Any
+        text: str | None,
+        *options: str,
+        arguments: tuple[str, ...] = (),
+        plain: bool = True,
+        binary: bool = False,
+        **popen: Any,
     ) -> Launched:
         if text is not None:
             (tmp_path / "t.py").write_text(text)
@@ -107,7 +112,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
         command = [sys.executable, "-m", "fsdplaunch", "launch", *defaults, *options]
         command += ["t.py", *arguments] if text is not None else arguments
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | popen
-        process = subprocess.Popen(command, cwd=tmp_path, env=environ, text=True, **streams)
+        process = subprocess.Popen(command, cwd=tmp_path, env=environ, text=not binary, **streams)
         runs.append(Launched(tmp_path, process))
         return runs[-1]
 

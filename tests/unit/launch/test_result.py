@@ -19,11 +19,6 @@ def record(cause, **more):
     return {"seconds": 3.2, "attempts": [{"attempt": 0, "workers": [], "cause": cause}]} | more
 
 
-def test_rank_that_the_agent_stopped_is_not_the_cause():
-    failures = {0: failure(exitcode=-15), 1: failure(exitcode=3, second=101, message="ValueError: x")}
-    assert _describe_failure(failures)["rank"] == 1
-
-
 def test_result_of_a_failed_rank_keeps_its_own_exit_code():
     cause = {"rank": 1, "signal": None, "error": {"message": "ValueError: x", "traceback": None}}
     result = read_result(record(cause), exit_code=7)
