@@ -20,6 +20,9 @@ MODELINE = f"# yaml-language-server: $schema={SCHEMA_FILE}"
 _WIDTH = 100
 
 
+_EDITORS = "# for editors, makes that file: fsdplaunch config schema > fsdp.schema.json"
+
+
 def render(config: Config, *, full: bool = False, comments: bool = True) -> str:
     """Return the text of a file that gives `config` again.
 
@@ -30,7 +33,8 @@ def render(config: Config, *, full: bool = False, comments: bool = True) -> str:
     """
     resolved = resolve(config)
     values = _everything(resolved) if full else spoken_values(resolved)
-    head = [MODELINE, f"# fsdplaunch {__version__}; every key: fsdplaunch config explain", ""] if comments else []
+    head = [MODELINE, _EDITORS, f"# fsdplaunch {__version__}; every key: fsdplaunch config explain", ""]
+    head = head if comments else []
     return "\n".join([*head, *render_values(values, comments=comments)]) + "\n"
 
 
