@@ -72,8 +72,8 @@ def find_bare(name: str) -> KeySpec | None:
 
 def is_bare_section(names: Iterable[str]) -> bool:
     """Whether a file's top level consists of keys of fsdp_config alone, as transformers' own files do."""
-    found = [(find_key("fsdp_config", name), find_key("", name)) for name in names]
-    return bool(found) and all(isinstance(inner, KeySpec) and not isinstance(top, KeySpec) for inner, top in found)
+    words = list(names)
+    return bool(words) and all(word in spellings("fsdp_config") and word not in spellings("") for word in words)
 
 
 def closest(word: str, words: list[str], *, cutoff: float = _CLOSE) -> list[str]:
