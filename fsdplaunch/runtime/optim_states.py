@@ -57,7 +57,19 @@ def full_optim_state_dict(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         state: State = get_optimizer_state_dict(model, optim, options=options)
-    return state if dist.get_rank() == 0 or not rank0_only else {}
+    return unshare_counts(state) if dist.get_rank() == 0 or not rank0_only else {}
+
+
+def unshare_counts(whole: State) -> State:
+    """Give each parameter of a whole state a step count of its own, in place, and return the state.
+
+    Parameters that came from one flat parameter share its count; a plain optimizer would count once for each.
+    """
+    for values in whole.get("state", {}).values():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.dim() == 0:
+                values[key] = value.clone()
+    return whole
 
 
 def shard_full_optim_state_dict(
