@@ -4,14 +4,12 @@ Every key travels under the name its schema field gives; `decode(encode(config))
 Config. Runs in the CLI (encode) and in every worker (decode).
 """
 
-import json
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from fsdplaunch.config.keys import Path, all_keys, build_config, keys_by_path, value_at
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema import Config, ParallelismConfig
+from fsdplaunch.config.schema import Config
 from fsdplaunch.errors import UsageError
 
 RUN_DIR = "FSDPLAUNCH_RUN_DIR"
@@ -20,30 +18,21 @@ ALLOW_UNSHARDED = "FSDPLAUNCH_ALLOW_UNSHARDED"
 """Contract variable, not a key: `1` when a script may end without having sharded a model."""
 
 
-def encode_value(value: Any) -> str:
-    """Write one value as the text accelerate and torch would read: `true`, `2`, `A,B`, JSON for mappings."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, dict):
-        return json.dumps(value, sort_keys=True)
-    if isinstance(value, tuple):
-        return json.dumps(list(value)) if any("," in item for item in value) else ",".join(value)
-    return repr(value) if isinstance(value, float) else str(value)
-
-
 def encode(config: Config) -> dict[str, str]:
     """Return the variables that carry a resolved Config to its workers, all values text.
 
     Keys that still hold their default are written too (a worker must not depend on its own defaults), except
-    those that nothing reads: accelerate's noise keys and keys of the other FSDP version. None means absent.
+    those that nothing reads: accelerate's noise keys, keys of the other FSDP version and keys whose effect is
+    pending. None means absent.
     """
+    version = config.fsdp_config.fsdp_version
     env = {}
     for spec in all_keys():
         value = value_at(config, spec.path)
-        unread = spec.key.noise or config.fsdp_config.fsdp_version not in spec.key.versions
-        if value is None or value == () or (unread and value == spec.default):
+        unread = spec.key.noise or spec.key.pending or version not in spec.key.versions or value in ((), {})
+        if value is None or (unread and value == spec.default):
             continue
-        env[spec.env] = encode_value(value)
+        env[spec.env] = spec.key.kind.write(value)
     return env | _switches(config)
 
 
@@ -52,7 +41,8 @@ def _switches(config: Config) -> dict[str, str]:
     switches = {}
     if config.distributed_type == "FSDP":
         switches["ACCELERATE_USE_FSDP"] = "true"
-    if config.parallelism_config != ParallelismConfig():
+    mesh = config.parallelism_config
+    if (mesh.parallelism_config_dp_replicate_size, mesh.parallelism_config_dp_shard_size) != (1, None):
         switches["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     return switches
 

@@ -3,9 +3,11 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
+from keyword import iskeyword
 from typing import Any
 
-from fsdplaunch.config.schema import Config, Key
+from fsdplaunch.config.declare import Key
+from fsdplaunch.config.schema import Config
 
 Path = tuple[str, ...]
 
@@ -46,6 +48,11 @@ def _section(entry: Field[Any]) -> type | None:
     return factory if isinstance(factory, type) and is_dataclass(factory) else None
 
 
+def field_name(name: str) -> str:
+    """The attribute that holds the key `name`: the name itself, but `async_` for `async`."""
+    return f"{name}_" if iskeyword(name) else name
+
+
 def _walk(model: Any, path: Path) -> Iterator[KeySpec]:
     for entry in fields(model):
         section = _section(entry)
@@ -53,7 +60,7 @@ def _walk(model: Any, path: Path) -> Iterator[KeySpec]:
             yield from _walk(section, (*path, entry.name))
         else:
             default = entry.default if entry.default_factory is MISSING else entry.default_factory()
-            yield KeySpec((*path, entry.name), entry.metadata["key"], default)
+            yield KeySpec((*path, entry.name.removesuffix("_")), entry.metadata["key"], default)
 
 
 @cache
@@ -77,7 +84,7 @@ def section_classes() -> dict[str, type]:
 def value_at(config: Any, path: Path) -> Any:
     """Return the value of the key at `path`."""
     for part in path:
-        config = getattr(config, part)
+        config = getattr(config, field_name(part))
     return config
 
 
@@ -91,6 +98,6 @@ def build_config(values: Mapping[Path, Any]) -> Config:
     top: dict[str, Any] = {}
     for path, value in values.items():
         place = top if len(path) == 1 else sections[path[0]]
-        place[path[-1]] = value
+        place[field_name(path[-1])] = value
     built = {name: cls(**sections[name]) for name, cls in section_classes().items()}
     return Config(**top, **built)

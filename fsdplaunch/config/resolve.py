@@ -6,10 +6,12 @@ A resolved Config says everything that has a meaning; resolving it again changes
 from dataclasses import replace
 from typing import Any, get_args
 
-from fsdplaunch.config.keys import all_keys, value_at
-from fsdplaunch.config.schema import Config, FsdpConfig, PrecisionSection
+from fsdplaunch.config.keys import KeySpec, all_keys, value_at
+from fsdplaunch.config.schema import Config, FsdpConfig, ParallelismConfig, PrecisionSection
 from fsdplaunch.config.values import DtypeName, StrategyName
 
+REST = -1
+"""A mesh size that means: what the other sizes leave."""
 _STRATEGIES = get_args(StrategyName)
 _KEEP_GATHERED = {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"}
 
@@ -23,17 +25,27 @@ def resolve(config: Config) -> Config:
     version = config.fsdp_config.fsdp_version or default_version(config)
     fill = _version_1 if version == 1 else _version_2
     fsdp = replace(config.fsdp_config, fsdp_version=version, **fill(config.fsdp_config))
-    return replace(config, fsdp_config=fsdp, precision=_precision(config, version))
+    return replace(
+        config, fsdp_config=fsdp, parallelism_config=_mesh(config, fsdp), precision=_precision(config, version)
+    )
 
 
 def default_version(config: Config) -> int:
-    """The FSDP version of a file that names none: 1 if written for version 1 or for accelerate, else 2."""
+    """The FSDP version of a file that names none: 1 if written for version 1 or for accelerate, else 2.
+
+    A key of version 1 that holds its default does not show here; `load` sees which keys a file says.
+    """
     if config.compute_environment is not None:
         return 1
-    old = [spec for spec in all_keys() if spec.key.versions == (1,)]
-    if any(value_at(config, spec.path) != spec.default for spec in old):
+    if any(value_at(config, spec.path) != spec.default for spec in keys_of_version_1()):
         return 1
     return 1 if config.fsdp_config.fsdp_state_dict_type == "LOCAL_STATE_DICT" else 2
+
+
+def keys_of_version_1() -> tuple[KeySpec, ...]:
+    """The keys that only files for version 1 say; accelerate has fsdp_sync_module_states there only."""
+    also = ("fsdp_config", "fsdp_sync_module_states")
+    return tuple(spec for spec in all_keys() if spec.key.versions == (1,) or spec.path == also)
 
 
 def strategy_named(reshard: bool | int | str | None) -> str | None:
@@ -63,11 +75,28 @@ def _version_2(fsdp: FsdpConfig) -> dict[str, Any]:
         reshard = fsdp.fsdp_sharding_strategy not in _KEEP_GATHERED
     if not isinstance(reshard, bool) and reshard in (0, 1):
         reshard = bool(reshard)
+    prefetch = fsdp.fsdp_backward_prefetch
     return {
-        "fsdp_sharding_strategy": fsdp.fsdp_sharding_strategy or "FULL_SHARD",
+        "fsdp_sharding_strategy": fsdp.fsdp_sharding_strategy or ("FULL_SHARD" if reshard else "SHARD_GRAD_OP"),
         "fsdp_reshard_after_forward": reshard,
         "fsdp_state_dict_type": fsdp.fsdp_state_dict_type or "SHARDED_STATE_DICT",
+        # Version 2 does so of its own accord; another value is refused by a rule.
+        "fsdp_backward_prefetch": None if prefetch == "BACKWARD_PRE" else prefetch,
     }
+
+
+def _mesh(config: Config, fsdp: FsdpConfig) -> ParallelismConfig:
+    """Translate the strategies that mean a mesh under version 2. Sizes that are said stay."""
+    said = config.parallelism_config
+    copies, shards = said.parallelism_config_dp_replicate_size, said.parallelism_config_dp_shard_size
+    strategy = fsdp.fsdp_sharding_strategy or "FULL_SHARD"
+    if fsdp.fsdp_version == 1:
+        pass
+    elif strategy == "NO_SHARD":
+        copies, shards = copies or REST, shards or 1
+    elif strategy.startswith("HYBRID") and copies is None:
+        copies = config.num_machines if shards in (None, REST) else REST
+    return replace(said, parallelism_config_dp_replicate_size=copies or 1, parallelism_config_dp_shard_size=shards)
 
 
 def _precision(config: Config, version: int) -> PrecisionSection:

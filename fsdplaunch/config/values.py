@@ -5,14 +5,12 @@ Every spelling accelerate accepts (numeric codes, `yes`, comma lists) and those 
 Standard library only: this file runs in every worker and in every command.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
-FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})
+from fsdplaunch.config import parsers as p
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,70 +22,22 @@ class Kind:
         parse: Turns a loose value into the canonical one; raises ValueError when it is none of this kind.
         schema: What JSON Schema says about values an editor should accept.
         choices: The canonical names, for kinds that have a list of them.
+        write: Turns the canonical value into the text `parse` gives it back from, for an environment variable.
+        verbatim: Numbers of a file are handed to `parse` as they are spelled (`1.10` is not `1.1`).
+        refused: Known values that cannot be honoured, upper case, and why.
     """
 
     expects: str
     parse: Callable[[Any], Any]
     schema: Mapping[str, Any] = field(default_factory=dict)
     choices: tuple[str, ...] = ()
+    write: Callable[[Any], str] = p.write
+    verbatim: bool = False
+    refused: Mapping[str, str] = field(default_factory=dict)
 
-
-def _parse_flag(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str | int):
-        text = str(value).strip().lower()
-        if text in TRUE_WORDS:
-            return True
-        if text in FALSE_WORDS:
-            return False
-    raise ValueError(value)
-
-
-def _parse_whole(value: Any) -> int:
-    if isinstance(value, str):
-        value = float(value) if any(mark in value for mark in ".eE") else int(value)
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(value)
-    return value
-
-
-def _parse_number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(value)
-    return float(value)
-
-
-def _parse_text(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(value)
-    return str(value)
-
-
-def _parse_names(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        value = value.split(",")
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str | int) for item in value):
-        raise ValueError(value)
-    return tuple(name for name in (str(item).strip() for item in value) if name)
-
-
-def _parse_lines(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        value = json.loads(value) if value.startswith("[") else [value]
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str | int | float) for item in value):
-        raise ValueError(value)
-    return tuple(str(item) for item in value)
-
-
-def _parse_table(value: Any) -> dict[str, Any]:
-    if isinstance(value, str):
-        value = json.loads(value)
-    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise ValueError(value)
-    return value
+    def refusal(self, value: Any) -> str | None:
+        """Why a value that accelerate knows cannot be honoured, or None when it is not such a value."""
+        return self.refused.get(p.plain_name(value)) if isinstance(value, str) else None
 
 
 def _parse_reshard(value: Any) -> bool | int | str:
@@ -95,56 +45,114 @@ def _parse_reshard(value: Any) -> bool | int | str:
     if isinstance(value, bool):
         return value
     with suppress(ValueError):
-        return _parse_whole(value)
+        return int(WHOLE.parse(value))
     with suppress(ValueError):
-        return _parse_flag(value)
+        return p.parse_flag(value)
     return str(STRATEGY.parse(value))
 
 
-def _parse_workers(value: Any) -> int | str:
-    if isinstance(value, str) and value.strip().lower() == "auto":
-        return "auto"
-    return _parse_whole(value)
+def whole(minimum: int, maximum: int | None = None) -> Kind:
+    """A whole number within limits, both included."""
+
+    def parse(value: Any) -> int:
+        number = p.parse_whole(value)
+        if number < minimum or (maximum is not None and number > maximum):
+            raise ValueError(value)
+        return number
+
+    limits: dict[str, Any] = {"type": "integer", "minimum": minimum}
+    if maximum is None:
+        return Kind(f"a whole number, at least {minimum}", parse, limits)
+    return Kind(f"a whole number from {minimum} to {maximum}", parse, limits | {"maximum": maximum})
 
 
-def one_of(names: Any, *, aliases: Mapping[str, str] | None = None) -> Kind:
+def one_of(
+    names: Any, *, aliases: Mapping[str, str] | None = None, refused: Mapping[str, str] | None = None
+) -> Kind:
     """A name in any case, with spaces or dashes, or its code: its place in the list, from 1.
 
     Args:
         names: A `Literal[...]` of strings or ints, in the order of accelerate's numeric codes.
         aliases: Further spellings, upper case, and the name they mean.
+        refused: Known values that cannot be honoured, upper case, and why.
     """
     allowed = get_args(names)
-    table = {str(name).upper(): name for name in allowed} | dict(aliases or {})
+    table = {p.plain_name(name): name for name in allowed} | dict(aliases or {})
     if all(isinstance(name, str) for name in allowed):
         table = {str(code): name for code, name in enumerate(allowed, start=1)} | table
 
     def parse(value: Any) -> Any:
         if value is False and "NO" in table:
             return table["NO"]  # YAML 1.1 writers turn a bare no into false
-        if isinstance(value, bool) or not isinstance(value, str | int):
+        if isinstance(value, bool) or not isinstance(value, str | int) or p.plain_name(value) not in table:
             raise ValueError(value)
-        word = str(value).strip().upper().replace(" ", "_").replace("-", "_")
-        if word not in table:
-            raise ValueError(value)
-        return table[word]
+        return table[p.plain_name(value)]
 
     words = tuple(str(name) for name in allowed)
-    return Kind("one of " + ", ".join(words), parse, {"enum": list(allowed)}, words)
+    schema: dict[str, Any] = {"enum": list(allowed)}
+    if isinstance(allowed[0], str):
+        schema = {"anyOf": [schema, {"type": "integer", "minimum": 1, "maximum": len(allowed)}]}
+    return Kind("one of " + ", ".join(words), parse, schema, words, refused=refused or {})
 
 
-FLAG = Kind("true or false", _parse_flag, {"type": "boolean"})
-WHOLE = Kind("a whole number", _parse_whole, {"type": "integer"})
-NUMBER = Kind("a number", _parse_number, {"type": "number"})
-TEXT = Kind("text", _parse_text, {"type": ["string", "number"]})
+_TEXT_SCHEMA = {"type": ["string", "number"]}
+_LIST_SCHEMA = {"type": "array", "items": {"type": ["string", "number"]}}
+_FLAG_SCHEMA = {"anyOf": [{"type": "boolean"}, {"enum": ["yes", "no", "on", "off", "true", "false"]}]}
+TRUE_WORDS, FALSE_WORDS = p.TRUE_WORDS, p.FALSE_WORDS
+FLAG = Kind("true or false", p.parse_flag, _FLAG_SCHEMA)
+WHOLE = whole(0)
+COUNT = whole(1)
+PORT = whole(0, p.MAX_PORT)
+NUMBER = Kind("a number", p.parse_number, {"type": "number"})
+SECONDS = Kind("a number of seconds above 0", p.parse_seconds, {"type": "number", "exclusiveMinimum": 0})
+WAIT = Kind("a number of seconds, at least 0", p.parse_wait, {"type": "number", "minimum": 0})
+TEXT = Kind("text, not empty", p.parse_text, _TEXT_SCHEMA, verbatim=True)
+PATTERN = Kind("a regular expression that Python can compile", p.parse_pattern, _TEXT_SCHEMA, verbatim=True)
 NAMES = Kind(
     "names separated by commas, or a list of names",
-    _parse_names,
+    p.parse_names,
     {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+    write=",".join,
+    verbatim=True,
 )
-LINES = Kind("a list of texts", _parse_lines, {"type": "array", "items": {"type": ["string", "number"]}})
-TABLE = Kind("a mapping of names to values", _parse_table, {"type": "object"})
-WORKERS = Kind("a whole number, or auto", _parse_workers, {"anyOf": [{"type": "integer"}, {"const": "auto"}]})
+LINES = Kind(
+    "a list of texts", p.parse_lines, _LIST_SCHEMA, write=lambda value: p.write_json(list(value)), verbatim=True
+)
+TABLE = Kind("a mapping of names to values", p.parse_table, {"type": "object"}, write=p.write_json)
+VARIABLES = Kind(
+    "a mapping of variable names to texts",
+    p.parse_variables,
+    {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}},
+    write=p.write_json,
+    verbatim=True,
+)
+RANKS = Kind(
+    "all, or rank numbers separated by commas", p.parse_ranks, {"type": ["string", "integer"]}, verbatim=True
+)
+DEVICES = Kind(
+    "all, or GPU numbers separated by commas", p.parse_devices, {"type": ["string", "integer"]}, verbatim=True
+)
+MODULES = Kind(
+    "module names separated by commas, or a list of them",
+    p.parse_modules,
+    NAMES.schema,
+    write=p.write_modules,
+    verbatim=True,
+)
+THREE_FLAGS = Kind(
+    "true or false for each of forward, data gradient and weight gradient",
+    p.parse_three_flags,
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 3},
+    write=lambda value: ",".join(map(p.write, value)),
+)
+NODE_RANGE = Kind("MIN:MAX, two whole numbers", p.parse_node_range, {"type": ["string", "integer"]}, verbatim=True)
+ENDPOINT = Kind("HOST:PORT", p.parse_endpoint, {"type": "string"}, verbatim=True)
+WORKERS = Kind(
+    "a whole number, at least 1, or auto", p.parse_workers, {"anyOf": [{"type": "integer"}, {"const": "auto"}]}
+)
+MESH_SIZE = Kind(
+    "a whole number, at least 1, or -1 for the rest", p.parse_mesh_size, {"type": "integer", "minimum": -1}
+)
 
 StrategyName = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 WrapName = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
@@ -154,6 +162,36 @@ PrecisionName = Literal["no", "fp16", "bf16", "fp8"]
 DtypeName = Literal["fp32", "bf16", "fp16"]
 DistributedName = Literal["NO", "MULTI_CPU", "MULTI_GPU", "FSDP"]
 RendezvousName = Literal["static", "c10d"]
+EnvironmentName = Literal["LOCAL_MACHINE"]
+NumaName = Literal["node", "socket", "exclusive", "core-complex"]
+KubernetesName = Literal["job", "trainjob"]
+ContextName = Literal["allgather", "alltoall"]
+ContextBackendName = Literal["torch"]
+SequenceBackendName = Literal["deepspeed"]
+AttentionName = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"]
+Fp8BackendName = Literal["AO", "TE", "MSAMP"]
+Fp8FormatName = Literal["HYBRID", "E4M3", "E5M2"]
+AmaxName = Literal["max", "most_recent"]
+OptLevelName = Literal["O1", "O2"]
+DynamoName = Literal[
+    "NO",
+    "EAGER",
+    "AOT_EAGER",
+    "INDUCTOR",
+    "AOT_TS_NVFUSER",
+    "NVPRIMS_NVFUSER",
+    "CUDAGRAPHS",
+    "OFI",
+    "FX2TRT",
+    "ONNXRT",
+    "TENSORRT",
+    "AOT_TORCHXLA_TRACE_ONCE",
+    "TORCHXLA_TRACE_ONCE",
+    "IPEX",
+    "TVM",
+    "HPU_BACKEND",
+]
+DynamoModeName = Literal["default", "reduce-overhead", "max-autotune"]
 Workers = int | Literal["auto"]
 Reshard = bool | int | StrategyName
 
@@ -165,8 +203,27 @@ PREFETCH = one_of(PrefetchName)
 STATE_DICT = one_of(StateDictName)
 PRECISION = one_of(PrecisionName, aliases=_LONG_DTYPES | {"FP32": "no", "FLOAT32": "no"})
 DTYPE = one_of(DtypeName, aliases=_LONG_DTYPES)
-DISTRIBUTED = one_of(DistributedName)
+_ENGINES = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "PyTorch/XLA", "TPU": "PyTorch/XLA"}
+_DEVICES = ("NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
+DISTRIBUTED = one_of(
+    DistributedName,
+    refused={name: f"{engine} needs accelerate launch" for name, engine in _ENGINES.items()}
+    | {f"MULTI_{name}": "fsdplaunch runs on NVIDIA GPUs and CPUs" for name in _DEVICES},
+)
+ENVIRONMENT = one_of(EnvironmentName, refused={"AMAZON_SAGEMAKER": "fsdplaunch starts processes on this machine"})
 RENDEZVOUS = one_of(RendezvousName)
+NUMA = one_of(NumaName)
+KUBERNETES = one_of(KubernetesName)
+CONTEXT = one_of(ContextName)
+CONTEXT_BACKEND = one_of(ContextBackendName)
+SEQUENCE_BACKEND = one_of(SequenceBackendName)
+ATTENTION = one_of(AttentionName)
+FP8_BACKEND = one_of(Fp8BackendName)
+FP8_FORMAT = one_of(Fp8FormatName)
+AMAX = one_of(AmaxName)
+OPT_LEVEL = one_of(OptLevelName)
+DYNAMO = one_of(DynamoName)
+DYNAMO_MODE = one_of(DynamoModeName)
 RESHARD = Kind(
     "true, false, a number of ranks (version 2), or a sharding strategy's name (version 1)",
     _parse_reshard,

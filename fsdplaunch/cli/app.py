@@ -1,0 +1,341 @@
+"""Every command's signature, help and examples; bodies are imported when they run, so that help stays light."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, get_type_hints
+
+import typer
+import typer.models
+
+from fsdplaunch import __version__
+from fsdplaunch.cli.output import Output
+from fsdplaunch.errors import LaunchError
+
+app = typer.Typer(
+    name="fsdplaunch",
+    help="Launch, shard, checkpoint and merge PyTorch FSDP training.",
+    epilog="Start: fsdplaunch config, then fsdplaunch launch train.py",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+config_app = typer.Typer(
+    help="Write, show, check and convert the configuration file.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(config_app, name="config")
+
+ConfigOption = Annotated[
+    Path | None, typer.Option("-c", "--config", "--config_file", help="The YAML file [default: ./fsdp.yaml]")
+]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout")]
+
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists")]
+
+CONFIG_EPILOG = (
+    "Examples: fsdplaunch config; fsdplaunch config --yes; fsdplaunch config --preset cpu_debug --yes; "
+    "fsdplaunch config --from accelerate.yaml; fsdplaunch config --set mixed_precision=bf16 --yes."
+)
+LAUNCH_EPILOG = (
+    "Examples: fsdplaunch launch train.py --lr 3e-4; fsdplaunch launch --dry-run train.py; "
+    "fsdplaunch launch --set fsdp_sharding_strategy=SHARD_GRAD_OP train.py. "
+    "Everything after SCRIPT belongs to the script."
+)
+
+
+def run(argv: list[str]) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments without the program's name.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        app(args=_expanded(argv), prog_name="fsdplaunch")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except LaunchError as error:
+        if os.environ.get("FSDPLAUNCH_TRACEBACK"):
+            raise
+        Output().error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone (| head): end quietly, and keep Python from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+def _expanded(argv: list[str]) -> list[str]:
+    """Turn configuration keys written as options of `launch` into `--set`; anything else stays."""
+    if argv[:1] != ["launch"] or len(argv) < 2 or not argv[1].startswith("-"):  # noqa: PLR2004
+        return argv
+    from fsdplaunch.cli.key_options import expand
+
+    flags, options = _own_options()
+    return ["launch", *expand(argv[1:], own_flags=flags, own_options=options)]
+
+
+def _own_options() -> tuple[set[str], set[str]]:
+    """Names of launch's own options: those without a value, and those with one."""
+    flags, options = {"--help", "--help-all"}, set[str]()
+    for name, hint in get_type_hints(launch, include_extras=True).items():
+        for info in getattr(hint, "__metadata__", ()):
+            if isinstance(info, typer.models.OptionInfo):
+                spelled = "--" + name.replace("_", "-")
+                names = set(info.param_decls or (spelled, spelled.replace("--", "--no-", 1)))
+                (flags if hint.__origin__ is bool else options).update(names)
+    return flags, options
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        Output().data(f"fsdplaunch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version")
+    ] = False,
+) -> None:
+    """Options before any command."""
+
+
+@config_app.callback(invoke_without_command=True, epilog=CONFIG_EPILOG)
+def config(
+    context: typer.Context,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Take every suggestion without asking")] = False,
+    no_input: Annotated[
+        bool, typer.Option("--no-input", help="Never ask; fail where an answer is needed")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File to write [default: fsdp.yaml]")
+    ] = None,
+    overrides: SetOption = None,
+    preset: Annotated[str | None, typer.Option(help="Start from a preset; `config presets` lists them")] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Start from another file, for example accelerate's")
+    ] = None,
+    overwrite: OverwriteOption = False,
+    where: Annotated[str | None, typer.Option(help="here, machines, slurm or cpu")] = None,
+    nodes: Annotated[str | None, typer.Option(help="Machines that take part")] = None,
+    rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT of the first machine")] = None,
+    workers_per_node: Annotated[str | None, typer.Option(help="Workers on each machine: a number or auto")] = None,
+    model: Annotated[str | None, typer.Option(help="Model folder, or a size such as 8b; not stored")] = None,
+    goal: Annotated[str | None, typer.Option(help="balanced, fastest, hybrid or biggest")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or no")] = None,
+    wrap: Annotated[str | None, typer.Option(help="auto, CLASS,..., size:N or none")] = None,
+    checkpoint_dir: Annotated[str | None, typer.Option(help="Folder for checkpoints")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write fsdp.yaml: look at this machine, ask a few questions, show what will be written."""
+    if context.invoked_subcommand is not None:
+        return
+    from fsdplaunch.cli.wizard_cmd import write_config
+
+    answers = {
+        "where": where,
+        "nodes": nodes,
+        "rendezvous": rendezvous,
+        "workers-per-node": workers_per_node,
+        "model": model,
+        "goal": goal,
+        "precision": precision,
+        "wrap": wrap,
+        "checkpoint-dir": checkpoint_dir,
+    }
+    status = write_config(
+        output=output,
+        answers=answers,
+        overrides=overrides or [],
+        preset=preset,
+        source=source,
+        yes=yes,
+        no_input=no_input,
+        overwrite=overwrite,
+        as_json=as_json,
+        out=Output(),
+    )
+    raise typer.Exit(status)
+
+
+@config_app.command("show")
+def config_show(
+    file: ConfigOption = None,
+    overrides: SetOption = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the effective values."""
+    from fsdplaunch.cli import config_cmd
+
+    raise typer.Exit(
+        config_cmd.show(file=file, overrides=overrides or [], origin=origin, as_json=as_json, out=Output())
+    )
+
+
+@config_app.command("set")
+def config_set(
+    assignments: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...", help="What to change")],
+    file: ConfigOption = None,
+) -> None:
+    """Change keys in the file; its comments and layout stay."""
+    from fsdplaunch.cli import config_cmd
+
+    raise typer.Exit(config_cmd.set_values(assignments, file=file, out=Output()))
+
+
+@config_app.command("validate")
+def config_validate(
+    files: Annotated[list[Path] | None, typer.Argument(help="Files to check [default: ./fsdp.yaml]")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Report every problem of one or more files."""
+    from fsdplaunch.cli import config_cmd
+
+    raise typer.Exit(config_cmd.validate(files or [], as_json=as_json, out=Output()))
+
+
+@config_app.command("explain")
+def config_explain(
+    key: Annotated[str | None, typer.Argument(help="A key or a section [default: list all]")] = None,
+    file: ConfigOption = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="The whole key reference as Markdown")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a key does, its values, its default and yours."""
+    from fsdplaunch.cli import config_cmd
+
+    raise typer.Exit(config_cmd.explain(key, file=file, as_json=as_json, markdown=markdown, out=Output()))
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON Schema of the file, for editors."""
+    from fsdplaunch.cli import config_cmd
+
+    raise typer.Exit(config_cmd.schema(out=Output()))
+
+
+@config_app.command("presets")
+def config_presets(
+    name: Annotated[str | None, typer.Argument(help="Print this one")] = None, as_json: JsonOption = False
+) -> None:
+    """List ready-made configurations, or print one."""
+    from fsdplaunch.cli import config_cmd
+
+    raise typer.Exit(config_cmd.presets(name, as_json=as_json, out=Output()))
+
+
+@config_app.command("convert")
+def config_convert(
+    source: Annotated[Path, typer.Argument(help="File to read")],
+    target: Annotated[Path, typer.Argument(help="File to write")],
+    to: Annotated[str, typer.Option(help="fsdp2, or accelerate for a file that accelerate launch takes")],
+    overwrite: OverwriteOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Convert a file, and name every key that changes or is dropped."""
+    from fsdplaunch.cli import config_cmd
+
+    raise typer.Exit(config_cmd.convert(source, target, to=to, overwrite=overwrite, as_json=as_json, out=Output()))
+
+
+@app.command("to-fsdp2", hidden=True)
+def to_fsdp2(
+    source: Annotated[Path, typer.Option("--config-file", "--config_file")],
+    target: Annotated[Path | None, typer.Option("--output-file", "--output_file")] = None,
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Convert a file to FSDP2: what accelerate calls to-fsdp2."""
+    from fsdplaunch.cli import config_cmd
+
+    status = config_cmd.convert(
+        source, target or source, to="fsdp2", overwrite=overwrite, as_json=False, out=Output()
+    )
+    raise typer.Exit(status)
+
+
+@app.command(
+    epilog=LAUNCH_EPILOG,
+    context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
+)
+def launch(
+    context: typer.Context,
+    script: Annotated[str | None, typer.Argument(help="Script to run on every rank", show_default=False)] = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the environment and the command; start nothing")
+    ] = False,
+    allow_unsharded: Annotated[
+        bool, typer.Option("--allow-unsharded", help="Accept a script that never shards a model")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a training script on every worker, sharded as the YAML says."""
+    from fsdplaunch.cli.launch_cmd import launch_script
+
+    status = launch_script(
+        script,
+        context.args,
+        file=config,
+        overrides=overrides or [],
+        module=module,
+        dry_run=dry_run,
+        allow_unsharded=allow_unsharded,
+        as_json=as_json,
+        out=Output(),
+    )
+    raise typer.Exit(status)
+
+
+@app.command("merge-weights")
+def merge_weights(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder, or a folder that holds one")],
+    output: Annotated[Path, typer.Argument(help="New folder for the result")],
+    unsafe_serialization: Annotated[
+        bool,
+        typer.Option(
+            "--unsafe-serialization",
+            "--unsafe_serialization",
+            help="Write pytorch_model.bin instead of safetensors",
+        ),
+    ] = False,
+    remove_checkpoint_dir: Annotated[
+        bool,
+        typer.Option(
+            "--remove-checkpoint-dir",
+            "--remove_checkpoint_dir",
+            help="Delete the checkpoint once the result has been read back and found equal",
+        ),
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT if it exists")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read the result back and compare")] = False,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest output file, as in 5GB")] = "50GB",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be written; write nothing")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Join a sharded checkpoint into safetensors."""
+    from fsdplaunch.checkpoint.merge import MergeOptions
+    from fsdplaunch.cli.merge_cmd import merge_command, parse_size
+
+    options = MergeOptions(
+        max_shard_size=parse_size(max_shard_size),
+        overwrite=overwrite,
+        verify=verify or remove_checkpoint_dir,
+        safe_serialization=not unsafe_serialization,
+        remove_checkpoint_dir=remove_checkpoint_dir,
+    )
+    merge_command(checkpoint, output, options=options, dry_run=dry_run, as_json=as_json, out=Output())

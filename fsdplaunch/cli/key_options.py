@@ -1,0 +1,120 @@
+"""Every configuration key as an option of `launch`, generated from the schema.
+
+typer cannot hold sixty generated options without spoiling the short help, so the command line is rewritten before
+typer sees it: `--fsdp-sharding-strategy FULL_SHARD` becomes `--set fsdp_config.fsdp_sharding_strategy=FULL_SHARD`.
+Only what stands before the script is looked at; everything after it belongs to the script.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from fsdplaunch.config.keys import KeySpec, all_keys
+from fsdplaunch.config.values import FALSE_WORDS, FLAG, TRUE_WORDS
+from fsdplaunch.errors import UsageError
+
+SHORTHANDS: Mapping[str, str] = {
+    "use_fsdp": "distributed_type=FSDP",
+    "multi_gpu": "distributed_type=MULTI_GPU",
+    "cpu": "use_cpu=true",
+}
+"""accelerate's bare switches, and the key each one sets."""
+
+_FSDP_WORDS: Mapping[str, str] = {
+    "full_shard": "fsdp_config.fsdp_sharding_strategy=FULL_SHARD",
+    "shard_grad_op": "fsdp_config.fsdp_sharding_strategy=SHARD_GRAD_OP",
+    "no_shard": "fsdp_config.fsdp_sharding_strategy=NO_SHARD",
+    "hybrid_shard": "fsdp_config.fsdp_sharding_strategy=HYBRID_SHARD",
+    "hybrid_shard_zero2": "fsdp_config.fsdp_sharding_strategy=HYBRID_SHARD_ZERO2",
+    "offload": "fsdp_config.fsdp_offload_params=true",
+    "auto_wrap": "fsdp_config.fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP",
+}
+"""Words of transformers' `--fsdp "full_shard auto_wrap"`, and the key each one sets."""
+
+
+def keys_by_option() -> dict[str, KeySpec]:
+    """Every key by its names as an option, underscored: with its section, and without where that is unique."""
+    names: dict[str, list[KeySpec]] = {}
+    for spec in all_keys():
+        names.setdefault(spec.name, []).append(spec)
+    short = {name: specs[0] for name, specs in names.items() if len(specs) == 1}
+    return {spec.dotted: spec for spec in all_keys()} | short
+
+
+def expand(argv: Sequence[str], *, own_flags: set[str], own_options: set[str]) -> list[str]:
+    """Rewrite key options of a `launch` command line to `--set`.
+
+    Args:
+        argv: The arguments after `launch`.
+        own_flags: Launch's own options that take no value, for example `--dry-run`.
+        own_options: Launch's own options that take one, for example `--config`.
+
+    Raises:
+        UsageError: A key's option stands without its value.
+    """
+    table = keys_by_option()
+    rest = list(argv)
+    done: list[str] = []
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
+        word = rest.pop(0)
+        option, has_value, value = word.partition("=")
+        name = option.removeprefix("--").replace("-", "_")
+        if option in own_flags:
+            done.append(word)
+        elif option in own_options:
+            done.append(word)
+            if not has_value and rest:
+                done.append(rest.pop(0))
+        elif name in SHORTHANDS:
+            done += ["--set", SHORTHANDS[name]]
+        elif name in ("fsdp", "fsdp_config"):
+            value = value if has_value else _take(option, rest)
+            done += _words(value) if name == "fsdp" else ["--config", _file(value)]
+        elif option.startswith("--") and name in table:
+            done += ["--set", f"{table[name].dotted}={value if has_value else _value(option, table[name], rest)}"]
+        else:
+            done.append(word)  # typer says what is wrong with it
+    return done + rest
+
+
+def _take(option: str, rest: list[str]) -> str:
+    if not rest:
+        msg = f"{option} needs a value"
+        raise UsageError(msg)
+    return rest.pop(0)
+
+
+def _value(option: str, spec: KeySpec, rest: list[str]) -> str:
+    """The next word; a flag may stand alone, and then means true."""
+    if spec.key.kind is FLAG and (not rest or rest[0].lower() not in TRUE_WORDS | FALSE_WORDS):
+        return "true"
+    return _take(option, rest)
+
+
+def _words(text: str) -> list[str]:
+    """Read transformers' `--fsdp` text: words separated by blanks or commas; `full shard` is one word."""
+    joined = text.lower().replace(",", " ")
+    for word in sorted(_FSDP_WORDS, key=len, reverse=True):  # hybrid_shard_zero2 before hybrid_shard
+        joined = joined.replace(word.replace("_", " "), word)
+    return list(_settings(joined.split(), text))
+
+
+def _settings(words: Sequence[str], text: str) -> Iterator[str]:
+    for word in words:
+        if word not in _FSDP_WORDS:
+            msg = f"--fsdp {text!r}: {word!r} is not one of {', '.join(_FSDP_WORDS)}"
+            raise UsageError(msg)
+        yield "--set"
+        yield _FSDP_WORDS[word]
+
+
+def _file(value: str) -> str:
+    """`--fsdp_config` names a file, or a folder with one YAML file in it."""
+    path = Path(value)
+    if not path.is_dir():
+        return value
+    found = sorted(item for item in path.iterdir() if item.suffix in (".yaml", ".yml", ".json"))
+    if len(found) != 1:
+        names = ", ".join(item.name for item in found) or "none"
+        msg = f"--fsdp_config {value}: the folder must hold one configuration file, found {names}"
+        raise UsageError(msg, hint="name the file itself")
+    return str(found[0])

@@ -1,0 +1,105 @@
+"""`fsdplaunch merge-weights`: show what will be merged, show progress, say what came of it."""
+
+from pathlib import Path
+from typing import Any
+
+from fsdplaunch.checkpoint.merge import MergeOptions, MergeResult, merge, prepare_merge
+from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.progress import byte_progress, size_text
+from fsdplaunch.errors import UsageError
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+
+
+def parse_size(text: str) -> int:
+    """Read a size such as `5GB`, `500 MB` or `2GiB`, in bytes.
+
+    Raises:
+        UsageError: When it is no size.
+    """
+    word = text.strip().upper().replace(" ", "")
+    digits = word.rstrip("KMGTIB")
+    try:
+        size = int(float(digits) * UNITS[word[len(digits) :]])
+    except (ValueError, KeyError, OverflowError):
+        size = 0
+    if size <= 0:
+        msg = f"--max-shard-size {text!r} is not a size"
+        raise UsageError(msg, hint="write it as 5GB, 500MB or 2GiB")
+    return size
+
+
+def merge_command(
+    checkpoint: Path, output: Path, *, options: MergeOptions, dry_run: bool, as_json: bool, out: Output
+) -> None:
+    """Merge a sharded checkpoint and report the result, or only show the plan."""
+    if dry_run:
+        show_plan(checkpoint, options, as_json=as_json, out=out)
+        return
+    with byte_progress(out) as update:
+        result = merge(
+            checkpoint,
+            output,
+            options=options,
+            progress=lambda now: update(now.phase, now.done, now.total, now.tensor),
+        )
+    if as_json:
+        out.json(result_as_data(result))
+        return
+    for line in result_lines(result, checkpoint):
+        out.say(line)
+    for path in result.files:
+        out.data(str(path))
+
+
+def show_plan(checkpoint: Path, options: MergeOptions, *, as_json: bool, out: Output) -> None:
+    """Print what a merge would do: files, tensors, sizes."""
+    prepared = prepare_merge(checkpoint, options)
+    if as_json:
+        out.json({"source": str(prepared.folder), **prepared.plan.to_dict()})
+        return
+    out.say(f"{prepared.folder}: {size_text(prepared.plan.nbytes)}, nothing written")
+    for file in prepared.plan.files:
+        out.data(f"{file.name}  {size_text(file.nbytes)}  {len(file.tensors)} tensors")
+
+
+def result_as_data(result: MergeResult) -> dict[str, Any]:
+    """The result as plain data for `--json`."""
+    return {
+        "source": str(result.source),
+        "output": str(result.output),
+        "files": [str(path) for path in result.files],
+        "tensors": result.tensors,
+        "bytes": result.nbytes,
+        "seconds": round(result.seconds, 3),
+        "dtypes": result.dtypes,
+        "skipped": list(result.skipped),
+        "verified": result.verified,
+    }
+
+
+def result_lines(result: MergeResult, given: Path) -> list[str]:
+    """Say what was merged, in two or three lines."""
+    lines = []
+    if result.source != given and not (
+        result.source.exists() and given.exists() and result.source.samefile(given)
+    ):
+        lines.append(f"used {result.source}")
+    kinds = ", ".join(f"{count} {name}" for name, count in sorted(result.dtypes.items()))
+    checked = ", read back and equal" if result.verified else ""
+    speed = f"{size_text(result.nbytes)} in {result.seconds:.1f} s"
+    lines.append(f"merged {result.tensors} tensors ({kinds}), {speed}{checked}")
+    if result.skipped:
+        shown = ", ".join(result.skipped[:5]) + (", ..." if len(result.skipped) > 5 else "")  # noqa: PLR2004
+        lines.append(f"left out, not tensors of the model: {shown}")
+    return lines

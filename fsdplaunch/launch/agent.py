@@ -1,0 +1,207 @@
+"""The node's agent: torch's elastic agent, with workers that start warm and an end that can be read.
+
+Runs as a process of its own, `python -u .../launch/agent.py TORCHRUN_OPTIONS -m fsdplaunch.runtime.bootstrap ...`.
+It imports torch, forks the nursery its workers will come from, and goes on to run torch's agent. It writes what
+became of every worker to the run's folder and exits as the first failing one did.
+"""
+
+import sys
+
+if __name__ == "__main__" and sys.path and sys.path[0].endswith("launch"):
+    del sys.path[0]  # this file's folder: its names are not for `import`
+
+import importlib
+import logging
+import os
+import resource
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from fsdplaunch.config.environment import RUN_DIR, decode
+from fsdplaunch.config.schema import Config
+from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE
+from fsdplaunch.launch.cause import failure_status, signal_name
+from fsdplaunch.launch.crew import Crew, Job
+from fsdplaunch.launch.departure import register_last, skip_shared_destructors
+from fsdplaunch.launch.newborn import Order
+from fsdplaunch.launch.nursery import Nursery, open_nursery
+from fsdplaunch.launch.plan import BOOTSTRAP, LAUNCHER
+from fsdplaunch.launch.run_folder import AGENT_LOG, agent_record, write_json
+from fsdplaunch.launch.stop import NAMES, ORPHAN_SECONDS, Stop, stop_status
+from fsdplaunch.launch.streams import Pump, open_missing_streams
+from fsdplaunch.lifeline import die_with_parent
+
+_TORCH = ("torch", "torch.distributed")
+_SHARDING = ("fsdplaunch.runtime.device", "fsdplaunch.runtime.watch", "fsdplaunch.runtime.prepare")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Be the agent; or, in the processes forked from it, a worker.
+
+    Args:
+        argv: torchrun's options, each in one word, and then the workers' command.
+    """
+    register_last()
+    launcher = int(os.environ.pop(LAUNCHER, os.getppid()))
+    die_with_parent(signal.SIGTERM, parent=launcher)
+    open_missing_streams()
+    config = decode()
+    options, command = split(argv)
+    hatched = open_nursery(*preload_lists(config, command))
+    if isinstance(hatched, Order):
+        skip_shared_destructors()
+        sys.path.insert(0, "")  # the place of the script's folder, which the bootstrap knows
+        # By name: to the launcher, what workers run is a program and not a library.
+        importlib.import_module(BOOTSTRAP).main(list(hatched.argv))
+        return
+    # Nothing that torch started in this process is needed any more, and taking it apart takes time.
+    os._exit(lead(hatched, config, options, command, launcher=launcher))
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part torchrun's options (`--name=value` each) from the workers' command, which begins with anything else."""
+    count = next((place for place, word in enumerate(argv) if not word.startswith("--")), len(argv))
+    return list(argv[:count]), list(argv[count:])
+
+
+def preload_lists(config: Config, command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What to import before the nursery is forked, and in it."""
+    if not is_warm(config, command):
+        return (), ()
+    sharding = _SHARDING if config.distributed_type == "FSDP" else ()
+    return _TORCH, (BOOTSTRAP, *sharding, *config.launch.preload)
+
+
+def is_warm(config: Config, command: Sequence[str]) -> bool:
+    """Whether workers are to be forked from a preloaded interpreter."""
+    return bool(config.launch.preload) and list(command[:2]) == ["-m", BOOTSTRAP]
+
+
+def lead(nursery: Nursery, config: Config, options: list[str], command: list[str], *, launcher: int) -> int:
+    """Run the workers to their end and return the status to exit with."""
+    run_dir = Path(os.environ[RUN_DIR])
+    run_dir.mkdir(parents=True, exist_ok=True)
+    pump = Pump(_take_over_output(run_dir / AGENT_LOG))
+    stop = Stop(config.launch.shutdown_grace_seconds)
+    crew = Crew(_job(config, command, run_dir), nursery, pump, stop)
+    record = Record(run_dir, crew)
+    _handle_signals(crew, launcher)
+    code = _run(crew, options, config, record)
+    crew.finish()
+    nursery.close()
+    record.write(code)
+    return code
+
+
+def _job(config: Config, command: list[str], run_dir: Path) -> Job:
+    warm = is_warm(config, command)
+    is_bootstrap = list(command[:2]) == ["-m", BOOTSTRAP]
+    shown = config.launch.show_ranks
+    ranks = None if shown == "all" else {int(rank) for rank in shown.split(",")}
+    return Job(
+        run_dir=run_dir,
+        command=tuple(command[2:] if warm else [sys.executable, "-u", *command] if is_bootstrap else command),
+        cold=not warm,
+        is_shown=lambda rank, _local_rank, _stream: ranks is None or rank in ranks,
+        has_prefix=ranks is None or len(ranks) > 1,
+        grace_seconds=config.launch.shutdown_grace_seconds,
+    )
+
+
+class Record:
+    """What this agent has to tell, in a file."""
+
+    def __init__(self, run_dir: Path, crew: Crew) -> None:
+        self._path = agent_record(run_dir)
+        self._crew = crew
+        self._start = time.time_ns()
+        self.error: str | None = None
+
+    def write(self, code: int) -> None:
+        """Write everything that is known by now."""
+        stop = self._crew.stop
+        write_json(
+            self._path,
+            {
+                "exit_code": code,
+                "started_ns": self._start,
+                "seconds": round((time.time_ns() - self._start) / 1e9, 3),
+                "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "attempts": self._crew.attempts,
+                "stopped_by": signal_name(stop.number) if stop.number is not None else None,
+                "error": self.error,
+            },
+        )
+
+
+def _run(crew: Crew, options: list[str], config: Config, record: Record) -> int:
+    from fsdplaunch.launch import elastic
+
+    try:
+        elastic.run_elastic(options, crew, nodes_vary=config.num_machines > 1)
+    except elastic.ChildFailedError:
+        return _failure_status(crew)
+    except elastic.SignalException:
+        return _stop_status(crew)
+    except elastic.RendezvousError as error:
+        record.error = f"{type(error).__name__}: {error}"
+        logging.getLogger("torch.distributed.elastic").exception("the machines did not meet")
+        return EXIT_MACHINE
+    except Exception as error:  # torch's agent may fail in any way; the report names it
+        record.error = f"{type(error).__name__}: {error}"
+        logging.getLogger("torch.distributed.elastic").exception("the agent failed")
+        return EXIT_FAILED
+    return 0
+
+
+def _failure_status(crew: Crew) -> int:
+    cause = crew.attempts[-1]["cause"] if crew.attempts else None
+    return failure_status(cause) if cause else EXIT_FAILED
+
+
+def _stop_status(crew: Crew) -> int:
+    number = crew.stop.number or signal.SIGTERM
+    crew.finish()
+    workers = crew.attempts[-1]["workers"] if crew.attempts else []
+    codes = [None if signal.SIGKILL in worker["sent"] else worker["code"] for worker in workers]
+    status = stop_status(number, codes)
+    return _failure_status(crew) if status is None else status
+
+
+def _handle_signals(crew: Crew, launcher: int) -> None:
+    """Pass signals on to the workers; torch's agent goes on watching them."""
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if not crew.is_done and crew.stop.request(number):
+            if os.getppid() != launcher:
+                crew.stop.grace = min(crew.stop.grace, ORPHAN_SECONDS)
+            crew.send(number)
+            if not crew.running:
+                from fsdplaunch.launch.elastic import raise_if_stopped
+
+                raise_if_stopped(crew)
+
+    for name in NAMES:
+        number = getattr(signal, name)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell that starts us in the background
+            signal.signal(number, handle)
+
+
+def _take_over_output(log: Path) -> dict[str, int]:
+    """Keep the terminal for the workers' output; what torch has to say, in Python and below, goes to a file."""
+    screens = {"stdout": os.dup(1), "stderr": os.dup(2)}
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for place in (1, 2):
+        os.dup2(file, place)
+    os.close(file)
+    return screens
+
+
+if __name__ == "__main__":
+    # Through the imported module: this one is replaced by the script in every worker.
+    from fsdplaunch.launch.agent import main as run
+
+    run(sys.argv[1:])

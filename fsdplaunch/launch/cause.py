@@ -1,0 +1,79 @@
+"""Which worker failed first: the others' ends usually follow from it. Pure; used by the agent and by the report.
+
+A worker is described by the plain data the agent records of it: rank, local_rank, pid, code (-n for signal n),
+sent (signals the launcher sent to it), ended_ns, error (message, traceback, time_ns; or None) and tail (last lines
+of its error output).
+"""
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Worker = Mapping[str, Any]
+
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|peer closed|"
+    r"remote process exited|ncclRemoteError|ncclSystemError|NCCL (error|communicator was aborted)|"
+    r"timed out|timeout|ProcessGroup(Gloo|NCCL)|DistNetworkError|DistBackendError|DistStoreError|gloo/transport",
+    re.IGNORECASE,
+)
+"""What a rank says when another one has gone or did not come to a collective."""
+_COLLECTIVE_TYPES = ("RuntimeError:", "DistBackendError:", "DistNetworkError:", "DistStoreError:")
+
+
+def shell_status(code: int) -> int:
+    """The status a shell shows: the code itself, or 128 + n for a death by signal n."""
+    return 128 - code if code < 0 else code
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9; `signal 40` for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def has_failed(worker: Worker) -> bool:
+    """Whether a worker ended badly of its own accord, not because the launcher ended it."""
+    if worker["error"] is not None:
+        return True
+    code = worker["code"]
+    return code not in (None, 0) and -code not in worker["sent"]
+
+
+def is_consequence(worker: Worker) -> bool:
+    """Whether a failed worker's last words blame the connection to another one."""
+    error, code = worker["error"], worker["code"] or 0
+    if error is not None:
+        message = error["message"] or ""
+        return message.startswith(_COLLECTIVE_TYPES) and _LOST_PEER.search(message) is not None
+    # The watchdog thread of NCCL aborts the process; what it had to say is on the error output.
+    return code == -signal.SIGABRT and _LOST_PEER.search("\n".join(worker["tail"])) is not None
+
+
+def moment(worker: Worker) -> int:
+    """When a worker failed, in nanoseconds: when its exception was recorded, or else when it was found dead."""
+    error = worker["error"]
+    return int(error["time_ns"]) if error is not None and error.get("time_ns") else int(worker["ended_ns"] or 0)
+
+
+def first_failure(workers: Sequence[Worker]) -> Worker | None:
+    """The worker whose failure explains the others': the earliest that does not blame another one.
+
+    Only where all of them blame a connection, the earliest of these.
+    """
+    failed = [worker for worker in workers if has_failed(worker)]
+    return min(failed, key=lambda worker: (is_consequence(worker), moment(worker)), default=None)
+
+
+def failure_status(worker: Worker) -> int:
+    """The status the launcher ends with for this cause.
+
+    A worker that recorded an exception and was then ended by the launcher, before it could exit, counts as 1.
+    """
+    code = worker["code"]
+    if code in (None, 0) or -code in worker["sent"]:
+        return 1
+    return shell_status(code)

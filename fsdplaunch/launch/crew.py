@@ -1,0 +1,256 @@
+"""One machine's workers: start them together, watch them, signal them, record how each one ended. In the agent.
+
+Free of torch: `fsdplaunch.launch.elastic` makes torch's elastic agent use it.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdplaunch.launch.cause import first_failure, signal_name
+from fsdplaunch.launch.nursery import Ended, Nursery
+from fsdplaunch.launch.plan import BOOTSTRAP
+from fsdplaunch.launch.run_folder import error_file, rank_log
+from fsdplaunch.launch.stop import Stop
+from fsdplaunch.launch.streams import Pump, Source, open_log, open_way
+
+DRAIN_SECONDS = 1.0
+"""How long to wait for more output of a worker that has ended; its own children may hold its pipes for ever."""
+KILL_SECONDS = 10.0
+"""How long a killed worker may take to die; one that hangs in a driver does not die at all."""
+TAIL_BYTES = 8192
+POLL_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to start on this machine, as often as it takes.
+
+    Attributes:
+        run_dir: The run's folder.
+        command: The workers' command (see `Nursery.start`).
+        cold: Execute the command instead of forking a preloaded interpreter.
+        is_shown: (rank, local rank, stream) -> whether that stream reaches the terminal.
+        has_prefix: Whether shown lines begin with their rank.
+        grace_seconds: What workers get to end by themselves after a signal.
+        cpus: local rank -> processors it may use; empty for no change.
+    """
+
+    run_dir: Path
+    command: tuple[str, ...]
+    cold: bool
+    is_shown: Callable[[int, int, str], bool]
+    has_prefix: bool
+    grace_seconds: float
+    cpus: Callable[[int], Sequence[int]] = lambda _: ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """One started worker.
+
+    Attributes:
+        sent: Signals that were sent to it.
+        ended: How it ended, or None while it runs.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    started_ns: int
+    sent: list[int] = field(default_factory=list)
+    ended: Ended | None = None
+
+    def send(self, number: int) -> None:
+        """Signal it, if it still runs; SIGKILL also reaches what it started."""
+        if self.ended is not None:
+            return
+        self.sent.append(number)
+        with suppress(ProcessLookupError):
+            if number == signal.SIGKILL:
+                os.killpg(self.pid, number)
+            else:
+                os.kill(self.pid, number)
+
+
+class Crew:
+    """The workers of the present attempt, and what became of those before."""
+
+    def __init__(self, job: Job, nursery: Nursery, pump: Pump, stop: Stop) -> None:
+        self.job = job
+        self.stop = stop
+        self.workers: list[Worker] = []
+        self.attempts: list[dict[str, Any]] = []
+        self.pump = pump
+        self._nursery = nursery
+        self._attempt = -1
+        self._open = False
+
+    def start(self, variables: Mapping[int, Mapping[str, str]]) -> None:
+        """Start a worker for each local rank.
+
+        Args:
+            variables: What each local rank gets beside the agent's own variables.
+        """
+        self._attempt += 1
+        self.workers = []
+        self._open = True
+        self._nursery.wait_until_ready()
+        cold = self.job.cold or self._nursery.obstacle is not None
+        for local_rank in sorted(variables):
+            worker = self._start_one(local_rank, dict(variables[local_rank]), cold)
+            self.workers.append(worker)
+            if self.stop.number is not None:  # it came while this worker was not yet known
+                worker.send(self.stop.number)
+
+    def _start_one(self, local_rank: int, variables: dict[str, str], cold: bool) -> Worker:
+        rank = int(variables["RANK"])
+        errors = error_file(self.job.run_dir, rank, self._attempt)
+        errors.parent.mkdir(parents=True, exist_ok=True)
+        variables["TORCHELASTIC_ERROR_FILE"] = str(errors)
+        files = [self._way(rank, local_rank, stream) for stream in ("stdout", "stderr")]
+        command = cold_command(self.job.command) if cold and not self.job.cold else self.job.command
+        started = time.time_ns()
+        try:
+            pid = self._nursery.start(
+                command, variables, cold=cold, files=[0, *files], cpus=self.job.cpus(local_rank)
+            )
+        finally:
+            for file in files:
+                os.close(file)
+        return Worker(rank=rank, local_rank=local_rank, pid=pid, started_ns=started)
+
+    def _way(self, rank: int, local_rank: int, stream: str) -> int:
+        """Return the descriptor a worker writes one of its streams into."""
+        file = open_log(rank_log(self.job.run_dir, rank, stream, self._attempt))
+        if not self.job.is_shown(rank, local_rank, stream):
+            return file
+        screen = self.pump.screens[stream]
+        ours, theirs, is_terminal = open_way(screen)
+        prefix = f"[{rank}] ".encode() if self.job.has_prefix else b""
+        self.pump.add(Source(end=ours, file=file, screen=screen, prefix=prefix, is_terminal=is_terminal))
+        return theirs
+
+    def look(self) -> None:
+        """Take note of workers that have ended; does not wait."""
+        by_pid = {worker.pid: worker for worker in self.workers}
+        for ended in self._nursery.ended():
+            if ended.pid in by_pid:
+                by_pid[ended.pid].ended = ended
+
+    @property
+    def running(self) -> list[Worker]:
+        """The workers that have not ended, as far as `look` has seen."""
+        return [worker for worker in self.workers if worker.ended is None]
+
+    @property
+    def failed(self) -> list[Worker]:
+        """The workers that have ended with anything but 0."""
+        return [worker for worker in self.workers if worker.ended is not None and worker.ended.code != 0]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the present attempt has ended well."""
+        return bool(self.attempts) and not self._open and self.attempts[-1]["cause"] is None
+
+    def send(self, number: int) -> None:
+        """Signal every running worker."""
+        for worker in self.workers:
+            worker.send(number)
+
+    def finish(self, *, number: int = signal.SIGTERM) -> None:
+        """End what still runs, first asking, then killing; drain the output; record the attempt.
+
+        Args:
+            number: How to ask.
+        """
+        if not self._open:
+            return
+        self._open = False
+        self.look()
+        unwanted = bool(self.running or self.failed)
+        if self.running:
+            self.send(number)
+            self._wait(self.job.grace_seconds, until=lambda: self.stop.insisted)
+        if self.running:
+            self.send(signal.SIGKILL)
+            self._wait(KILL_SECONDS)
+        if unwanted:
+            self._sweep()
+        self.pump.drain(DRAIN_SECONDS)
+        self.attempts.append(self._record())
+
+    def _wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
+        end = time.monotonic() + seconds
+        while self.running and time.monotonic() < end and not until():
+            time.sleep(POLL_SECONDS)
+            self.look()
+
+    def _sweep(self) -> None:
+        """Kill what failed workers have left behind, such as their data loaders: they hold memory and GPUs."""
+        for worker in self.workers:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(worker.pid, signal.SIGKILL)
+
+    def _record(self) -> dict[str, Any]:
+        workers = [self._describe(worker) for worker in self.workers]
+        return {
+            "attempt": self._attempt,
+            "started_ns": min((worker.started_ns for worker in self.workers), default=None),
+            "ended_ns": time.time_ns(),
+            "workers": workers,
+            "cause": first_failure(workers),
+        }
+
+    def _describe(self, worker: Worker) -> dict[str, Any]:
+        ended = worker.ended
+        error = read_error(error_file(self.job.run_dir, worker.rank, self._attempt))
+        bad = ended is not None and ended.code != 0
+        log = rank_log(self.job.run_dir, worker.rank, "stderr", self._attempt)
+        return {
+            "rank": worker.rank,
+            "local_rank": worker.local_rank,
+            "pid": worker.pid,
+            "code": ended.code if ended else None,
+            "signal": signal_name(-ended.code) if ended and ended.code < 0 else None,
+            "sent": worker.sent,
+            "started_ns": worker.started_ns,
+            "ended_ns": ended.time_ns if ended else None,
+            "peak_bytes": ended.peak_bytes if ended else None,
+            "error": error,
+            "tail": read_tail(log) if bad and error is None else [],
+        }
+
+
+def cold_command(bootstrap_arguments: Sequence[str]) -> tuple[str, ...]:
+    """The command that runs the bootstrap in an interpreter of its own."""
+    return (sys.executable, "-u", "-m", BOOTSTRAP, *bootstrap_arguments)
+
+
+def read_error(path: Path) -> dict[str, Any] | None:
+    """Read the exception a worker recorded; None when there is no whole record."""
+    try:
+        message = json.loads(path.read_text(encoding="utf-8"))["message"]
+        extra = message["extraInfo"]
+        return {
+            "message": message["message"],
+            "traceback": extra.get("py_callstack") or None,
+            "time_ns": int(extra.get("time_ns") or int(extra["timestamp"]) * 10**9),
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def read_tail(path: Path, lines: int = 20) -> list[str]:
+    """The last lines of a log, without reading all of it."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()[-lines:]
+    return []

@@ -1,0 +1,148 @@
+"""Torch's elastic agent with our workers: rendezvous, restarts and membership are torch's, processes are ours.
+
+The only module of this package that imports torch. Runs in the agent, after the nursery has been forked.
+"""
+
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.multiprocessing.api import (
+    LogsDest,
+    LogsSpecs,
+    PContext,
+    RunProcsResult,
+    SignalException,
+)
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
+
+from fsdplaunch.launch.crew import Crew
+
+__all__ = ["ChildFailedError", "RendezvousError", "SignalException", "run_elastic"]
+
+
+class RunFolderLogs(LogsSpecs):
+    """Tells torch that there is nothing to redirect: the crew does that."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Give every stream "as it is"."""
+        nothing = dict.fromkeys(range(len(envs)), "")
+        return LogsDest(stdouts=nothing, stderrs=dict(nothing), error_files=dict(nothing))
+
+    @property
+    def root_log_dir(self) -> str:
+        """Where torch may say its logs are."""
+        return str(self._root_log_dir)
+
+
+class CrewContext(PContext):
+    """The processes of one attempt, as torch's agent wants to see them.
+
+    It does not install torch's signal handlers, which end everything on any signal; the agent has its own.
+    """
+
+    def __init__(self, crew: Crew, name: str, envs: dict[int, dict[str, str]], logs_specs: LogsSpecs) -> None:
+        super().__init__(name, name, dict.fromkeys(envs, ()), envs, logs_specs)
+        self._crew = crew
+
+    def start(self) -> None:
+        """Start the workers, unless the run has been asked to stop meanwhile."""
+        raise_if_stopped(self._crew)
+        self._start()
+
+    def _start(self) -> None:
+        self._crew.start(self.envs)
+
+    def pids(self) -> dict[int, int]:
+        """Process ids by local rank."""
+        return {worker.local_rank: worker.pid for worker in self._crew.workers}
+
+    def _poll(self) -> RunProcsResult | None:
+        self._crew.look()
+        if self._crew.stop.number is not None:
+            return self._poll_stopping()
+        return self._outcome() if self._crew.failed or not self._crew.running else None
+
+    def _poll_stopping(self) -> RunProcsResult | None:
+        """Let the workers end by themselves for as long as the grace lasts; then end them."""
+        crew, stop = self._crew, self._crew.stop
+        if stop.is_warning and stop.is_over and not stop.insisted and not crew.failed:
+            stop.forget()  # the script has saved and gone on
+            return self._outcome() if not crew.running else None
+        if crew.running and not stop.insisted and not stop.is_over:
+            return None
+        crew.finish(number=signal.SIGKILL)
+        raise_if_stopped(crew)
+        return None
+
+    def _outcome(self) -> RunProcsResult:
+        failed = {worker.local_rank: self._failure(worker) for worker in self._crew.failed}
+        self._crew.finish()
+        return RunProcsResult(
+            failures=failed, return_values=dict.fromkeys(self.pids()), stdouts=self.stdouts, stderrs=self.stderrs
+        )
+
+    def _failure(self, worker: Any) -> ProcessFailure:
+        # Torch reads the file by itself and stumbles over half a record; ours is read by the crew.
+        return ProcessFailure(
+            local_rank=worker.local_rank, pid=worker.pid, exitcode=worker.ended.code, error_file=""
+        )
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:  # noqa: ARG002  (the crew knows its own)
+        self._crew.finish(number=death_sig)
+
+
+def raise_if_stopped(crew: Crew) -> None:
+    """Leave torch's loop when a signal has come and no worker is there to answer it."""
+    number = crew.stop.number
+    if number is not None:
+        msg = f"stopped by signal {number}"
+        raise SignalException(msg, signal.Signals(number))
+
+
+def run_elastic(options: Sequence[str], crew: Crew, *, nodes_vary: bool) -> None:
+    """Run torch's agent with torchrun's options until the workers are done.
+
+    Args:
+        options: As torchrun takes them.
+        crew: Starts and watches the workers.
+        nodes_vary: More than one machine takes part, or may.
+
+    Raises:
+        ChildFailedError: Workers failed and no restart is left.
+        SignalException: The run was stopped.
+        RendezvousError: The machines did not find each other.
+    """
+    config, _, _ = config_from_args(parse_args([*options, "--no-python", "worker"]))
+    config.logs_specs = RunFolderLogs(log_dir=str(crew.job.run_dir))
+
+    def start_processes(name: str, envs: dict[int, dict[str, str]], logs_specs: LogsSpecs, **_: Any) -> PContext:
+        context = CrewContext(crew, name, envs, logs_specs)
+        try:
+            context.start()
+        except BaseException:
+            context.close()
+            raise
+        return context
+
+    # Torch has no way to pass in another kind of process. The agent calls this function by its name in its own
+    # module (torch 2.6 to 2.13 at least), so replacing that name leaves everything else of torch's as it is.
+    setattr(local_elastic_agent, "start_processes", start_processes)  # noqa: B010  (its type is narrower)
+    if not nodes_vary and hasattr(dynamic_rendezvous, "_delay"):
+        dynamic_rendezvous._delay = _no_skew(dynamic_rendezvous._delay)
+    elastic_launch(config, "worker")()
+
+
+def _no_skew(delay: Any) -> Any:
+    """Leave out the random wait (0 to 0.3 s) that keeps machines from arriving all at once: there is only one."""
+
+    def wait(seconds: float | tuple[float, float]) -> None:
+        if not isinstance(seconds, tuple):
+            delay(seconds)
+
+    return wait

@@ -1,0 +1,49 @@
+"""The names inside a run's folder, shared by the command line and the agent, and how files there are written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+PLAN = "plan.json"
+CONFIG = "config.yaml"
+RESULT = "result.json"
+AGENT_LOG = "agent.log"
+_RECORD = "agent.json"
+
+
+def agent_record(run_dir: Path) -> Path:
+    """What this machine's agent found out about its workers."""
+    return run_dir / _RECORD
+
+
+def rank_folder(run_dir: Path, rank: int) -> Path:
+    """The folder of one rank's files."""
+    return run_dir / "ranks" / str(rank)
+
+
+def rank_log(run_dir: Path, rank: int, stream: str, attempt: int) -> Path:
+    """The file of one rank's output (`stdout` or `stderr`) in one attempt, from 0."""
+    name = f"{stream}.attempt{attempt}.log" if attempt else f"{stream}.log"
+    return rank_folder(run_dir, rank) / name
+
+
+def error_file(run_dir: Path, rank: int, attempt: int) -> Path:
+    """Where a worker records the exception that ended it."""
+    name = f"error.attempt{attempt}.json" if attempt else "error.json"
+    return rank_folder(run_dir, rank) / name
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file that is there as a whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read an object; empty when there is no such file or it holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

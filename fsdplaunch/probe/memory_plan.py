@@ -1,0 +1,93 @@
+"""How much memory each GPU needs for a model under a way of sharding it: arithmetic on a few numbers.
+
+Exact for what is kept (parameters, gradients, Adam's two moments); for what is gathered it counts the blocks that
+FSDP holds at once. Activations depend on batch and sequence length and are not in it.
+"""
+
+from dataclasses import dataclass
+
+from fsdplaunch.errors import UsageError
+from fsdplaunch.probe.model import ModelFacts
+
+_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+_FULL_PRECISION = 4
+_BLOCKS_AT_ONCE = 3
+"""The block that computes, the one gathered ahead of it, and the first one's whole gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """A way to shard, as far as memory depends on it.
+
+    Attributes:
+        ranks: Ranks one copy of the model is split over.
+        compute: Format of mixed_precision: no, bf16, fp16 or fp8.
+        reshard: Whether gathered blocks are freed after forward.
+        offload: Whether what is kept lives in host memory.
+    """
+
+    ranks: int
+    compute: str = "no"
+    reshard: bool = True
+    offload: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes each rank needs before activations.
+
+    Attributes:
+        parameters: Its part of the parameters.
+        gradients: Its part of the gradients.
+        optimizer: Its part of Adam's two moments.
+        gathered: Whole blocks that are on the GPU at the same time.
+        offload: Whether the first three lie in host memory.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    offload: bool = False
+
+    @property
+    def kept(self) -> int:
+        """Bytes that stay for the whole run."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def gpu(self) -> int:
+        """Bytes on the GPU."""
+        return self.gathered if self.offload else self.kept + self.gathered
+
+    @property
+    def host(self) -> int:
+        """Bytes in host memory, per rank."""
+        return self.kept if self.offload else 0
+
+
+def plan_memory(model: ModelFacts, sharding: Sharding) -> MemoryPlan:
+    """Return what each rank needs for training with Adam.
+
+    Args:
+        model: With a known number of parameters.
+        sharding: How it is split.
+
+    Raises:
+        UsageError: The number of parameters is not known.
+    """
+    if model.parameters is None:
+        msg = "the number of parameters is not known"
+        raise UsageError(msg, hint="give it, for example --params 8b")
+    own = _BYTES.get(model.dtype or "fp32", _FULL_PRECISION)
+    master = own if sharding.compute == "no" else _FULL_PRECISION
+    compute = own if sharding.compute == "no" else 2  # fp8 gathers bf16
+    share = -(-model.parameters // sharding.ranks)
+    whole = min(model.parameters, _BLOCKS_AT_ONCE * model.unit + model.outside)
+    return MemoryPlan(
+        parameters=share * master,
+        gradients=share * master,
+        optimizer=2 * share * master,
+        gathered=(whole if sharding.reshard else model.parameters + model.unit) * compute,
+        offload=sharding.offload,
+    )

@@ -1,0 +1,76 @@
+"""The workers' entry: set up device and process group, run the user's script as `__main__`, say how it ended.
+
+    python -m fsdplaunch.runtime.bootstrap [-m] SCRIPT_OR_MODULE [ARGS...]
+
+Started once per rank with torchrun's variables (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, ...) and with those of
+`fsdplaunch.config.environment`, in a process of its own or in one forked from an interpreter that has torch.
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+
+from fsdplaunch.config.environment import decode
+from fsdplaunch.config.schema import Config
+from fsdplaunch.lifeline import die_with_parent
+from fsdplaunch.runtime.failure import conclude
+from fsdplaunch.runtime.script import Target, parse_target, run_target
+
+
+def main(argv: list[str]) -> None:
+    """Run one worker from its command line to its end.
+
+    Args:
+        argv: `[-m] SCRIPT_OR_MODULE [ARGS...]`, without the program's own name.
+
+    Raises:
+        SystemExit: The script failed (1), was interrupted (130), or asked for its own status.
+    """
+    die_with_parent(signal.SIGKILL)
+    faulthandler.enable()
+    try:
+        config = decode()
+        _work(config, parse_target(argv))
+    except BaseException as failure:
+        _abandon()
+        status = conclude(failure)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.exit(status)
+
+
+def _work(config: Config, target: Target) -> None:
+    if config.distributed_type == "FSDP":
+        _set_up(config)
+    try:
+        run_target(target)
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            raise
+    if config.distributed_type == "FSDP":
+        from fsdplaunch.runtime.watch import check_sharded
+
+        check_sharded(os.path.basename(target.name))  # noqa: PTH119  (a module's name has no path)
+
+
+def _set_up(config: Config) -> None:
+    """Prepare for sharding; other kinds of run own their set-up, as they do under torchrun."""
+    from fsdplaunch.runtime.device import choose_device, join_group
+    from fsdplaunch.runtime.watch import watch_sharding
+
+    join_group(config, choose_device(config))
+    watch_sharding()
+
+
+def _abandon() -> None:
+    device = sys.modules.get("fsdplaunch.runtime.device")
+    if device is not None:
+        device.abandon_group()
+
+
+if __name__ == "__main__":
+    # Called through the imported module: this one, the interpreter's first `__main__`, is replaced by the script.
+    from fsdplaunch.runtime.bootstrap import main as run_worker
+
+    run_worker(sys.argv[1:])

@@ -1,0 +1,88 @@
+"""Which device this worker computes on, and the process group it shares with the others."""
+
+import atexit
+import functools
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdplaunch.config.schema import Config
+from fsdplaunch.errors import MachineError
+from fsdplaunch.runtime import report
+
+
+def choose_device(config: Config) -> torch.device:
+    """Return `cuda:LOCAL_RANK`, or the CPU when the configuration asks for it or there is no GPU.
+
+    Raises:
+        MachineError: There are fewer GPUs than workers here, or they cannot compute in the asked format.
+    """
+    if config.use_cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    count = torch.cuda.device_count()
+    if index >= count:
+        msg = f"local rank {index} has no GPU of its own: {count} visible"
+        raise MachineError(msg, hint="start fewer workers per machine, or make more GPUs visible")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    if config.precision.param == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        msg = f"{torch.cuda.get_device_name(device)} cannot compute in bf16"
+        raise MachineError(msg, hint="set mixed_precision to fp16")
+    return device
+
+
+def join_group(config: Config, device: torch.device) -> None:
+    """Make the default process group, with the configured timeout, before any other library makes its own.
+
+    CPU tensors go over gloo and CUDA tensors over NCCL, whatever is offloaded later.
+    """
+    if config.debug:
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+        getattr(dist, "set_debug_level_from_env")()  # noqa: B009  (exported at run time only)
+    timeout = timedelta(seconds=config.launch.process_group_timeout_seconds)
+    if device.type == "cuda":
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    tolerate_second_init()
+    atexit.register(leave_group)
+
+
+def tolerate_second_init() -> None:
+    """Make a script's own `init_process_group()` a no-op while our group stands.
+
+    Scripts written for torchrun begin with that call, and torch raises on a second one. The group they ask for is
+    there already, with the launcher's timeout and with both backends.
+    """
+    make = dist.init_process_group
+    if hasattr(make, "fsdplaunch_tolerates"):
+        return
+
+    @functools.wraps(make)
+    def make_unless_made(*args: Any, **kwargs: Any) -> None:
+        if dist.is_initialized():
+            report.say("init_process_group: kept the process group that the launcher made")
+            return
+        make(*args, **kwargs)
+
+    make_unless_made.fsdplaunch_tolerates = True  # type: ignore[attr-defined]
+    dist.init_process_group = make_unless_made
+    dist.distributed_c10d.init_process_group = make_unless_made
+
+
+_abandoned: list[bool] = []
+
+
+def abandon_group() -> None:
+    """Leave the group standing at exit: after a failure the other ranks may never answer."""
+    _abandoned.append(True)
+
+
+def leave_group() -> None:
+    """Destroy the process group at the end of a clean run, after the script's threads and exit handlers."""
+    if dist.is_initialized() and not _abandoned:
+        dist.destroy_process_group()

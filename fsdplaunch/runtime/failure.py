@@ -1,0 +1,69 @@
+"""How a worker ends when something was raised: one record for the agent, one print, one exit status."""
+
+import faulthandler
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from fsdplaunch.errors import EXIT_FAILED, LaunchError
+from fsdplaunch.runtime.script import user_traceback
+
+EXIT_INTERRUPTED = 130
+STUCK_SECONDS = 30.0
+"""How long a failed worker's threads and exit handlers may take before the process is ended."""
+
+
+def conclude(failure: BaseException) -> int:
+    """Record and print what ended the script, and return the status to exit with.
+
+    Ctrl-C ends quietly with 130. `sys.exit(n)` keeps n. Anything else prints its traceback, from the user's first
+    line on, and ends with 1. Errors of this package that no line of the user's raised print as one sentence.
+    """
+    if isinstance(failure, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    # The agent sees a failure only when the process is gone. A thread that waits in a collective for ranks that
+    # wait for this one would keep it alive, so a C-level timer ends it and says where it was stuck.
+    faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
+    if isinstance(failure, SystemExit):
+        return _leave(failure)
+    lines = user_traceback(failure)
+    text = "".join(traceback.format_exception(type(failure), failure, lines))
+    short = isinstance(failure, LaunchError) and lines is None
+    record(str(failure) if short else f"{type(failure).__name__}: {failure}", "" if short else text)
+    if short:
+        sys.stderr.write(f"error: {failure}\n")
+    else:
+        # The hook is the script's, if it set one. Torch's own reads the exception's traceback, not the argument.
+        sys.excepthook(type(failure), failure.with_traceback(lines), lines)
+    return EXIT_FAILED
+
+
+def _leave(leaving: SystemExit) -> int:
+    """Do with `sys.exit(value)` what the interpreter does, and record a value that means failure."""
+    if isinstance(leaving.code, int):
+        record(f"SystemExit: {leaving.code}", "")
+        return leaving.code
+    sys.stderr.write(f"{leaving.code}\n")
+    record(f"SystemExit: {leaving.code}", "")
+    return EXIT_FAILED
+
+
+def record(message: str, call_stack: str) -> None:
+    """Write the failure where the elastic agent looks for it, in torch's layout.
+
+    Written here and not by torch's own handler because a failure may come before torch is imported.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    # Torch's own time stamp counts whole seconds; which rank failed first shows in the nanoseconds.
+    now = time.time_ns()
+    details = {"py_callstack": call_stack, "timestamp": str(now // 10**9), "time_ns": now}
+    data = {"message": {"message": message, "extraInfo": details}}
+    try:
+        Path(path).write_text(json.dumps(data), encoding="utf-8")
+    except OSError as error:
+        sys.stderr.write(f"cannot record the failure in {path}: {error.strerror}\n")

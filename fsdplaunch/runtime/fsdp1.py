@@ -1,0 +1,133 @@
+"""Shard one model with the wrapper class FullyShardedDataParallel: one flat parameter per unit."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime import report
+from fsdplaunch.runtime.checks import naming
+from fsdplaunch.runtime.settings import Settings
+from fsdplaunch.runtime.tree import replace_modules
+from fsdplaunch.runtime.weights import Aligner
+from fsdplaunch.runtime.wrap import Units
+
+_STRATEGIES = {
+    "FULL_SHARD": ShardingStrategy.FULL_SHARD,
+    "SHARD_GRAD_OP": ShardingStrategy.SHARD_GRAD_OP,
+    "NO_SHARD": ShardingStrategy.NO_SHARD,
+    "HYBRID_SHARD": ShardingStrategy.HYBRID_SHARD,
+    "HYBRID_SHARD_ZERO2": ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+
+
+def shard(
+    model: nn.Module,
+    units: Units,
+    *,
+    settings: Settings,
+    mesh: DeviceMesh,
+    aligner: Aligner,
+    ignored: Sequence[nn.Module],
+) -> nn.Module:
+    """Wrap the units bottom-up and the model last, and return the outermost wrapper.
+
+    Torch's own `sync_module_states` works on GPUs only, so the units get rank 0's values from the aligner, one at
+    a time and right before they are wrapped, as in version 2.
+    """
+    common = _common(settings, mesh, aligner.device, ignored)
+    precision = _precision(settings)
+    for unit in _batch_norms(model, settings):
+        aligner.settle(unit)
+        replace_modules(model, {unit: FullyShardedDataParallel(unit, **common)})
+    for name, unit in reversed(units.items()):
+        aligner.settle(unit)
+        with naming(name):
+            replace_modules(model, {unit: FullyShardedDataParallel(unit, **common, mixed_precision=precision)})
+    aligner.settle(model)
+    with naming(type(model).__name__):
+        whole = FullyShardedDataParallel(model, **common, mixed_precision=precision)
+    if hasattr(model, "generate"):
+        object.__setattr__(whole, "generate", partial(_generate, whole, model))
+    return whole
+
+
+def _generate(whole: FullyShardedDataParallel, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generate with the root's own parameters gathered.
+
+    `generate` calls the model itself and not the wrapper around it, so nothing else would gather them.
+    """
+    with FullyShardedDataParallel.summon_full_params(whole, recurse=False, writeback=False):
+        return model.generate(*args, **kwargs)
+
+
+def _batch_norms(model: nn.Module, settings: Settings) -> list[nn.Module]:
+    """Batch norms keep their own precision, in units of their own, as torch's automatic wrapping does it."""
+    if settings.dtypes.param is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+
+
+def _common(
+    settings: Settings, mesh: DeviceMesh, device: torch.device, ignored: Sequence[nn.Module]
+) -> dict[str, Any]:
+    """The arguments that all wrappers share."""
+    prefetch = settings.backward_prefetch
+    return _layout(settings, mesh) | {
+        "sharding_strategy": _STRATEGIES[settings.strategy],
+        "cpu_offload": _offload(settings, device),
+        "backward_prefetch": None if prefetch == "NO_PREFETCH" else BackwardPrefetch[prefetch],
+        "forward_prefetch": settings.forward_prefetch,
+        "limit_all_gathers": settings.limit_all_gathers,
+        "use_orig_params": settings.use_orig_params,
+        "ignored_modules": list(ignored) or None,
+        "device_id": device,
+    }
+
+
+def _layout(settings: Settings, mesh: DeviceMesh) -> dict[str, Any]:
+    """The ranks, as the strategy wants them: two axes for the hybrid ones, one for the others.
+
+    Given as a mesh, sharded state comes as DTensors, which version 2 reads, too. LOCAL_STATE_DICT refuses a mesh.
+    """
+    hybrid = settings.strategy.startswith("HYBRID")
+    by_group = settings.state_dict_type == "LOCAL_STATE_DICT"
+    if mesh.ndim == 1 and not hybrid:
+        return {"process_group": mesh.get_group()} if by_group else {"device_mesh": mesh}
+    if settings.strategy == "NO_SHARD":
+        return {"process_group": mesh.get_group(0)}
+    if hybrid and mesh.ndim > 1 and mesh.size(1) > 1:
+        return {"process_group": (mesh.get_group(1), mesh.get_group(0))} if by_group else {"device_mesh": mesh}
+    msg = f"{settings.strategy} does not fit a mesh of {' x '.join(str(n) for n in mesh.shape)} ranks"
+    hint = "the hybrid strategies take copies x shards, with more than one shard each; the others one axis"
+    raise ShardingError(msg, hint=hint)
+
+
+def _offload(settings: Settings, device: torch.device) -> CPUOffload | None:
+    if not settings.offload:
+        return None
+    if device.type == "cpu":  # torch would pin the memory, which needs a GPU
+        report.say("fsdp_offload_params changes nothing without a GPU: parameters are in host memory already")
+        return None
+    return CPUOffload(offload_params=True)
+
+
+def _precision(settings: Settings) -> MixedPrecision | None:
+    formats = settings.dtypes
+    if not formats.mixed:
+        return None
+    return MixedPrecision(
+        param_dtype=formats.param, reduce_dtype=formats.reduce or formats.param, buffer_dtype=formats.buffer
+    )

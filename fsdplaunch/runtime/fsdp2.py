@@ -1,0 +1,91 @@
+"""Shard one model with `fully_shard`: every parameter becomes a DTensor split along its first dimension."""
+
+import inspect
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from fsdplaunch.runtime import report
+from fsdplaunch.runtime.checks import naming
+from fsdplaunch.runtime.settings import Settings
+from fsdplaunch.runtime.weights import Aligner
+from fsdplaunch.runtime.wrap import Units
+
+
+def shard(
+    model: nn.Module,
+    units: Units,
+    *,
+    settings: Settings,
+    mesh: DeviceMesh,
+    aligner: Aligner,
+    ignored: Sequence[nn.Module],
+) -> nn.Module:
+    """Shard the units bottom-up and the model last, in place, and return the model.
+
+    Each unit gets its storage and rank 0's values just before it is sharded, so no rank ever holds more of the
+    full model on its device than one unit.
+    """
+    common = _common(settings, mesh, ignored)
+    policy = _precision(settings, output=None)
+    for name, unit in reversed(units.items()):
+        aligner.settle(unit)
+        with naming(name):
+            fully_shard(unit, **common, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward)
+    aligner.settle(model)
+    # The root is needed again as soon as backward begins; torch's own default is to keep it gathered, too.
+    reshard = False if units else settings.reshard_after_forward
+    root_policy = _precision(settings, output=settings.dtypes.output)
+    with naming(type(model).__name__):
+        fully_shard(model, **common, mp_policy=root_policy, reshard_after_forward=reshard)
+    if settings.forward_prefetch:
+        _prefetch_forward([unit for unit in units.values() if isinstance(unit, FSDPModule)])
+    if hasattr(model, "generate"):
+        register_fsdp_forward_method(model, "generate")
+    return model
+
+
+def _common(settings: Settings, mesh: DeviceMesh, ignored: Sequence[nn.Module]) -> dict[str, Any]:
+    """The arguments that all calls share."""
+    common: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(settings, mesh)}
+    params = {param for module in ignored for param in module.parameters()}
+    if params and "ignored_params" in inspect.signature(fully_shard).parameters:  # torch >= 2.7
+        common["ignored_params"] = params
+    return common
+
+
+def _offload(settings: Settings, mesh: DeviceMesh) -> OffloadPolicy:
+    if not settings.offload:
+        return OffloadPolicy()
+    if mesh.device_type == "cpu":
+        report.say("fsdp_offload_params changes nothing without a GPU: parameters are in host memory already")
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+
+
+def _precision(settings: Settings, *, output: torch.dtype | None) -> MixedPrecisionPolicy:
+    """The number formats of one unit.
+
+    The output format belongs to the root alone: blocks that returned it would feed the next block a format its
+    weights do not have.
+    """
+    return MixedPrecisionPolicy(
+        param_dtype=settings.dtypes.param, reduce_dtype=settings.dtypes.reduce, output_dtype=output
+    )
+
+
+def _prefetch_forward(units: list[FSDPModule]) -> None:
+    for unit, following in pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])

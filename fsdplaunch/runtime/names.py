@@ -1,0 +1,36 @@
+"""Parameter and module names as the user wrote the model, whatever wrappers stand in between."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
+
+
+def clean_name(name: str) -> str:
+    """Take the wrappers' own attribute names out of a dotted name."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter once, under its clean name."""
+    return ((clean_name(name), param) for name, param in model.named_parameters())
+
+
+def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """The names of each parameter that has several, in the model's order.
+
+    Sharing is found by identity, never by equal values.
+    """
+    holders: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(param), []).append(clean_name(name))
+    return tuple(tuple(names) for names in holders.values() if len(names) > 1)
+
+
+def count(numel: int) -> str:
+    """Write a number of parameters the way people say it: `12.3 M`."""
+    for size, unit in ((10**9, " G"), (10**6, " M"), (10**3, " k")):
+        if numel >= size:
+            return f"{numel / size:.1f}{unit}"
+    return str(numel)

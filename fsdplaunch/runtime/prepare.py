@@ -1,0 +1,78 @@
+"""`prepare`: shard models, and make optimizers, loaders and schedulers fit them."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.loader import shard_loader
+from fsdplaunch.runtime.mesh import data_ranks
+from fsdplaunch.runtime.optimizer import repoint
+from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin, ambient_plugin
+from fsdplaunch.runtime.prepared import known_parameters
+from fsdplaunch.runtime.shard import Place, is_sharded, place_for, shard_model
+
+
+def prepare(
+    *objects: Any,
+    plugin: FullyShardedDataParallelPlugin | None = None,
+    mesh: DeviceMesh | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+) -> Any:
+    """Shard models and fit everything that goes with them, on this rank and on all others alike.
+
+    Takes any number of models, optimizers, data loaders and schedulers in any order. For each model, in this
+    order: parameters shared between modules are found by identity; ignored modules are matched; units are chosen;
+    blocks are wrapped for activation checkpointing; unit by unit, bottom-up, tensors get storage on the device,
+    rank 0's values (so that all ranks start from one model) and the master number format, and are sharded. Then
+    optimizers are moved to the sharded parameters, by name and with their state, and everything is checked: the
+    shards of all ranks add up to the whole model, and every optimizer trains prepared parameters only.
+
+    Args:
+        objects: Models, optimizers, data loaders and schedulers. Models already sharded stay as they are.
+        plugin: How to shard; the one made of the launch's configuration when left out.
+        mesh: The ranks' layout, if it is not to be made from the plugin: one axis, or copies x shards.
+        process_group: The ranks to shard over, as another way to give a mesh of one axis.
+        device: Where to compute; this worker's own when left out.
+
+    Returns:
+        The objects in the order given: the object itself for one, a tuple for several. FSDP2 changes models in
+        place; FSDP1 returns a wrapper around them.
+
+    Raises:
+        ShardingError: A model cannot be sharded as asked, or an optimizer trains parameters of no prepared model.
+        UsageError: An environment variable holds none of its key's values.
+    """
+    chosen = plugin or ambient_plugin()
+    place = place_for(chosen.settings(), mesh=mesh, process_group=process_group, device=device)
+    ready: dict[int, Any] = {}
+    for model in _of(objects, nn.Module):
+        ready[id(model)] = model if is_sharded(model) else shard_model(model, chosen, place)
+    known = known_parameters()
+    for optimizer in _of(objects, Optimizer):
+        repoint(optimizer, known)
+    for item in objects:
+        if id(item) not in ready:
+            ready[id(item)] = _fit(item, place)
+    results = tuple(ready[id(item)] for item in objects)
+    return results[0] if len(results) == 1 else results
+
+
+def _of(objects: tuple[Any, ...], kind: type) -> list[Any]:
+    unique = {id(item): item for item in objects if isinstance(item, kind)}
+    return list(unique.values())
+
+
+def _fit(item: Any, place: Place) -> Any:
+    if isinstance(item, DataLoader):
+        return shard_loader(item, data_ranks(place.mesh))
+    if isinstance(item, Optimizer) or hasattr(item, "state_dict"):
+        return item  # a scheduler keeps its optimizer, and the optimizer is the same object as before
+    msg = f"prepare does not know what to do with {type(item).__name__}"
+    raise ShardingError(msg, hint="give it models, optimizers, data loaders and schedulers")

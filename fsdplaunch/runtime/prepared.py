@@ -1,0 +1,56 @@
+"""What this process has sharded, and how: looked up by gradient and checkpoint code. Models are held weakly."""
+
+import weakref
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdplaunch.runtime.names import named_parameters
+from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
+from fsdplaunch.runtime.replicated import Replicas
+from fsdplaunch.runtime.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """How one model was sharded.
+
+    Attributes:
+        plugin: What the settings came from; it says how to save.
+        settings: As asked for.
+        mesh: The ranks' layout.
+        tied: Names of each parameter that has several, as in the model before sharding.
+        units: Names of the units, without the model itself.
+        replicas: The unsharded trained parameters, if there are any.
+    """
+
+    plugin: FullyShardedDataParallelPlugin
+    settings: Settings
+    mesh: DeviceMesh
+    tied: tuple[tuple[str, ...], ...]
+    units: tuple[str, ...]
+    replicas: Replicas | None
+
+
+_models: "weakref.WeakKeyDictionary[nn.Module, Prepared]" = weakref.WeakKeyDictionary()
+
+
+def remember(model: nn.Module, prepared: Prepared) -> None:
+    """Note that `model` was sharded."""
+    _models[model] = prepared
+
+
+def prepared_of(model: nn.Module) -> Prepared | None:
+    """How `model` was sharded; None when something else than this package sharded it, or nothing did."""
+    return _models.get(model)
+
+
+def known_parameters() -> dict[int, str]:
+    """The clean names of all parameters of all prepared models that are alive, by the parameter's id."""
+    return {id(param): name for model in _models for name, param in named_parameters(model)}
+
+
+def models_of(kind: type) -> list[nn.Module]:
+    """The prepared models that are alive and of a class."""
+    return [model for model in _models if isinstance(model, kind)]

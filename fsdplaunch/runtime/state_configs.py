@@ -1,0 +1,50 @@
+"""Torch's options for each kind of state dict."""
+
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+
+
+def _may_offload() -> bool:
+    """Whether version 1 may be asked to move gathered tensors to the host.
+
+    Up to torch 2.13 it frees a tensor that is on the host already before it is copied: the process dies.
+    """
+    return torch.cuda.is_available()
+
+
+def state_config(kind: StateDictType, present: Any = None) -> Any:
+    """Options for the model's state dict; those present if they are of the right class."""
+    classes = {
+        StateDictType.FULL_STATE_DICT: FullStateDictConfig,
+        StateDictType.SHARDED_STATE_DICT: ShardedStateDictConfig,
+        StateDictType.LOCAL_STATE_DICT: LocalStateDictConfig,
+    }
+    return _fitting(kind, classes[kind], present)
+
+
+def optimizer_config(kind: StateDictType, present: Any = None) -> Any:
+    """Options for the optimizer's state dict; those present if they are of the right class."""
+    classes = {
+        StateDictType.FULL_STATE_DICT: FullOptimStateDictConfig,
+        StateDictType.SHARDED_STATE_DICT: ShardedOptimStateDictConfig,
+        StateDictType.LOCAL_STATE_DICT: LocalOptimStateDictConfig,
+    }
+    return _fitting(kind, classes[kind], present)
+
+
+def _fitting(kind: StateDictType, wanted: Any, present: Any) -> Any:
+    if isinstance(present, wanted):
+        return present
+    if kind is StateDictType.FULL_STATE_DICT:
+        return wanted(offload_to_cpu=_may_offload(), rank0_only=True)
+    return wanted(offload_to_cpu=_may_offload()) if kind is StateDictType.SHARDED_STATE_DICT else wanted()

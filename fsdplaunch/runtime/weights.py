@@ -1,0 +1,181 @@
+"""Give every rank the same full tensors, one unit at a time, right before the unit is sharded.
+
+A model built with another seed on each rank, or with weights on rank 0 only, would otherwise be sharded into a mix
+of several models without any error.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.mesh import groups_from_first
+from fsdplaunch.runtime.names import clean_name
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """One parameter or buffer, wherever it is registered.
+
+    Attributes:
+        name: Its first clean name.
+        tensor: The tensor as the user built it, kept so that its id stays its own.
+        places: Each module that holds it, and under which attribute.
+        settled: Whether it has storage on the device and rank 0's values.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    settled: bool = False
+
+
+Spec = tuple[tuple[int, ...], torch.dtype, bool]
+"""Shape, number format, whether it has storage."""
+Specs = dict[str, Spec]
+
+
+def entries_of(model: nn.Module) -> list[Entry]:
+    """Every parameter and buffer of a model that is not sharded, each once, tied ones with all their places."""
+    found: dict[int, Entry] = {}
+    for prefix, module in model.named_modules():
+        for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None:
+                continue
+            name = clean_name(f"{prefix}.{attribute}" if prefix else attribute)
+            found.setdefault(id(tensor), Entry(name=name, tensor=tensor)).places.append((module, attribute))
+    return list(found.values())
+
+
+class Aligner:
+    """Settles a model's tensors: storage on the device, rank 0's values, the master format.
+
+    Tensors that have no storage on rank 0 have no values to send. They are allocated and initialised by
+    `param_init_fn`, the model's own `_init_weights`, or their module's `reset_parameters`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        mesh: DeviceMesh,
+        device: torch.device,
+        master: torch.dtype | None,
+        frozen_too: bool = False,
+        ignored: Iterable[nn.Module] = (),
+        init_fn: Callable[[nn.Module], Any] | None = None,
+        send: bool = True,
+    ) -> None:
+        self.model = model
+        self.device = device
+        self.master = master
+        self.frozen_too = frozen_too
+        self.init_fn = init_fn or getattr(model, "_init_weights", None)
+        self.groups = groups_from_first(mesh)
+        self.entries = entries_of(model)
+        self.ignored = {below for module in ignored for below in module.modules()}
+        self.send = send
+        self.sources = self._agree()
+
+    def _agree(self) -> Specs:
+        """Fetch rank 0's names, shapes, formats and whether each has storage; refuse another model than its."""
+        mine = {e.name: (tuple(e.tensor.shape), e.tensor.dtype, not e.tensor.is_meta) for e in self.entries}
+        box: list[Any] = [mine]
+        for group in self.groups:
+            dist.broadcast_object_list(box, src=_first(group), group=group)
+        theirs: Specs = box[0]
+        self._raise_together(_difference(mine, theirs))
+        return theirs
+
+    def _raise_together(self, difference: str | None) -> None:
+        """Raise on all ranks if any found a difference, so that none waits for one that has given up."""
+        for group in self.groups:
+            found: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(found, difference, group=group)
+            difference = next((each for each in found if each is not None), None)
+        if difference is not None:
+            raise ShardingError(difference, hint="build the same model on every rank")
+
+    def settle(self, module: nn.Module) -> None:
+        """Settle every tensor that `module` or a module below it holds and that is not settled yet."""
+        inside = set(module.modules())
+        due = [e for e in self.entries if not e.settled and any(m in inside for m, _ in e.places)]
+        empty = [entry for entry in due if not self.sources[entry.name][2]]
+        for entry in due:
+            self._give_storage(entry)
+        self._initialise(empty)
+        if self.send:
+            self._receive(due)
+        for entry in due:
+            self._to_master(entry)
+            entry.settled = True
+
+    def _give_storage(self, entry: Entry) -> None:
+        shape, dtype, _ = self.sources[entry.name]
+        module, attribute = entry.places[0]
+        tensor = getattr(module, attribute)
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(self.device, dtype).contiguous()
+            return
+        new = torch.empty(shape, dtype=dtype, device=self.device)
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+        new.__dict__.update(tensor.__dict__)
+        for holder, name in entry.places:
+            table = holder._parameters if name in holder._parameters else holder._buffers
+            table[name] = new  # type: ignore[assignment]
+
+    def _initialise(self, empty: list[Entry]) -> None:
+        for module in dict.fromkeys(module for entry in empty for module, _ in entry.places):
+            init = self.init_fn or getattr(type(module), "reset_parameters", None)
+            if init is None:
+                msg = f"{empty[0].name} has no values on any rank, and {type(module).__name__} cannot make them"
+                hint = "give the module a reset_parameters method, or pass param_init_fn to the plugin"
+                raise ShardingError(msg, hint=hint)
+            with torch.no_grad():
+                init(module)
+
+    def _receive(self, due: list[Entry]) -> None:
+        for group in self.groups:
+            works = [
+                dist.broadcast(self._now(entry).data, src=_first(group), group=group, async_op=True)
+                for entry in due
+                if entry.tensor.numel()
+            ]
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+    def _to_master(self, entry: Entry) -> None:
+        tensor = self._now(entry)
+        ours = any(module in self.ignored for module, _ in entry.places)  # left as they are
+        due = isinstance(tensor, nn.Parameter) and (tensor.requires_grad or self.frozen_too)
+        if self.master is not None and due and not ours and tensor.is_floating_point():
+            tensor.data = tensor.data.to(self.master)
+
+    @staticmethod
+    def _now(entry: Entry) -> torch.Tensor:
+        module, attribute = entry.places[0]
+        tensor: torch.Tensor = getattr(module, attribute)
+        return tensor
+
+
+def _difference(mine: Specs, theirs: Specs) -> str | None:
+    for name in [*theirs, *mine]:
+        here, there = mine.get(name), theirs.get(name)
+        if here is None or there is None or here[0] != there[0]:
+            return f"{name} is {_words(there)} on rank 0 and {_words(here)} on rank {dist.get_rank()}"
+    return None
+
+
+def _first(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_global_rank(group, 0)
+
+
+def _words(found: Spec | None) -> str:
+    return "missing" if found is None else "x".join(map(str, found[0])) or "a scalar"

@@ -1,0 +1,95 @@
+"""The way in: facts and answers -> the text of a file, asked for or not. The caller writes it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path as FilePath
+
+from fsdplaunch.config.problems import ConfigError
+from fsdplaunch.errors import UsageError
+from fsdplaunch.probe.cluster import describe_cluster, read_cluster
+from fsdplaunch.probe.hardware import describe_hardware, read_hardware
+from fsdplaunch.probe.model import describe_model
+from fsdplaunch.wizard.compose import find_problems
+from fsdplaunch.wizard.questions import check_names
+from fsdplaunch.wizard.result import WizardResult, conclude
+from fsdplaunch.wizard.review import DEFAULT_FILE
+from fsdplaunch.wizard.situation import Situation
+from fsdplaunch.wizard.source import read_overrides, read_source
+from fsdplaunch.wizard.suggest import Facts
+from fsdplaunch.wizard.talk import Talk
+from fsdplaunch.wizard.unasked import answer_all
+
+
+def run_wizard(
+    *,
+    facts: Facts,
+    out: Talk,
+    path: FilePath = FilePath(DEFAULT_FILE),
+    answers: Mapping[str, str] | None = None,
+    overrides: Sequence[str] = (),
+    start_from: FilePath | None = None,
+    interactive: bool,
+    yes: bool = False,
+    overwrite: bool = False,
+) -> WizardResult:
+    """Find out what a file shall say. Writes nothing.
+
+    Args:
+        facts: What was found on this machine.
+        out: Where words go that are no prompt.
+        path: The file to be written.
+        answers: Answers that options gave, by question name; these questions are not asked.
+        overrides: `KEY=VALUE` texts, as `--set` takes them; they win over every answer.
+        start_from: A preset or another file whose values are the first offers.
+        interactive: Whether a person can be asked. Where not, nothing ever prompts.
+        yes: Take every suggestion without asking.
+        overwrite: Whether an existing file may be replaced.
+
+    Raises:
+        UsageError: An answer is none, has no meaning, or is missing and not safe to guess; or the file exists.
+        ConfigError: The answers contradict a rule, or a key in `overrides` is wrong.
+        KeyboardInterrupt: The user left.
+    """
+    given = dict(answers or {})
+    check_names(given)
+    source = read_source(start_from) if start_from else None
+    situation = Situation(
+        facts=facts,
+        settings=read_overrides(overrides),
+        base=source.values if source else {},
+        editing=source is not None,
+    )
+    if interactive and not yes:
+        from fsdplaunch.wizard.dialogue import Dialogue  # imports questionary, 100 ms
+
+        return Dialogue(situation, given=given, path=path, overwrite=overwrite, out=out).run()
+    if path.exists() and not overwrite:
+        msg = f"{path} exists"
+        raise UsageError(msg, hint="--overwrite replaces it, --output FILE writes another one")
+    situation = answer_all(situation, given, yes=yes)
+    problems = find_problems(situation)
+    if problems:
+        raise ConfigError(problems)
+    return conclude(situation, path=path, overwrite=overwrite)
+
+
+def read_facts(environ: Mapping[str, str]) -> Facts:
+    """Look at this machine and at the job it runs in.
+
+    Args:
+        environ: The process's variables.
+    """
+    return Facts(hardware=read_hardware(environ), cluster=read_cluster(environ))
+
+
+def describe_facts(facts: Facts) -> str:
+    """Return what was found, one line per thing.
+
+    Args:
+        facts: What was found.
+    """
+    lines = [("This machine", describe_hardware(facts.hardware))]
+    job = describe_cluster(facts.cluster)
+    lines += [("Job", job)] if job else []
+    lines += [("Model", describe_model(facts.model))] if facts.model else []
+    lines += [("Note", note) for note in facts.hardware.notes]
+    return "\n".join(f"{name:<14}{text}" for name, text in lines)

@@ -1,0 +1,70 @@
+"""Every wrong input: its exit code, one clear message, no traceback, nothing started, nothing written."""
+
+from pathlib import Path
+
+import pytest
+
+SCRIPT = "print('it ran')\n"
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("files", "arguments", "said"),
+    [
+        ({}, ["launch"], ["no script given", "fsdplaunch launch train.py"]),
+        ({}, ["launch", "nope.py"], ["script not found: nope.py"]),
+        ({"folder/x.py": ""}, ["launch", "folder"], ["folder is a folder, not a script"]),
+        ({"t.py": SCRIPT}, ["launch", "-c", "nope.yaml", "t.py"], ["nope.yaml"]),
+        ({"t.py": SCRIPT, "fsdp.yaml": "a: [1,\nb: 2\n"}, ["launch", "t.py"], ["fsdp.yaml:3", "is not YAML"]),
+        ({"t.py": SCRIPT, "fsdp.yaml": "- a\n- b\n"}, ["launch", "t.py"], ["fsdp.yaml", "mapping"]),
+        (
+            {"t.py": SCRIPT, "fsdp.yaml": "fsdp_config:\n  fsdp_sharding_stratgy: 1\n"},
+            ["launch", "t.py"],
+            ["fsdp.yaml:2:3", "fsdp_sharding_stratgy", "did you mean fsdp_sharding_strategy"],
+        ),
+        (
+            {"t.py": SCRIPT, "fsdp.yaml": "num_machines: one\nmixed_precision: bf17\n"},
+            ["launch", "t.py"],
+            ["fsdp.yaml:1:", "num_machines", "fsdp.yaml:2:", "mixed_precision", "2 problems"],
+        ),
+        ({"t.py": SCRIPT}, ["launch", "--set", "nope=1", "t.py"], ["nope"]),
+        ({"t.py": SCRIPT}, ["launch", "--num-processes", "many", "t.py"], ["num_processes", "many"]),
+        ({"t.py": SCRIPT}, ["launch", "--nope", "t.py"], ["--nope"]),
+        ({}, ["nope"], ["nope"]),
+        ({}, ["merge-weights"], ["CHECKPOINT"]),
+        ({"out/x": ""}, ["merge-weights", "nope", "out"], ["nope"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_wrong_input_ends_with_2_and_one_message(cli, tmp_path, files, arguments, said):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    before = listing(tmp_path)
+    done = cli(*arguments)
+    assert done.returncode == 2, done.stderr
+    for text in said:
+        assert text.lower() in done.stderr.lower()
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert listing(tmp_path) == before
+
+
+def test_variable_in_the_environment_is_checked_too(cli, tmp_path):
+    (tmp_path / "t.py").write_text(SCRIPT)
+    done = cli("launch", "t.py", FSDP_VERSION="3")
+    assert done.returncode == 2
+    assert "FSDP_VERSION" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_more_workers_than_the_machine_has_ends_with_3(cli, tmp_path):
+    """gpu_ids names a GPU that a machine without any cannot have; use_cpu would make it irrelevant."""
+    (tmp_path / "t.py").write_text(SCRIPT)
+    done = cli("launch", "--gpu-ids", "0,1", "t.py")
+    assert done.returncode == 3
+    assert "gpu_ids" in done.stderr
+    assert listing(tmp_path) == ["t.py"]

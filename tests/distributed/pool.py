@@ -1,0 +1,116 @@
+"""Processes that stay alive over many tests and form one gloo process group per world size."""
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "fsdplaunch.runtime.prepare"]
+GRACE_SECONDS = 5.0
+
+
+class RankError(AssertionError):
+    """A function raised on at least one rank; the text holds every rank's traceback."""
+
+
+class RankPool:
+    """`size` ranks that run functions together. A function must be importable by name."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None, timeout: float = 90.0
+    ) -> list[Any]:
+        """Call `function(*args)` on every rank at once and return the results by rank.
+
+        Args:
+            function: A module-level function of an importable module.
+            args: Picklable.
+            env: Variables that hold during the call.
+            timeout: Seconds until the ranks count as hung; they are killed and started anew for the next call.
+        """
+        if not self._workers:
+            self._start()
+        for _, pipe in self._workers:
+            pipe.send((function, args, dict(env or {})))
+        answers = self._collect(time.monotonic() + timeout)
+        failed = {rank: answer for rank, answer in answers.items() if answer[0] != "done"}
+        if failed:
+            self.stop()  # some ranks may be in a collective that the others will never join
+            raise RankError("\n".join(f"rank {rank} {kind}:\n{text}" for rank, (kind, text) in failed.items()))
+        return [answers[rank][1] for rank in range(self.size)]
+
+    def _collect(self, deadline: float) -> dict[int, tuple[str, Any]]:
+        pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers)}
+        answers: dict[int, tuple[str, Any]] = {}
+        while pipes and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(pipes), timeout=left):
+                rank = pipes.pop(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = ("died", f"exit code {self._workers[rank][0].exitcode}")
+                if answers[rank][0] != "done":
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return answers | dict.fromkeys(pipes.values(), ("hung", "no answer in time"))
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        store = Path(tempfile.mkdtemp(prefix="rank-pool-")) / "store"
+        for rank in range(self.size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, str(store), theirs))
+            process.start()
+            theirs.close()
+            self._workers.append((process, mine))
+
+    def stop(self) -> None:
+        """Kill the ranks; the next call starts new ones."""
+        for process, pipe in self._workers:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._workers = []
+
+
+def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+    """A rank's life: join the group, then run what comes in."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+    while True:
+        try:
+            function, args, env = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_answer(function, args, env))
+
+
+def _answer(function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str]) -> tuple[str, Any]:
+    from fsdplaunch.runtime.plugin import ambient_plugin
+
+    before = dict(os.environ)
+    os.environ.update(env)
+    ambient_plugin.cache_clear()
+    try:
+        return "done", function(*args)
+    except BaseException:
+        return "raised", traceback.format_exc()
+    finally:
+        sys.stderr.flush()
+        os.environ.clear()
+        os.environ.update(before)

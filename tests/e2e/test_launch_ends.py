@@ -1,0 +1,109 @@
+"""How a run ends: the launcher's exit code and the rank it names, for every way a worker can end."""
+
+import signal
+
+import pytest
+
+RANK = "import os, sys, time, signal; rank = int(os.environ['RANK'])\n"
+KILL = RANK + "if rank == 1: os.kill(os.getpid(), {number})\ntime.sleep(60)\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "rank"),
+    [
+        ("if rank == 1: sys.exit(7)\ntime.sleep(60)", 7, 1),
+        ("if rank == 1: raise ValueError('no such luck')\ntime.sleep(60)", 1, 1),
+        ("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)", 137, 1),
+        ("if rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(60)", 139, 1),
+        ("if rank == 1: os._exit(9)\ntime.sleep(60)", 9, 1),
+        ("if rank == 0: sys.exit('a text')\ntime.sleep(60)", 1, 0),
+        ("time.sleep(0.1 * (2 - rank)); raise ValueError(f'rank {rank}')", 1, 1),
+    ],
+    ids=["exit-7", "exception", "sigkill", "sigsegv", "os-exit", "exit-text", "two-fail"],
+)
+def test_first_failing_rank_decides_the_exit_code(launch, body, code, rank):
+    run = launch(RANK + body)
+    assert run.code == code, run.stderr
+    result = run.json()
+    assert (result["exit_code"], result["failure"]["rank"]) == (code, rank)
+
+
+@pytest.mark.parametrize("body", ["pass", "sys.exit()", "sys.exit(0)", "os._exit(0)"])
+def test_run_whose_ranks_all_end_well_ends_with_0(launch, body):
+    run = launch(RANK + "print('hello from', rank)\n" + body)
+    assert run.code == 0, run.stderr
+    assert run.stdout == "hello from 0\n"
+    assert run.log(0) == "hello from 0\n"
+    assert run.log(1) == "hello from 1\n"
+    assert run.json()["failure"] is None
+
+
+WAITING = RANK + "open(f'up{rank}', 'w').write(str(os.getpid()))\n"
+
+
+def when_up(run) -> list[int]:
+    return [int(run.wait_for(f"up{rank}")) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129), ("SIGUSR1", 138)]
+)
+def test_signal_that_kills_the_workers_is_the_exit_code(start, number, code):
+    run = start(WAITING + "time.sleep(60)")
+    when_up(run)
+    run.signal(getattr(signal, number))
+    assert run.end() == code, run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.json()["stopped_by"] == number
+
+
+SAVES = WAITING.replace(
+    "open(",
+    """
+got = []
+for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
+    signal.signal(getattr(signal, name), lambda n, f: got.append(n))
+open(""",
+    1,
+)
+SAVE = SAVES + "while not got: time.sleep(0.02)\ntime.sleep(0.3)\nopen(f'saved{rank}', 'w').write(repr(got))\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGHUP", 75), ("SIGINT", 130)])
+def test_workers_that_save_and_end_well_after_a_signal(start, number, code):
+    run = start(SAVE)
+    when_up(run)
+    run.signal(getattr(signal, number))
+    assert run.end() == code, run.stderr
+    once = repr([int(getattr(signal, number))])
+    assert [run.wait_for(f"saved{rank}", 1) for rank in range(2)] == [once, once]
+
+
+def test_second_interrupt_kills_workers_that_ignore_the_first(start):
+    run = start(
+        WAITING.replace("open(", "signal.signal(signal.SIGINT, signal.SIG_IGN)\nopen(", 1) + "time.sleep(60)"
+    )
+    when_up(run)
+    run.signal(signal.SIGINT)
+    with pytest.raises(Exception, match="timed out"):
+        run.process.communicate(timeout=1)
+    run.signal(signal.SIGINT)
+    assert run.end() == 130
+    assert "Traceback" not in run.stderr
+
+
+def test_grace_that_is_over_ends_workers_that_ignore_the_signal(start):
+    text = WAITING.replace("open(", "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(", 1) + "time.sleep(60)"
+    run = start(text, "--launch.shutdown-grace-seconds", "1")
+    when_up(run)
+    run.signal(signal.SIGTERM)
+    assert run.end() == 143
+
+
+def test_run_that_outlives_a_warning_ends_with_its_own_code(start):
+    text = SAVES + "while not got: time.sleep(0.02)\ntime.sleep(1.5)\nsys.exit(3 if rank else 0)"
+    run = start(text, "--launch.shutdown-grace-seconds", "0.5")
+    when_up(run)
+    run.signal(signal.SIGUSR1)
+    assert run.end() == 3
+    assert run.json()["stopped_by"] is None

@@ -1,0 +1,65 @@
+"""No process outlives its launcher, however that one ends."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdplaunch.launch.nursery import CLOSE_SECONDS
+
+SCRIPT = """
+import os, subprocess, sys, time
+rank = os.environ['RANK']
+child = subprocess.Popen(['sleep', '300'])
+open(f'up{rank}', 'w').write(f'{os.getpid()} {os.getppid()} {child.pid}')
+time.sleep(300)
+"""
+
+
+def status_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return status_of(pid)[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone_within(pids, seconds):
+    end = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+def parent_of(pid: int) -> int:
+    return int(status_of(pid)[1])
+
+
+@pytest.mark.parametrize("victim", ["launcher", "agent", "nursery"])
+@pytest.mark.parametrize("preload", ["torch", "none"])
+def test_no_process_outlives_a_killed(start, victim, preload):
+    run = start(SCRIPT, "--launch.preload", preload)
+    words = [run.wait_for(f"up{rank}").split() for rank in range(2)]
+    workers, nursery = [int(word[0]) for word in words], int(words[0][1])
+    children = [int(word[2]) for word in words]
+    agent = parent_of(nursery)
+    assert parent_of(agent) == run.pid
+    os.kill({"launcher": run.pid, "agent": agent, "nursery": nursery}[victim], signal.SIGKILL)
+    assert gone_within([run.pid, agent, nursery, *workers], CLOSE_SECONDS + 5)
+    if victim != "nursery":  # what workers started themselves is the nursery's to end
+        assert gone_within(children, 2)
+    assert run.end() == {"launcher": -9, "agent": 137, "nursery": 137}[victim]
+    for child in filter(alive, children):
+        os.kill(child, signal.SIGKILL)
+
+
+def test_failed_rank_takes_what_it_started_with_it(start):
+    run = start(SCRIPT.replace("time.sleep(300)", "sys.exit(5 if rank == '1' else time.sleep(300))"))
+    words = [run.wait_for(f"up{rank}").split() for rank in range(2)]
+    assert run.end() == 5
+    assert gone_within([int(pid) for word in words for pid in word], 2)

@@ -1,0 +1,101 @@
+"""What reaches the terminal, and what the run's folder keeps."""
+
+import os
+import pty
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from fsdplaunch.launch.streams import copy_size
+
+RANK = "import os, sys, time; rank = int(os.environ['RANK'])\n"
+
+
+def test_shown_ranks_have_a_prefix_and_whole_lines(launch):
+    text = RANK + "for i in range(50):\n    print(f'{rank} line {i}'); sys.stderr.write(f'{rank} bar {i}\\r')\n"
+    run = launch(text, "--show-ranks", "all")
+    for rank in (0, 1):
+        lines = [line for line in run.stdout.splitlines() if line.startswith(f"[{rank}] ")]
+        assert lines == [f"[{rank}] {rank} line {i}" for i in range(50)]
+        assert f"[{rank}] {rank} bar 49" in run.stderr.splitlines()
+    assert len(run.stdout.splitlines()) == 100
+
+
+def test_bytes_of_a_single_shown_rank_pass_untouched(launch):
+    blob = bytes(range(256)) * 40 + b"no newline at the end"
+    text = RANK + f"sys.stdout.buffer.write(bytes(range(256)) * 40 + {blob[-21:]!r})\n"
+    run = launch(text, binary=True)
+    assert run.stdout == blob
+    assert (run.dir / "ranks/0/stdout.log").read_bytes() == blob
+    assert (run.dir / "ranks/1/stdout.log").read_bytes() == blob
+
+
+def test_output_of_c_code_and_children_is_captured(launch):
+    text = RANK + "import ctypes; ctypes.CDLL(None).puts(b'from c'); os.system('echo from a child')\n"
+    run = launch(text)
+    assert sorted(run.log(1).splitlines()) == ["from a child", "from c"]
+    assert sorted(run.stdout.splitlines()) == ["from a child", "from c"]
+
+
+def test_a_child_that_keeps_the_output_open_does_not_hold_up_the_end(launch):
+    text = RANK + "import subprocess; subprocess.Popen(['sleep', '30'], start_new_session=True); print('done')\n"
+    begin = time.monotonic()
+    run = launch(text)
+    assert run.code == 0
+    assert run.stdout == "done\n"
+    assert time.monotonic() - begin < 25
+
+
+def test_100_mb_from_each_rank_pass_without_filling_memory(launch):
+    text = RANK + "line = 'x' * 9999\nfor _ in range(10_000): print(line)\n"
+    with Path(os.devnull).open("w") as nothing:
+        run = launch(text, "--show-ranks", "0", stdout=nothing)
+    assert run.code == 0, run.stderr
+    sizes = [(run.dir / "ranks" / str(rank) / "stdout.log").stat().st_size for rank in range(2)]
+    assert sizes == [100_000_000, 100_000_000]
+    assert run.json("agent.json")["peak_bytes"] < 2**30
+
+
+def test_rank_on_a_terminal_sees_a_terminal_of_the_same_size(start, tmp_path):
+    text = RANK + "if rank == 0: print(os.isatty(1), os.isatty(2), *os.get_terminal_size(1))\n"
+    ours, theirs = pty.openpty()
+    subprocess.run(["stty", "rows", "33", "cols", "77"], stdin=theirs, check=True)
+    run = start(text, stdout=theirs, stderr=subprocess.DEVNULL)
+    assert run.end() == 0
+    os.close(theirs)
+    shown = os.read(ours, 4096).decode()
+    os.close(ours)
+    assert shown == "True False 77 33\r\n"
+    assert run.log(0) == "True False 77 33\n"
+
+
+def test_folder_holds_plan_result_and_latest(launch):
+    run = launch("pass")
+    assert {path.name for path in run.dir.iterdir()} >= {"plan.json", "result.json", "config.yaml", "ranks"}
+    assert run.json("plan.json")["workers"] == 2
+    assert (run.folder / "runs/latest").readlink() == Path(run.dir.name)
+
+
+def test_torch_does_not_leave_folders_in_the_temporary_folder(launch, tmp_path):
+    place = tmp_path / "tmp"
+    place.mkdir()
+    run = launch("pass", env={"TMPDIR": str(place)})
+    assert run.code == 0
+    assert list(place.iterdir()) == []
+
+
+def test_closed_standard_streams_are_no_obstacle(tmp_path):
+    (tmp_path / "t.py").write_text("print('x')")
+    command = f"{sys.executable} -m fsdplaunch launch --distributed-type NO t.py <&- >&- 2>&-"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("FSDP")}
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environ, timeout=120)
+    assert done.returncode == 0
+    assert (tmp_path / "runs/latest/ranks/1/stdout.log").read_text() == "x\n"
+
+
+def test_size_of_what_is_no_terminal_is_left_alone():
+    ours, theirs = os.pipe()
+    copy_size(ours, theirs)
+    os.close(ours)
+    os.close(theirs)

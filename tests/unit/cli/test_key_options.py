@@ -1,0 +1,84 @@
+"""Configuration keys as options of launch."""
+
+import pytest
+
+from fsdplaunch.cli.app import _expanded
+from fsdplaunch.cli.key_options import expand, keys_by_option
+from fsdplaunch.config.keys import all_keys
+from fsdplaunch.errors import UsageError
+
+OWN = {"own_flags": {"--dry-run"}, "own_options": {"--config", "-c"}}
+
+
+@pytest.mark.parametrize("spec", all_keys(), ids=lambda spec: spec.dotted)
+def test_every_key_is_an_option_under_its_own_name(spec):
+    names = [name for name, found in keys_by_option().items() if found is spec]
+    for name in names:
+        dashed = "--" + name.replace("_", "-")
+        assert expand([f"{dashed}=X", "t.py"], **OWN) == ["--set", f"{spec.dotted}=X", "t.py"]
+    assert spec.dotted in names
+
+
+def test_values_are_taken_from_the_next_word():
+    argv = ["--fsdp_sharding_strategy", "FULL_SHARD", "--num-processes", "4", "t.py", "--lr", "1"]
+    assert expand(argv, **OWN) == [
+        "--set",
+        "fsdp_config.fsdp_sharding_strategy=FULL_SHARD",
+        "--set",
+        "num_processes=4",
+        "t.py",
+        "--lr",
+        "1",
+    ]
+
+
+@pytest.mark.parametrize(("words", "value"), [([], "true"), (["false"], "false"), (["true"], "true")])
+def test_flag_key_may_stand_alone(words, value):
+    argv = ["--use-cpu", *words, "t.py"]
+    assert expand(argv, **OWN) == ["--set", f"use_cpu={value}", "t.py"]
+
+
+def test_options_after_the_script_are_left_alone():
+    argv = ["--dry-run", "-c", "a.yaml", "t.py", "--num-processes", "4", "--", "--fsdp", "x"]
+    assert expand(argv, **OWN) == argv
+
+
+def test_transformers_command_line_is_understood(tmp_path):
+    (tmp_path / "fsdp.yaml").write_text("fsdp_version: 1\n")
+    argv = ["--fsdp=full shard auto_wrap offload", f"--fsdp_config={tmp_path}", "my-training-script.py"]
+    assert expand(argv, **OWN) == [
+        "--set",
+        "fsdp_config.fsdp_sharding_strategy=FULL_SHARD",
+        "--set",
+        "fsdp_config.fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP",
+        "--set",
+        "fsdp_config.fsdp_offload_params=true",
+        "--config",
+        str(tmp_path / "fsdp.yaml"),
+        "my-training-script.py",
+    ]
+
+
+def test_unknown_word_of_fsdp_is_named():
+    with pytest.raises(UsageError, match="'fulll_shard' is not one of full_shard"):
+        expand(["--fsdp", "fulll_shard", "t.py"], **OWN)
+
+
+def test_config_folder_without_one_file_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="found none"):
+        expand(["--fsdp_config", str(tmp_path), "t.py"], **OWN)
+
+
+def test_option_without_its_value_is_refused():
+    with pytest.raises(UsageError, match="--num-processes needs a value"):
+        expand(["--num-processes"], **OWN)
+
+
+def test_launchs_own_options_are_known_from_its_signature():
+    argv = ["launch", "--config_file", "--use-cpu", "--dry-run", "--json", "-m", "--num-processes=2", "t"]
+    assert _expanded(argv) == [*argv[:6], "--set", "num_processes=2", "t"]
+
+
+def test_other_commands_are_left_alone():
+    argv = ["merge-weights", "--num-processes", "2"]
+    assert _expanded(argv) == argv

@@ -1,0 +1,109 @@
+"""What a file leaves open is decided as the schema's texts say."""
+
+import pytest
+
+from fsdplaunch.config.environment import encode
+from fsdplaunch.config.load import stack
+from fsdplaunch.config.world import mesh_sizes, with_mesh, workers_per_node, world_size
+from fsdplaunch.config.yaml_text import read_text
+from fsdplaunch.errors import UsageError
+
+
+def config(text):
+    return stack(read_text(text, "x")).config
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("", 2),
+        ("mixed_precision: bf16\n", 2),
+        ("compute_environment: LOCAL_MACHINE\n", 1),
+        ("fsdp_config: {fsdp_use_orig_params: false}\n", 1),
+        ("fsdp_config: {fsdp_use_orig_params: true}\n", 1),
+        ("fsdp_config: {fsdp_backward_prefetch_policy: BACKWARD_PRE}\n", 1),
+        ("fsdp_config: {fsdp_state_dict_type: LOCAL_STATE_DICT}\n", 1),
+        ("fsdp_config: {fsdp_state_dict_type: FULL_STATE_DICT}\n", 2),
+        ("precision: {buffer: bf16}\n", 1),
+        ("fsdp_config: {fsdp_sync_module_states: true}\n", 1),
+        ("fsdp_config: {fsdp_activation_checkpointing: true}\n", 2),
+        ("compute_environment: LOCAL_MACHINE\nfsdp_config: {fsdp_version: 2}\n", 2),
+    ],
+)
+def test_the_version_of_a_file_that_names_none(text, version):
+    assert config(text).fsdp_config.fsdp_version == version
+
+
+@pytest.mark.parametrize("word", ["SHARD_GRAD_OP", "shard_grad_op", "shard grad op", "shard-grad-op", "2", "'2'"])
+@pytest.mark.parametrize("key", ["fsdp_sharding_strategy", "fsdp_reshard_after_forward"])
+def test_the_strategy_of_version_1_is_what_either_key_says(key, word):
+    read = config(f"fsdp_config: {{fsdp_version: 1, {key}: {word}}}\n")
+    assert read.fsdp_config.fsdp_sharding_strategy == "SHARD_GRAD_OP"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "machines", "reshard", "mesh"),
+    [
+        ("FULL_SHARD", 2, True, (1, 8)),
+        ("SHARD_GRAD_OP", 1, False, (1, 8)),
+        ("NO_SHARD", 1, True, (8, 1)),
+        ("HYBRID_SHARD", 2, True, (2, 4)),
+        ("HYBRID_SHARD_ZERO2", 4, False, (4, 2)),
+    ],
+)
+def test_a_strategy_becomes_reshard_and_mesh_under_version_2(strategy, machines, reshard, mesh):
+    text = f"num_processes: 8\nnum_machines: {machines}\n"
+    read = config(text + f"fsdp_config: {{fsdp_version: 2, fsdp_sharding_strategy: {strategy}}}\n")
+    assert read.fsdp_config.fsdp_reshard_after_forward is reshard
+    assert mesh_sizes(read, 8) == mesh
+
+
+def test_a_mesh_becomes_numbers_when_the_world_is_known():
+    read = config("fsdp_config: {fsdp_version: 2}\nparallelism_config: {dp_replicate_size: 2}\n")
+    sizes = with_mesh(read, 8).parallelism_config
+    assert (sizes.parallelism_config_dp_replicate_size, sizes.parallelism_config_dp_shard_size) == (2, 4)
+    flat = config("fsdp_config: {fsdp_version: 2}\n")
+    assert with_mesh(flat, 8) == flat
+    with pytest.raises(UsageError, match="does not fit 7 workers"):
+        with_mesh(read, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "per_node", "world"),
+    [
+        ("", None, None),
+        ("num_processes: 8\nnum_machines: 2\n", 4, 8),
+        ("num_machines: 2\nlaunch: {workers_per_node: 4}\n", 4, 8),
+        ("num_processes: -1\n", None, None),
+        ("num_processes: 7\nnum_machines: 2\nlaunch: {workers_per_node: auto}\n", None, 7),
+    ],
+)
+def test_the_number_of_workers_as_far_as_the_file_tells(text, per_node, world):
+    assert (workers_per_node(config(text)), world_size(config(text))) == (per_node, world)
+
+
+@pytest.mark.parametrize(
+    ("text", "param", "reduce", "master"),
+    [
+        ("", None, None, None),
+        ("mixed_precision: bf16\n", "bf16", "fp32", "fp32"),
+        ("mixed_precision: fp16\n", "fp16", "fp32", "fp32"),
+        ("mixed_precision: bf16\nprecision: {reduce: bf16}\n", "bf16", "bf16", "fp32"),
+        ("precision: {param: fp32}\n", "fp32", None, None),
+    ],
+)
+def test_formats_follow_mixed_precision_unless_said(text, param, reduce, master):
+    said = config(text).precision
+    assert (said.param, said.reduce, said.master) == (param, reduce, master)
+
+
+@pytest.mark.parametrize("word", ["no", "'no'", "NO", "fp32", "float32", "false"])
+def test_no_mixed_precision_in_all_its_spellings(word):
+    assert config(f"mixed_precision: {word}\n").mixed_precision == "no"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_sending_rank_0s_values_can_be_turned_off_under_both_versions(version):
+    off = config(f"fsdp_config: {{fsdp_version: {version}, fsdp_sync_module_states: false}}\n")
+    assert off.fsdp_config.fsdp_sync_module_states is False
+    assert encode(off)["FSDP_SYNC_MODULE_STATES"] == "false"

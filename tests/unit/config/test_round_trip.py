@@ -1,0 +1,162 @@
+"""Config -> YAML -> Config and Config -> environment -> Config are identities over all valid configurations."""
+
+import os
+import string
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fsdplaunch.config import values as v
+from fsdplaunch.config.convert import to_fsdp2
+from fsdplaunch.config.edit import set_keys
+from fsdplaunch.config.environment import decode, encode
+from fsdplaunch.config.keys import all_keys, build_config, keys_by_path, value_at
+from fsdplaunch.config.load import check, stack
+from fsdplaunch.config.render import render, spoken_values
+from fsdplaunch.config.resolve import resolve
+from fsdplaunch.config.rules import find_faults, view_of
+from fsdplaunch.config.yaml_text import read_text
+from fsdplaunch.errors import UsageError
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20).filter(
+    str.strip
+)
+WORDS = st.text(string.ascii_letters + string.digits + "_.", min_size=1, max_size=10)
+MODULES = st.text(string.ascii_lowercase + "_", min_size=1, max_size=8)
+JSON = st.recursive(
+    st.booleans() | st.integers(-9, 9) | TEXT, lambda inner: st.lists(inner, max_size=2), max_leaves=4
+)
+RANKS = st.lists(st.integers(0, 20), min_size=1, max_size=4).map(lambda ranks: ",".join(map(str, ranks)))
+
+BY_KIND = {
+    id(v.FLAG): st.booleans(),
+    id(v.WHOLE): st.integers(0, 2**40),
+    id(v.COUNT): st.integers(1, 2**40),
+    id(v.PORT): st.integers(0, 65535),
+    id(v.NUMBER): st.floats(allow_nan=False, allow_infinity=False),
+    id(v.SECONDS): st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    id(v.WAIT): st.floats(min_value=0, allow_infinity=False),
+    id(v.TEXT): TEXT,
+    id(v.PATTERN): st.sampled_from([r".*\.norm", "lm_head", r"layers\.\d+\.(a|b)", "no", "1e5", "[ab]{2}"]),
+    id(v.NAMES): st.lists(WORDS, max_size=3).map(tuple),
+    id(v.LINES): st.lists(TEXT, max_size=3).map(tuple),
+    id(v.TABLE): st.dictionaries(WORDS, JSON, max_size=3),
+    id(v.VARIABLES): st.dictionaries(WORDS.filter(str.isidentifier), st.just("") | TEXT, max_size=3),
+    id(v.RANKS): st.just("all") | RANKS,
+    id(v.DEVICES): st.just("all") | RANKS | st.just("GPU-1a2b,MIG-3c"),
+    id(v.MODULES): st.lists(MODULES.filter(str.isidentifier), max_size=3).map(tuple),
+    id(v.THREE_FLAGS): st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    id(v.NODE_RANGE): st.tuples(st.integers(1, 4), st.integers(0, 4)).map(lambda pair: f"{pair[0]}:{sum(pair)}"),
+    id(v.ENDPOINT): st.sampled_from(["10.0.0.1:29500", "node-0:0", "[fe80::1]:400"]),
+    id(v.WORKERS): st.just("auto") | st.integers(1, 64),
+    id(v.MESH_SIZE): st.just(-1) | st.integers(1, 16),
+    id(v.VERSION): st.sampled_from([1, 2]),
+    id(v.RESHARD): st.booleans() | st.integers(2, 8) | st.sampled_from(v.STRATEGY.choices),
+}
+
+
+def values_of(spec):
+    """Canonical values of a key."""
+    if spec.key.kind.choices and id(spec.key.kind) not in BY_KIND:
+        return st.sampled_from(spec.key.kind.choices)
+    return BY_KIND[id(spec.key.kind)]
+
+
+@st.composite
+def configs(draw):
+    """Configs that pass every rule: any keys, with those that break a rule taken out again."""
+    usable = [spec for spec in all_keys() if not spec.key.pending]
+    chosen = draw(st.lists(st.sampled_from(usable), unique_by=lambda spec: spec.path, max_size=12))
+    said = {spec.path: draw(values_of(spec)) for spec in chosen}
+    config = build_config(said)
+    while faults := [fault for _, fault in find_faults(view_of(config))]:
+        for path in {path for fault in faults for path in fault.about}:
+            said.pop(path, None)
+        config = build_config(said)
+    return config
+
+
+KEYS = pytest.mark.parametrize("spec", all_keys(), ids=lambda spec: spec.dotted)
+SLOW = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
+
+
+def read(text):
+    return stack(read_text(text, "x.yaml"), environ={}).config
+
+
+@SLOW
+@given(config=configs())
+def test_a_rendered_file_reads_as_the_same_configuration(config):
+    assert check(config) == ()
+    resolved = resolve(config)
+    assert resolve(resolved) == resolved
+    assert read(render(config)) == resolved
+    assert read(render(config, full=True)) == resolved
+    assert read(render(config, comments=False)) == resolved
+
+
+@SLOW
+@given(config=configs())
+def test_the_environment_gives_the_same_configuration_back(config):
+    resolved = resolve(config)
+    environ = encode(resolved)
+    os.environ.update(environ)  # the real one, which refuses what no process could be given
+    try:
+        assert decode() == resolved
+    finally:
+        for name in environ:
+            del os.environ[name]
+
+
+@SLOW
+@given(config=configs())
+def test_keys_set_one_by_one_give_the_same_file(config):
+    resolved = resolve(config)
+    text = "# mine\n"
+    for path, value in spoken_values(resolved).items():
+        text = set_keys(text, [(keys_by_path()[path], value)])
+    assert text.startswith("# mine\n")
+    assert read(text) == resolved
+
+
+@SLOW
+@given(config=configs())
+def test_overrides_say_what_a_file_says(config):
+    from fsdplaunch.config.scalars import flow_text, plain_value
+
+    resolved = resolve(config)
+    overrides = [
+        f"{'.'.join(path)}={flow_text(plain_value(keys_by_path()[path], value))}"
+        for path, value in spoken_values(resolved).items()
+    ]
+    assert stack(read_text("", "x"), overrides=overrides).config == resolved
+
+
+@SLOW
+@given(config=configs())
+def test_a_converted_file_shards_the_same_way(config):
+    resolved = resolve(config)
+    if resolved.distributed_type != "FSDP":
+        with pytest.raises(UsageError, match="shards nothing"):
+            to_fsdp2(render(config))
+        return
+    converted = read(to_fsdp2(render(config)).text)
+    assert converted.fsdp_config.fsdp_version == 2
+    kept = ("fsdp_offload_params", "fsdp_auto_wrap_policy", "fsdp_min_num_params", "fsdp_ignored_modules")
+    for name in kept:
+        assert value_at(converted, ("fsdp_config", name)) == value_at(resolved, ("fsdp_config", name))
+
+
+@KEYS
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_every_value_reaches_the_worker(spec, data):
+    """Each allowed value -> environment -> schema in the worker: the same value."""
+    value = data.draw(values_of(spec))
+    config = resolve(build_config({spec.path: value}))
+    environ = encode(config)
+    assert all(text and "\0" not in text for text in environ.values())
+    assert decode(environ) == config

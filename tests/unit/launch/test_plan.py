@@ -1,0 +1,121 @@
+"""LaunchPlan: what a configuration makes of a machine, as data."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdplaunch.config.environment import decode
+from fsdplaunch.config.resolve import resolve
+from fsdplaunch.config.schema import Config, LaunchSection
+from fsdplaunch.errors import MachineError, UsageError
+from fsdplaunch.launch.plan import LaunchPlan, Machine, build_plan
+
+
+def make(
+    config: Config | None = None, *, gpus: int = 0, environ: dict[str, str] | None = None, **kwargs
+) -> LaunchPlan:
+    machine = Machine(gpus=gpus, cpus=8, python="/usr/bin/python3", environ=environ or {})
+    options = {"script": "train.py", "run_id": "r1", "run_dir": Path("/runs/r1"), **kwargs}
+    return build_plan(resolve(config or Config()), machine=machine, **options)
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "workers", "device"),
+    [
+        (Config(), 0, 2, "cpu"),
+        (Config(), 8, 8, "cuda"),
+        (Config(use_cpu=True), 8, 2, "cpu"),
+        (Config(num_processes=4), 0, 4, "cpu"),
+        (Config(num_processes=4), 8, 4, "cuda"),
+        (Config(launch=LaunchSection(workers_per_node=3)), 0, 3, "cpu"),
+        (Config(launch=LaunchSection(workers_per_node="auto")), 4, 4, "cuda"),
+        (Config(gpu_ids="0,2"), 4, 2, "cuda"),
+        (Config(gpu_ids="all"), 4, 4, "cuda"),
+    ],
+)
+def test_workers_and_device_follow_config_and_machine(config, gpus, workers, device):
+    plan = make(config, gpus=gpus)
+    assert (plan.workers, plan.device, plan.world_size) == (workers, device, workers)
+    assert f"--nproc-per-node={workers}" in plan.argv
+
+
+def test_num_processes_is_the_total_over_machines():
+    config = Config(num_processes=8, num_machines=2, main_process_ip="10.0.0.1", machine_rank=1)
+    plan = make(config)
+    assert plan.workers == 4
+    assert plan.world_size == 8
+    assert "--rdzv-endpoint=10.0.0.1:29500" in plan.argv
+    assert any("is_host=0" in item for item in plan.argv)
+
+
+def test_more_workers_than_gpus_is_refused_with_exit_3():
+    with pytest.raises(MachineError, match="4 workers on this machine, but it has 2") as caught:
+        make(Config(num_processes=4), gpus=2)
+    assert caught.value.exit_code == 3
+
+
+def test_gpu_id_that_is_not_there_is_refused():
+    with pytest.raises(MachineError, match="GPU 5"):
+        make(Config(gpu_ids="0,5"), gpus=2)
+
+
+@pytest.mark.parametrize("missing", ["main_process_ip", "machine_rank"])
+def test_several_machines_without_an_address_or_a_rank_are_refused(missing):
+    config = Config(num_machines=2, num_processes=2, main_process_ip="10.0.0.1", machine_rank=0)
+    with pytest.raises(UsageError, match="num_machines is 2"):
+        make(replace(config, **{missing: None}))
+
+
+def test_script_arguments_come_last_and_untouched():
+    arguments = ["--config", "a b", "--", "-c", "'\"$(x)\n", "--help"]
+    plan = make(arguments=arguments)
+    assert plan.argv[-len(arguments) - 1 :] == ("train.py", *arguments)
+    assert plan.argv[-len(arguments) - 3 : -len(arguments) - 1] == ("-m", "fsdplaunch.runtime.bootstrap")
+
+
+def test_module_is_marked_for_the_bootstrap():
+    assert make(script="pkg.train", module=True).argv[-2:] == ("-m", "pkg.train")
+
+
+def test_env_carries_the_whole_config():
+    config = resolve(Config(mixed_precision="bf16"))
+    assert decode(make(config).env) == config
+
+
+def test_env_adds_the_files_own_variables_and_threads():
+    config = Config(launch=LaunchSection(env={"NCCL_DEBUG": "INFO", "N": "3"}, workers_per_node=4))
+    env = make(config).env
+    assert (env["NCCL_DEBUG"], env["N"], env["OMP_NUM_THREADS"]) == ("INFO", "3", "2")
+
+
+def test_omp_threads_set_by_the_user_are_kept():
+    assert "OMP_NUM_THREADS" not in make(environ={"OMP_NUM_THREADS": "1"}).env
+
+
+def test_restarts_turn_off_the_shared_store():
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in make().env
+    plan = make(Config(launch=LaunchSection(max_restarts=2)))
+    assert plan.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert "--max-restarts=2" in plan.argv
+
+
+def test_gpu_ids_become_visible_devices():
+    assert make(Config(gpu_ids="1,0"), gpus=2).env["CUDA_VISIBLE_DEVICES"] == "1,0"
+
+
+def test_static_rendezvous_only_when_asked():
+    machines = {"num_machines": 2, "num_processes": 2, "main_process_ip": "h", "machine_rank": 1}
+    plan = make(Config(rdzv_backend="static", main_process_port=1234, **machines))
+    assert {"--rdzv-backend=static", "--master-addr=h", "--master-port=1234", "--node-rank=1"} <= set(plan.argv)
+    assert "--rdzv-backend=c10d" in make(Config(rdzv_backend="static")).argv  # one machine: nothing to agree on
+
+
+def test_plan_as_data_is_plain():
+    import json
+
+    plan = make(notes=["n"])
+    data = json.loads(json.dumps(plan.to_dict()))
+    assert data["env"] == dict(plan.env)
+    assert data["argv"] == list(plan.argv)
+    assert data["notes"] == ["n", "no GPU is visible: running on CPU with gloo"]

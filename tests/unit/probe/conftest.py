@@ -1,0 +1,114 @@
+"""A driver's management library as the probe sees it, a /proc and /sys, and model folders."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from fsdplaunch.probe import gpus
+
+
+class NVMLError(Exception):
+    def __init__(self, text, value=999):
+        super().__init__(text)
+        self.value = value
+
+
+class FakeNvml(ModuleType):
+    """`cards`: (name, bytes, capability, uuid, processes). `slices`: uuid -> (card number, bytes).
+
+    Bytes of None: the driver does not tell. A card of None does not answer. `driver`: True, or the error's number.
+    """
+
+    NVMLError = NVMLError
+    NVML_ERROR_DRIVER_NOT_LOADED = 9
+    NVML_ERROR_LIBRARY_NOT_FOUND = 12
+
+    def __init__(self, cards, slices=None, *, driver=True):
+        super().__init__("pynvml")
+        self._cards, self._slices, self._driver = cards, slices or {}, driver
+        self.calls = []
+
+    def nvmlInit(self):  # noqa: N802
+        self.calls.append("init")
+        if self._driver is not True:
+            raise NVMLError("Driver/library version mismatch", self._driver)
+
+    def nvmlShutdown(self):  # noqa: N802
+        self.calls.append("shutdown")
+
+    def nvmlDeviceGetCount(self):  # noqa: N802
+        return len(self._cards)
+
+    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
+        if self._cards[index] is None:
+            raise NVMLError("GPU is lost")
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
+        if uuid not in self._slices:
+            raise NVMLError("not found")
+        return uuid
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle):  # noqa: N802
+        return self._slices[handle][0]
+
+    def nvmlDeviceGetIndex(self, handle):  # noqa: N802
+        return handle
+
+    def nvmlDeviceGetName(self, handle):  # noqa: N802
+        return self._cards[handle][0]
+
+    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802
+        total = self._slices[handle][1] if isinstance(handle, str) else self._cards[handle][1]
+        if total is None:
+            raise NVMLError("Not Supported")
+        return SimpleNamespace(total=total)
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle):  # noqa: N802
+        return self._cards[handle][2]
+
+    def nvmlDeviceGetUUID(self, handle):  # noqa: N802
+        return self._cards[handle][3]
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):  # noqa: N802
+        if self._cards[handle][4] is None:
+            raise NVMLError("no permission")
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self._cards[handle][4]]
+
+
+@pytest.fixture
+def install_driver(monkeypatch):
+    """Put a driver with these cards in place; returns the fake library."""
+
+    def install(cards, slices=None, *, driver=True):
+        library = FakeNvml(cards, slices, driver=driver)
+        monkeypatch.setitem(sys.modules, "pynvml", library)
+        monkeypatch.setattr(gpus, "driver_is_installed", lambda: True)
+        return library
+
+    return install
+
+
+@pytest.fixture
+def make_root(tmp_path):
+    """Write files below a folder that stands for `/`; returns the folder."""
+
+    def make(files):
+        for name, text in files.items():
+            path = tmp_path / "root" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return tmp_path / "root"
+
+    return make
+
+
+@pytest.fixture
+def tiny_llama():
+    """Tensors of a three-block decoder, as {name: (dtype, shape)}."""
+    tensors = {"model.embed_tokens.weight": ("BF16", (50, 8)), "model.norm.weight": ("BF16", (8,))}
+    for block in range(3):
+        for part, shape in (("self_attn.q_proj.weight", (8, 8)), ("mlp.up_proj.weight", (16, 8))):
+            tensors[f"model.layers.{block}.{part}"] = ("BF16", shape)
+    return tensors

@@ -1,0 +1,154 @@
+import importlib
+import sys
+
+import pytest
+
+from fsdplaunch.probe import gpus
+from fsdplaunch.probe.gpus import Gpu, read_gpus
+
+GIB = 1024**3
+
+
+def cards(count, **remarks):
+    name = remarks.get("name", "NVIDIA H100 80GB HBM3")
+    capability = remarks.get("capability", (9, 0))
+    processes = remarks.get("processes", ())
+    return [(name, 80 * GIB, capability, f"GPU-{i:04x}aaaa-11", processes) for i in range(count)]
+
+
+def test_read_gpus_two_cards_reports_each_and_closes_the_library(install_driver):
+    nvml = install_driver(cards(2, processes=[(4711, 3 * GIB)]))
+    found, notes = read_gpus({})
+    assert [gpu.index for gpu in found] == [0, 1]
+    assert found[0] == Gpu(
+        index=0,
+        name="NVIDIA H100 80GB HBM3",
+        memory_bytes=80 * GIB,
+        compute_capability=(9, 0),
+        uuid="GPU-0000aaaa-11",
+        busy=((4711, 3 * GIB),),
+    )
+    assert notes == ()
+    assert nvml.calls == ["init", "shutdown"]
+
+
+def test_read_gpus_old_library_giving_bytes_reports_text(install_driver):
+    install_driver([(b"Tesla T4", 15 * GIB, (7, 5), b"GPU-77", None)])
+    found, _ = read_gpus({})
+    assert (found[0].name, found[0].uuid, found[0].busy) == ("Tesla T4", "GPU-77", ())
+
+
+@pytest.mark.parametrize("number", [9, 12], ids=["driver not loaded", "library not found"])
+def test_read_gpus_without_driver_reports_none_and_says_nothing(install_driver, number):
+    install_driver(cards(2), driver=number)
+    assert read_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == ((), ())
+
+
+def test_read_gpus_driver_that_does_not_answer_is_named(install_driver):
+    """After a driver update without a reboot there are GPUs, and nothing can use them."""
+    install_driver(cards(2), driver=18)
+    assert read_gpus({}) == ((), ("the NVIDIA driver does not answer: Driver/library version mismatch",))
+
+
+def test_read_gpus_lost_gpu_is_named_and_the_others_are_reported(install_driver):
+    first, _, third = cards(3)
+    nvml = install_driver([first, None, third])
+    found, notes = read_gpus({})
+    assert [gpu.index for gpu in found] == [0, 2]
+    assert notes == ("GPU 1 does not answer: GPU is lost",)
+    assert nvml.calls == ["init", "shutdown"]
+
+
+def test_read_gpus_memory_that_is_not_told_does_not_hide_the_gpu(install_driver):
+    install_driver([("NVIDIA GB10", None, (12, 1), "GPU-1", ())])
+    found, notes = read_gpus({})
+    assert (found[0].name, found[0].memory_bytes, notes) == ("NVIDIA GB10", 0, ())
+
+
+def test_read_gpus_calls_exist_in_the_real_library(install_driver):
+    fake = install_driver(cards(1))
+    del sys.modules["pynvml"]
+    real = importlib.import_module("pynvml")
+    names = [name for name in dir(type(fake)) if name.startswith(("nvml", "NVML_"))]
+    assert len(names) > 10
+    assert [name for name in names if not hasattr(real, name)] == []
+    assert real.NVML_ERROR_DRIVER_NOT_LOADED == fake.NVML_ERROR_DRIVER_NOT_LOADED
+    assert real.NVML_ERROR_LIBRARY_NOT_FOUND == fake.NVML_ERROR_LIBRARY_NOT_FOUND
+
+
+def test_read_gpus_without_bindings_reports_none(monkeypatch):
+    monkeypatch.setattr(gpus, "driver_is_installed", lambda: True)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert read_gpus({}) == ((), ())
+
+
+def test_read_gpus_without_driver_library_does_not_load_the_bindings(monkeypatch):
+    def no_library(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(gpus.ctypes, "CDLL", no_library)
+    monkeypatch.setattr(gpus.sys, "platform", "linux")
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    assert read_gpus({}) == ((), ())
+    assert "pynvml" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ("2,0", [2, 0]),
+        ("", []),
+        ("-1", []),
+        ("1,-1,0", [1]),
+        (" 3 , 1 ", [3, 1]),
+        ("GPU-0002aaaa-11", [2]),
+        ("GPU-0002,GPU-0001", [2, 1]),
+        ("0,9,1", [0]),
+        ("0,GPU-,1", [0]),
+        ("1,1", [1]),
+        ("banana", []),
+    ],
+)
+def test_read_gpus_visible_devices_are_read_as_cuda_reads_them(install_driver, visible, expected):
+    install_driver(cards(4))
+    found, notes = read_gpus({"CUDA_VISIBLE_DEVICES": visible})
+    assert [gpu.index for gpu in found] == expected
+    assert notes[0] == f"CUDA_VISIBLE_DEVICES={visible} shows {len(expected)} of this machine's 4 GPUs"
+
+
+@pytest.mark.parametrize(("visible", "said"), [("0,9", "'9'"), ("0,0", "second time"), ("GPU-,1", "'GPU-'")])
+def test_read_gpus_entry_that_names_no_single_gpu_is_pointed_out(install_driver, visible, said):
+    install_driver(cards(4))
+    _, notes = read_gpus({"CUDA_VISIBLE_DEVICES": visible})
+    assert len(notes) == 2
+    assert said in notes[1]
+
+
+def test_read_gpus_slice_has_its_own_memory_and_its_gpus_ability(install_driver):
+    install_driver(cards(2), {"MIG-5": (1, 10 * GIB)})
+    found, _ = read_gpus({"CUDA_VISIBLE_DEVICES": "MIG-5"})
+    assert [(gpu.index, gpu.memory_bytes, gpu.compute_capability, gpu.uuid) for gpu in found] == [
+        (1, 10 * GIB, (9, 0), "MIG-5")
+    ]
+
+
+def test_read_gpus_unknown_slice_ends_the_list(install_driver):
+    install_driver(cards(2), {})
+    found, notes = read_gpus({"CUDA_VISIBLE_DEVICES": "0,MIG-5,1"})
+    assert [gpu.index for gpu in found] == [0]
+    assert "'MIG-5'" in notes[1]
+
+
+@pytest.mark.parametrize(
+    ("capability", "fp16", "bf16", "fp8"),
+    [
+        ((5, 2), False, False, False),
+        ((7, 5), True, False, False),
+        ((8, 0), True, True, False),
+        ((8, 9), True, True, True),
+        ((10, 0), True, True, True),
+    ],
+)
+def test_gpu_formats_follow_the_compute_capability(capability, fp16, bf16, fp8):
+    gpu = Gpu(index=0, name="x", memory_bytes=1, compute_capability=capability)
+    assert (gpu.has_fp16, gpu.has_bf16, gpu.has_fp8) == (fp16, bf16, fp8)

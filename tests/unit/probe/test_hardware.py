@@ -1,0 +1,67 @@
+import os
+import subprocess
+import sys
+
+from fsdplaunch.probe.gpus import Gpu
+from fsdplaunch.probe.hardware import GIB, Hardware, describe_hardware, read_hardware
+
+
+def gpu(index, name="Tesla T4", gib=15, capability=(7, 5)):
+    return Gpu(index=index, name=name, memory_bytes=gib * GIB, compute_capability=capability)
+
+
+def test_read_hardware_in_a_container_reports_gpus_and_limits(install_driver, make_root, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    install_driver([("NVIDIA A100", 40 * GIB, (8, 0), "GPU-1", ())])
+    root = make_root(
+        {
+            "proc/meminfo": "MemTotal: 67108864 kB\n",
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/memory.max": str(32 * GIB),
+            "sys/fs/cgroup/cpu.max": "600000 100000",
+        }
+    )
+    found = read_hardware({}, root=root)
+    assert (len(found.gpus), found.cpu_count, found.memory_bytes) == (1, 6, 32 * GIB)
+    assert found.all_have_bf16
+    assert describe_hardware(found) == "1 x NVIDIA A100 (40 GiB, sm_80)   32 GiB of memory   6 processors"
+
+
+def test_read_hardware_amd_driver_without_nvidia_is_said(install_driver, make_root):
+    install_driver([], driver=12)
+    found = read_hardware({}, root=make_root({"proc/meminfo": "MemTotal: 1 kB", "dev/kfd": ""}))
+    assert found.gpus == ()
+    assert "AMD" in found.notes[0]
+
+
+def test_hardware_mixed_gpus_plan_with_the_smallest_and_the_least_able():
+    mixed = Hardware(gpus=(gpu(0), gpu(1, "NVIDIA H100", 80, (9, 0))))
+    assert mixed.gpu_memory_bytes == 15 * GIB
+    assert not mixed.all_have_bf16
+    assert describe_hardware(mixed).startswith("1 x Tesla T4 (15 GiB, sm_75)   1 x NVIDIA H100 (80 GiB, sm_90)")
+
+
+def test_hardware_gpu_whose_memory_is_not_told_limits_nothing():
+    shared = Hardware(gpus=(gpu(0, "NVIDIA GB10", 0, (12, 1)),))
+    assert shared.gpu_memory_bytes is None
+    assert describe_hardware(shared).startswith("1 x NVIDIA GB10 (sm_121)")
+
+
+def test_hardware_without_gpus_has_no_gpu_memory_and_no_bf16():
+    bare = Hardware(cpu_count=2, memory_bytes=24 * GIB)
+    assert bare.gpu_memory_bytes is None
+    assert not bare.all_have_bf16
+    assert describe_hardware(bare) == "no NVIDIA GPU   24 GiB of memory   2 processors"
+
+
+def test_read_hardware_imports_no_torch_and_reports_its_version():
+    code = (
+        "import os, sys; from fsdplaunch.probe.hardware import read_hardware; found = read_hardware(os.environ);"
+        "print(found.torch_version); assert found.cpu_count >= 1; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    version, imported = done.stdout.split()
+    from importlib.metadata import version as installed
+
+    assert version == installed("torch")
+    assert imported == "False"

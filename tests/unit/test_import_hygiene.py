@@ -1,0 +1,50 @@
+"""What each entry point imports: start-up time and the workers' independence depend on it."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "rich", "questionary", "pydantic", "yaml")
+
+
+def modules_after(code: str) -> set[str]:
+    script = f"import sys\n{code}\nprint('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
+def test_help_imports_nothing_heavy(arguments):
+    code = f"""
+from fsdplaunch.cli.app import run
+import io, contextlib
+with contextlib.redirect_stdout(io.StringIO()) as text:
+    status = run({arguments!r})
+assert status == 0, status
+assert "fsdplaunch" in text.getvalue()
+"""
+    assert modules_after(code).isdisjoint(HEAVY)
+
+
+def test_importing_the_package_imports_nothing_of_its_own():
+    loaded = {name for name in modules_after("import fsdplaunch") if name.startswith("fsdplaunch.")}
+    assert loaded == set()
+
+
+def test_worker_side_of_the_config_needs_only_the_standard_library():
+    modules = modules_after("import fsdplaunch.config.environment")
+    assert modules.isdisjoint({*HEAVY, "typer"})
+
+
+def test_merge_imports_no_torch():
+    assert "torch" not in modules_after("import fsdplaunch.checkpoint.merge")
+
+
+def test_public_names_resolve_to_what_they_name():
+    import fsdplaunch
+
+    missing = [name for name in fsdplaunch.__all__ if not hasattr(fsdplaunch, name)]
+    assert missing == []
+    with pytest.raises(AttributeError, match="no attribute 'nope'"):
+        _ = fsdplaunch.nope

@@ -1,0 +1,106 @@
+import pytest
+
+from fsdplaunch.config.keys import all_keys, value_at
+from fsdplaunch.probe.cluster import Cluster
+from fsdplaunch.probe.gpus import Gpu
+from fsdplaunch.probe.hardware import GIB, Hardware
+from fsdplaunch.probe.model import ModelFacts
+from fsdplaunch.wizard.suggest import suggest
+
+LLAMA_8B = ModelFacts(
+    parameters=8_030_000_000,
+    size_bytes=16_060_000_000,
+    unit=218_000_000,
+    outside=1_050_000_000,
+    dtypes={"bf16": 1},
+)
+SHARDED = {
+    "fsdp_config.fsdp_version": 2,
+    "fsdp_config.fsdp_sharding_strategy": "FULL_SHARD",
+    "fsdp_config.fsdp_state_dict_type": "SHARDED_STATE_DICT",
+}
+ONE_H100 = Gpu(index=0, name="H100", memory_bytes=80 * GIB, compute_capability=(9, 0))
+
+
+def said(config):
+    """Every key whose value differs from the schema's default."""
+    return {
+        key.dotted: value_at(config, key.path) for key in all_keys() if value_at(config, key.path) != key.default
+    }
+
+
+def suggest_for(facts, model=None):
+    return suggest(facts.hardware, facts.cluster, model)
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [
+        ("laptop", {"use_cpu": True, "num_processes": 2}),
+        ("one_t4", {"num_processes": 1}),
+        ("eight_h100", {"num_processes": 8, "mixed_precision": "bf16"}),
+        ("slurm_2x8", {"num_processes": 16, "num_machines": 2, "mixed_precision": "bf16"}),
+        ("small_container", {"num_processes": 8, "mixed_precision": "bf16"}),
+    ],
+)
+def test_suggest_machine_gives_exactly_these_keys(machines, machine, expected):
+    assert said(suggest_for(machines[machine]).config) == SHARDED | expected
+
+
+def test_suggest_every_decided_key_is_pinned_with_a_reason(machines):
+    found = suggest_for(machines["laptop"])
+    assert {".".join(path) for path in found.pins} == set(found.reasons)
+    assert set(said(found.config)) <= set(found.reasons)
+    assert ("fsdp_config", "fsdp_auto_wrap_policy") in found.pins
+
+
+def test_suggest_model_that_fits_needs_no_offload(machines):
+    config = suggest_for(machines["eight_h100"], LLAMA_8B).config
+    assert not config.fsdp_config.fsdp_offload_params
+    assert not config.fsdp_config.fsdp_cpu_ram_efficient_loading
+
+
+def test_suggest_model_too_big_for_the_gpu_is_offloaded_and_host_memory_is_checked():
+    machine = Hardware(gpus=(ONE_H100,), cpu_count=8, memory_bytes=64 * GIB)
+    found = suggest(machine, Cluster(), LLAMA_8B)
+    assert found.config.fsdp_config.fsdp_offload_params
+    assert "fsdp_config.fsdp_offload_params" in found.reasons
+    assert "offloading needs 120 GiB of host memory here, there are 64" in found.notes
+
+
+def test_suggest_model_too_big_even_offloaded_is_said():
+    small = Gpu(index=0, name="T4", memory_bytes=2 * GIB, compute_capability=(7, 5))
+    notes = suggest(Hardware(gpus=(small,), cpu_count=8), Cluster(), LLAMA_8B).notes
+    assert any(note.startswith("even offloaded, ") and "of 2 GiB per GPU" in note for note in notes)
+
+
+def test_suggest_copies_that_fill_host_memory_are_loaded_once(machines):
+    found = suggest_for(machines["small_container"], LLAMA_8B)
+    assert found.config.fsdp_config.fsdp_cpu_ram_efficient_loading
+    assert "memory" in found.reasons["fsdp_config.fsdp_cpu_ram_efficient_loading"]
+
+
+def test_suggest_one_gpu_without_bf16_is_not_mixed(machines):
+    found = suggest_for(machines["one_t4"])
+    assert found.config.mixed_precision == "no"
+    assert any("one GPU" in note for note in found.notes)
+
+
+def test_suggest_job_whose_gpus_are_not_seen_here_counts_the_schedulers():
+    """A batch script on a head node without GPUs: the scheduler's number is what the nodes have."""
+    cluster = Cluster(kind="slurm", job_id="1", num_nodes=2, gpus_on_node=4)
+    found = suggest(Hardware(cpu_count=4), cluster)
+    assert (found.config.num_machines, found.config.num_processes, found.config.use_cpu) == (2, 8, False)
+    assert found.config.mixed_precision == "no"
+
+
+def test_suggest_fewer_gpus_seen_than_given_is_noted():
+    machine = Hardware(gpus=(ONE_H100,), notes=("CUDA_VISIBLE_DEVICES=0 shows 1 of this machine's 8 GPUs",))
+    found = suggest(machine, Cluster(kind="slurm", job_id="1", num_nodes=1, gpus_on_node=8))
+    assert found.notes[0].startswith("CUDA_VISIBLE_DEVICES=0")
+    assert "the scheduler gave 8 GPUs to this machine, 1 are visible" in found.notes
+
+
+def test_suggest_pickled_model_of_unknown_count_changes_nothing(machines):
+    facts = machines["eight_h100"]
+    assert suggest_for(facts, ModelFacts(size_bytes=10)).config == suggest_for(facts).config
