@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fsdplaunch.checkpoint.counts import check_counts
 from fsdplaunch.checkpoint.dtypes import STORAGES, Dtype
-from fsdplaunch.checkpoint.records import SIZE_NAMES, check_counts
+from fsdplaunch.checkpoint.records import SIZE_NAMES
 from fsdplaunch.checkpoint.unpickle import Maker, Record, RefusedError, short, unpickle
 from fsdplaunch.errors import CheckpointError
 

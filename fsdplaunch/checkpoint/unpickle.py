@@ -35,12 +35,14 @@ class Maker:
         call: What stands for calling it, given checked positional arguments; None when it may not be called.
         new: What makes an empty record for NEWOBJ; None when that is not allowed.
         any_arguments: NEWOBJ may bring arguments, which are dropped.
+        fuse: What may read a whole record at once, given the machine and the empty record.
     """
 
     name: str
     call: Call | None = None
     new: Callable[[], "Record"] | None = None
     any_arguments: bool = False
+    fuse: "Fuse | None" = None
 
 
 class Record:
@@ -54,6 +56,7 @@ class Record:
         raise RefusedError(msg)
 
 
+Fuse = Callable[["Machine", Any], bool]
 Names = Mapping[tuple[str, str], Any]
 Unknown = Callable[[str, str], Any]
 _MARK_FREE = object()
@@ -71,10 +74,21 @@ def short(text: str, limit: int = 80) -> str:
     return shown if len(shown) <= 2 * limit else shown[: 2 * limit] + "..."
 
 
-class _Machine:
+class Machine:
     """The stack, the marks and the memo while one pickle is read."""
 
-    __slots__ = ("data", "marks", "memo", "names", "persistent", "position", "stack", "unknown")
+    __slots__ = (
+        "data",
+        "fetched",
+        "marks",
+        "memo",
+        "names",
+        "persistent",
+        "position",
+        "sizes",
+        "stack",
+        "unknown",
+    )
 
     def __init__(self, data: bytes, names: Names, persistent: Call | None, unknown: Unknown) -> None:
         self.data = data
@@ -82,6 +96,9 @@ class _Machine:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: list[Any] = []
+        # What fused records look up again and again, by the bytes that ask for it.
+        self.fetched: dict[bytes, Any] = {}
+        self.sizes: dict[tuple[bytes, bytes, bytes], tuple[int, ...]] = {}
         self.names = names
         self.persistent = persistent
         self.unknown = unknown
@@ -105,6 +122,7 @@ class _Machine:
         return self.stack[0]
 
     def take(self, count: int) -> bytes:
+        """Return the next `count` bytes."""
         start, end = self.position, self.position + count
         if count < 0 or end > len(self.data):
             msg = f"the pickle ends inside the value at byte {start}"
@@ -113,28 +131,33 @@ class _Machine:
         return self.data[start:end]
 
     def pop(self) -> Any:
+        """Take the top of the stack, not beyond a mark."""
         if self.marks and len(self.stack) <= self.marks[-1]:
             msg = f"the stack runs empty at byte {self.position}"
             raise RefusedError(msg)
         return self.stack.pop()
 
     def top(self) -> Any:
+        """Return the top of the stack, not beyond a mark."""
         if not self.stack or (self.marks and len(self.stack) <= self.marks[-1]):
             msg = f"the stack runs empty at byte {self.position}"
             raise RefusedError(msg)
         return self.stack[-1]
 
     def pop_mark(self) -> list[Any]:
+        """Take everything above the last mark."""
         start = self.marks.pop()
         items = self.stack[start:]
         del self.stack[start:]
         return items
 
     def find(self, module: str, name: str) -> None:
+        """Push what stands for a name."""
         found = self.names.get((module, name), _MARK_FREE)
         self.stack.append(self.unknown(module, name) if found is _MARK_FREE else found)
 
     def store(self, pairs: list[Any]) -> None:
+        """Set keys and values on the dictionary on top."""
         target = self.top()
         if type(target) is not dict or len(pairs) % 2:
             msg = f"entries are set on a {type(target).__name__} at byte {self.position}"
@@ -147,6 +170,7 @@ class _Machine:
             target[key] = value
 
     def extend(self, items: list[Any]) -> None:
+        """Append to the list on top."""
         target = self.top()
         if type(target) is not list:
             msg = f"items are appended to a {type(target).__name__} at byte {self.position}"
@@ -154,22 +178,38 @@ class _Machine:
         target.extend(items)
 
     def remember(self, slot: int) -> None:
+        """Keep the top in the next memo slot."""
         value = self.top()
-        if slot < len(self.memo):
-            self.memo[slot] = value
-        elif slot == len(self.memo):
-            self.memo.append(value)
-        else:
-            msg = f"byte {self.position} stores into slot {slot} before slot {len(self.memo)}"
+        if slot != len(self.memo):
+            msg = f"byte {self.position} stores into slot {slot}, the next one is {len(self.memo)}"
             raise RefusedError(msg)
+        self.memo.append(value)
 
     def recall(self, slot: int) -> None:
+        """Push a memo slot; a record's class may bring the whole record."""
         if slot >= len(self.memo):
             msg = f"byte {self.position} recalls slot {slot}, which was never stored"
             raise RefusedError(msg)
-        self.stack.append(self.memo[slot])
+        value = self.memo[slot]
+        if type(value) is Maker and value.fuse is not None and value.new is not None:
+            record = value.new()
+            if value.fuse(self, record):
+                value = record
+        self.stack.append(value)
+
+    def fetch(self, reference: bytes) -> Any:
+        """Return the memo entry that a BINGET or LONG_BINGET with its argument recalls."""
+        try:
+            return self.fetched[reference]
+        except KeyError:
+            slot = int.from_bytes(reference[1:], "little")
+            if slot >= len(self.memo):
+                msg = f"byte {self.position} recalls slot {slot}, which was never stored"
+                raise RefusedError(msg) from None
+            return self.fetched.setdefault(reference, self.memo[slot])
 
     def line(self) -> str:
+        """Return the text up to the next line end."""
         end = self.data.find(b"\n", self.position, self.position + 1024)
         if end < 0:
             msg = f"the name at byte {self.position} has no end"
@@ -179,7 +219,7 @@ class _Machine:
         return text
 
 
-Handler = Callable[[_Machine], None]
+Handler = Callable[[Machine], None]
 _STOP = ord(".")
 _TABLE: list[Handler | None] = [None] * 256
 
@@ -194,7 +234,7 @@ def _handles(*opcodes: int) -> Callable[[Handler], Handler]:
 
 
 def _constant(opcode: int, make: Callable[[], Any]) -> None:
-    def push(m: _Machine) -> None:
+    def push(m: Machine) -> None:
         m.stack.append(make())
 
     _TABLE[opcode] = push
@@ -203,7 +243,7 @@ def _constant(opcode: int, make: Callable[[], Any]) -> None:
 def _number(opcode: int, layout: str) -> None:
     reader = struct.Struct(layout)
 
-    def push(m: _Machine) -> None:
+    def push(m: Machine) -> None:
         m.stack.append(reader.unpack(m.take(reader.size))[0])
 
     _TABLE[opcode] = push
@@ -212,7 +252,7 @@ def _number(opcode: int, layout: str) -> None:
 def _text(opcode: int, layout: str, *, decode: bool) -> None:
     reader = struct.Struct(layout)
 
-    def push(m: _Machine) -> None:
+    def push(m: Machine) -> None:
         raw = m.take(reader.unpack(m.take(reader.size))[0])
         m.stack.append(raw.decode() if decode else raw)
 
@@ -237,7 +277,7 @@ _text(ord("B"), "<I", decode=False)
 
 
 @_handles(0x80)
-def _protocol(m: _Machine) -> None:
+def _protocol(m: Machine) -> None:
     version = m.take(1)[0]
     if not 2 <= version <= 5:  # noqa: PLR2004  (pickle protocols)
         msg = f"pickle protocol {version} is not supported"
@@ -245,12 +285,12 @@ def _protocol(m: _Machine) -> None:
 
 
 @_handles(0x95)
-def _frame(m: _Machine) -> None:
+def _frame(m: Machine) -> None:
     m.take(8)
 
 
 @_handles(ord("("))
-def _mark(m: _Machine) -> None:
+def _mark(m: Machine) -> None:
     if len(m.marks) >= MAX_OPEN_MARKS:
         msg = f"containers nest more than {MAX_OPEN_MARKS} deep at byte {m.position}"
         raise RefusedError(msg)
@@ -258,7 +298,7 @@ def _mark(m: _Machine) -> None:
 
 
 @_handles(0x8A)
-def _long(m: _Machine) -> None:
+def _long(m: Machine) -> None:
     count = m.take(1)[0]
     if count > MAX_INTEGER_BYTES:
         msg = f"an integer of {count} bytes at byte {m.position}"
@@ -267,73 +307,73 @@ def _long(m: _Machine) -> None:
 
 
 @_handles(ord("t"))
-def _tuple(m: _Machine) -> None:
+def _tuple(m: Machine) -> None:
     items = m.pop_mark()
     m.stack.append(tuple(items))
 
 
 @_handles(0x85, 0x86, 0x87)
-def _short_tuple(m: _Machine) -> None:
+def _short_tuple(m: Machine) -> None:
     count = m.data[m.position - 1] - 0x84
     items = [m.pop() for _ in range(count)]
     m.stack.append(tuple(items[::-1]))
 
 
 @_handles(ord("a"))
-def _append(m: _Machine) -> None:
+def _append(m: Machine) -> None:
     value = m.pop()
     m.extend([value])
 
 
 @_handles(ord("e"))
-def _appends(m: _Machine) -> None:
+def _appends(m: Machine) -> None:
     m.extend(m.pop_mark())
 
 
 @_handles(ord("s"))
-def _setitem(m: _Machine) -> None:
+def _setitem(m: Machine) -> None:
     value = m.pop()
     m.store([m.pop(), value])
 
 
 @_handles(ord("u"))
-def _setitems(m: _Machine) -> None:
+def _setitems(m: Machine) -> None:
     m.store(m.pop_mark())
 
 
 @_handles(0x94)
-def _memoize(m: _Machine) -> None:
+def _memoize(m: Machine) -> None:
     m.memo.append(m.top())
 
 
 @_handles(ord("q"))
-def _binput(m: _Machine) -> None:
+def _binput(m: Machine) -> None:
     m.remember(m.take(1)[0])
 
 
 @_handles(ord("r"))
-def _long_binput(m: _Machine) -> None:
+def _long_binput(m: Machine) -> None:
     m.remember(int.from_bytes(m.take(4), "little"))
 
 
 @_handles(ord("h"))
-def _binget(m: _Machine) -> None:
+def _binget(m: Machine) -> None:
     m.recall(m.take(1)[0])
 
 
 @_handles(ord("j"))
-def _long_binget(m: _Machine) -> None:
+def _long_binget(m: Machine) -> None:
     m.recall(int.from_bytes(m.take(4), "little"))
 
 
 @_handles(ord("c"))
-def _global(m: _Machine) -> None:
+def _global(m: Machine) -> None:
     module = m.line()
     m.find(module, m.line())
 
 
 @_handles(0x93)
-def _stack_global(m: _Machine) -> None:
+def _stack_global(m: Machine) -> None:
     name, module = m.pop(), m.pop()
     if type(name) is not str or type(module) is not str:
         msg = f"a name at byte {m.position} is not text"
@@ -342,7 +382,7 @@ def _stack_global(m: _Machine) -> None:
 
 
 @_handles(ord("R"))
-def _reduce(m: _Machine) -> None:
+def _reduce(m: Machine) -> None:
     arguments, callee = m.pop(), m.pop()
     if not isinstance(callee, Maker) or callee.call is None or type(arguments) is not tuple:
         shown = callee.name if isinstance(callee, Maker) else type(callee).__name__
@@ -352,7 +392,7 @@ def _reduce(m: _Machine) -> None:
 
 
 @_handles(0x81)
-def _newobj(m: _Machine) -> None:
+def _newobj(m: Machine) -> None:
     arguments, cls = m.pop(), m.pop()
     if not isinstance(cls, Maker) or cls.new is None or (arguments != () and not cls.any_arguments):
         shown = cls.name if isinstance(cls, Maker) else type(cls).__name__
@@ -362,7 +402,7 @@ def _newobj(m: _Machine) -> None:
 
 
 @_handles(ord("b"))
-def _build(m: _Machine) -> None:
+def _build(m: Machine) -> None:
     state, target = m.pop(), m.top()
     if not isinstance(target, Record):
         msg = f"it fills in a {type(target).__name__} at byte {m.position}"
@@ -371,7 +411,7 @@ def _build(m: _Machine) -> None:
 
 
 @_handles(ord("Q"))
-def _binpersid(m: _Machine) -> None:
+def _binpersid(m: Machine) -> None:
     key = m.pop()
     if m.persistent is None or type(key) is not tuple:
         msg = f"a persistent id at byte {m.position}"
@@ -399,7 +439,7 @@ def unpickle(
         if dense > len(data) // _AMPLIFIER_SHARE + _AMPLIFIER_SLACK:
             msg = "it is nothing but nested containers"
             raise RefusedError(msg)
-        return _Machine(data, names, persistent, unknown).run()
+        return Machine(data, names, persistent, unknown).run()
     except RefusedError as problem:
         msg = f"{where} is not a checkpoint that is safe to read: {problem}"
     except UnicodeDecodeError:
