@@ -10,7 +10,7 @@ import typer.models
 
 from fsdplaunch import __version__
 from fsdplaunch.cli.output import Output
-from fsdplaunch.errors import LaunchError
+from fsdplaunch.errors import EXIT_FAILED, LaunchError
 
 app = typer.Typer(
     name="fsdplaunch",
@@ -71,7 +71,22 @@ def run(argv: list[str]) -> int:
         # The reader of our output has gone (| head): end quietly, and keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        return _refuse(
+            error, f"{error.strerror or error}: {error.filename}" if error.filename else str(error), None
+        )
+    except Exception as error:  # a bug of ours: said in one line, shown whole on request
+        hint = "this is a bug in fsdplaunch; FSDPLAUNCH_TRACEBACK=1 shows where"
+        return _refuse(error, f"{type(error).__name__}: {error}", hint)
     return 0
+
+
+def _refuse(error: Exception, message: str, hint: str | None) -> int:
+    """Say an unexpected error in one line; FSDPLAUNCH_TRACEBACK=1 lets it through."""
+    if os.environ.get("FSDPLAUNCH_TRACEBACK"):
+        raise error
+    Output().error(LaunchError(message, hint=hint))
+    return EXIT_FAILED
 
 
 def _expanded(argv: list[str]) -> list[str]:
@@ -99,6 +114,14 @@ def _own_options() -> tuple[set[str], set[str]]:
 def _print_version(wanted: bool) -> None:
     if wanted:
         Output().data(f"fsdplaunch {__version__}")
+        raise typer.Exit
+
+
+def _print_all_options(wanted: bool) -> None:
+    if wanted:
+        from fsdplaunch.cli.key_options import list_options
+
+        Output().data(list_options())
         raise typer.Exit
 
 
@@ -281,6 +304,12 @@ def launch(
     ] = False,
     allow_unsharded: Annotated[
         bool, typer.Option("--allow-unsharded", help="Accept a script that never shards a model")
+    ] = False,
+    help_all: Annotated[
+        bool,
+        typer.Option(
+            "--help-all", callback=_print_all_options, is_eager=True, help="List every key's option and exit"
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -80,7 +80,7 @@ def plan_for_this_machine(
         run_id=run_id,
         run_dir=Path(loaded.config.launch.log_dir).absolute() / run_id,
         allow_unsharded=allow_unsharded,
-        notes=loaded.notes,
+        notes=(*loaded.notes, *hardware.notes),
     )
 
 

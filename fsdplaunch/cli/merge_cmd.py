@@ -1,6 +1,5 @@
 """`fsdplaunch merge-weights`: show what will be merged, show progress, say what came of it."""
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,8 @@ def merge_command(
         return
     for line in result_lines(result, checkpoint):
         out.say(line)
-    out.data(str(result.output))
+    for path in result.files:
+        out.data(str(path))
 
 
 def show_plan(checkpoint: Path, options: MergeOptions, *, as_json: bool, out: Output) -> None:
@@ -102,5 +102,4 @@ def result_lines(result: MergeResult, given: Path) -> list[str]:
     if result.skipped:
         shown = ", ".join(result.skipped[:5]) + (", ..." if len(result.skipped) > 5 else "")  # noqa: PLR2004
         lines.append(f"left out, not tensors of the model: {shown}")
-    lines += [f"  {shlex.quote(str(path))}" for path in result.files]
     return lines

@@ -88,6 +88,9 @@ def _sharding(config: Config, said: dict[KeyPath, Any], changes: list[Change]) -
     if said.pop(fsdp("forward_prefetch"), None):
         message = "accelerate ignores it under version 2; blocks are gathered when they are needed"
         changes.append(Change(key="fsdp_config.fsdp_forward_prefetch", action="dropped", message=message))
+    if said.pop(fsdp("sync_module_states"), None) is not None:
+        message = "accelerate's version 2 sends rank 0's weights only with fsdp_cpu_ram_efficient_loading"
+        changes.append(Change(key="fsdp_config.fsdp_sync_module_states", action="dropped", message=message))
     return said | _mesh(config)
 
 

@@ -15,6 +15,7 @@ from fsdplaunch.config.resolve import REST
 from fsdplaunch.config.rules import fsdp, mesh
 from fsdplaunch.config.schema import Config
 from fsdplaunch.config.yaml_text import read_text
+from fsdplaunch.errors import UsageError
 
 _KEEPS_GATHERED = {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"}
 _ALWAYS = "version 2 always does so"
@@ -57,9 +58,12 @@ def to_fsdp2(text: str, *, source: str = "the file") -> Conversion:
 
     Raises:
         ConfigError: The file is wrong to begin with.
-        UsageError: A value is shared through an anchor.
+        UsageError: The file shards nothing, or a value is shared through an anchor.
     """
     loaded = stack(read_text(text, source))
+    if loaded.config.distributed_type != "FSDP":
+        msg = f"{source} shards nothing: its distributed_type is {loaded.config.distributed_type}"
+        raise UsageError(msg, hint="set distributed_type: FSDP first")
     if loaded.config.fsdp_config.fsdp_version != 1:
         return Conversion(text=text, changes=())
     steps = list(_steps(loaded))
@@ -77,7 +81,7 @@ def _steps(loaded: Loaded) -> Iterator[_Step]:
     yield fsdp("version"), 2, Change(key="fsdp_config.fsdp_version", action="changed", message="2")
     yield from _strategy(loaded)
     for path, message in _dropped(loaded.config).items():
-        if _said(loaded, path) or _matters(loaded.config, path):
+        if _said(loaded, path):
             yield path, None, Change(key=".".join(path), action="dropped", message=message)
     if loaded.config.fsdp_config.fsdp_state_dict_type == "LOCAL_STATE_DICT":
         message = "SHARDED_STATE_DICT; version 2 has no local flat shards, old checkpoints must be merged first"
@@ -85,11 +89,6 @@ def _steps(loaded: Loaded) -> Iterator[_Step]:
     elif not _said(loaded, fsdp("state_dict_type")):
         message = "FULL_STATE_DICT, which version 1 had by default; SHARDED_STATE_DICT is version 2's"
         yield _added(fsdp("state_dict_type"), "FULL_STATE_DICT", message)
-
-
-def _matters(config: Config, path: KeyPath) -> bool:
-    """Whether version 1's own default does something that version 2 does not."""
-    return path == fsdp("sync_module_states") and not config.fsdp_config.fsdp_cpu_ram_efficient_loading
 
 
 def _said(loaded: Loaded, path: KeyPath) -> bool:
@@ -142,8 +141,5 @@ def _dropped(config: Config) -> dict[KeyPath, str]:
         fsdp("use_orig_params"): _ALWAYS
         if old.fsdp_use_orig_params
         else "false; the optimizer sees the model's own parameters, its old checkpoints must be re-keyed",
-        fsdp("sync_module_states"): "fsdp_cpu_ram_efficient_loading sends rank 0's weights"
-        if old.fsdp_cpu_ram_efficient_loading
-        else "version 2 sends no weights at the start; every rank must build the same model",
         ("precision", "buffer"): "version 2 leaves buffers in their own format",
     }

@@ -11,7 +11,7 @@ from typing import Any
 from yaml.nodes import CollectionNode, MappingNode, Node, ScalarNode
 
 from fsdplaunch.config.keys import KeySpec, section_classes
-from fsdplaunch.config.names import find_key
+from fsdplaunch.config.names import find_key, is_bare_section
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.render import key_lines
 from fsdplaunch.config.scalars import flow_text, plain_value
@@ -71,7 +71,8 @@ def _others(text: str, spec: KeySpec, source: str) -> Any:
         data = {entry.name: read.value(entry.node, verbatim=True) for entry in read.entries(read.root)}
     except (ConfigError, UnreadableValueError):
         return None
-    for name in [name for name in data if len(spec.path) == 1 and find_key("", name) == spec]:
+    home = "fsdp_config" if is_bare_section(data) else ""
+    for name in [name for name in data if find_key(home, name) == spec]:
         del data[name]
     section = data.get(spec.path[0]) if len(spec.path) > 1 else None
     data = {name: value for name, value in data.items() if value not in (None, {}) and name != spec.path[0]}
@@ -85,6 +86,11 @@ def _others(text: str, spec: KeySpec, source: str) -> Any:
 def _splice(text: str, spec: KeySpec, value: Any, source: str) -> _Splice | None:
     read = _read(text, source)
     top = read.entries(read.root)
+    if is_bare_section(entry.name for entry in top):
+        if spec.path[0] != "fsdp_config":
+            msg = f"{source} holds keys of fsdp_config without that section"
+            raise UsageError(msg, hint="put fsdp_config: above them and indent them")
+        return _in_mapping(text, read.root, top, spec, value)
     if len(spec.path) == 1:
         keys = [entry for entry in top if entry.name not in section_classes()]
         return _in_mapping(text, read.root, keys, spec, value)

@@ -5,14 +5,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fsdplaunch.config.environment import raw_values
-from fsdplaunch.config.keys import KeySpec, Path, keys_by_path, section_classes
-from fsdplaunch.config.names import Unknown, find_bare, find_key, path_of
+from fsdplaunch.config.keys import KeySpec, Path, all_keys, keys_by_path, section_classes
+from fsdplaunch.config.names import Unknown, closest, find_bare, find_key, is_bare_section, path_of
 from fsdplaunch.config.parsers import SaidValueError
 from fsdplaunch.config.problems import ConfigError, Place, Problem
 from fsdplaunch.config.yaml_text import Entry, Text, UnreadableValueError, read_scalar
 
 LayerName = Literal["default", "file", "env", "flag"]
 _SHOWN = 60
+_PREFIXES = ("FSDP_", "FSDPLAUNCH_", "PARALLELISM_CONFIG_")
+_ALIKE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,7 @@ class Layer:
         aliases: Written name -> canonical name, for the notes.
         variables: Single entries of `launch.env`, added to what lower layers say.
         bare_section: The section a file consists of when it names none, as transformers' `--fsdp_config` files do.
+        strangers: Environment variables that carry no key -> the one that was probably meant.
     """
 
     said: dict[Path, Said] = field(default_factory=dict)
@@ -51,6 +54,7 @@ class Layer:
     aliases: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
     bare_section: str | None = None
+    strangers: dict[str, str] = field(default_factory=dict)
 
     def reject(self, rule: str, key: str, message: str, place: Place, hint: str | None = None) -> None:
         """Add a problem."""
@@ -91,8 +95,6 @@ def shown(value: Any) -> str:
 
 
 def _value_hint(spec: KeySpec, value: Any) -> str | None:
-    from fsdplaunch.config.names import closest
-
     if isinstance(value, str) and spec.key.kind.choices:
         near = closest(value.upper(), [choice.upper() for choice in spec.key.kind.choices])
         return next((f"did you mean {c}?" for c in spec.key.kind.choices if near and c.upper() == near[0]), None)
@@ -103,7 +105,7 @@ def file_layer(text: Text) -> Layer:
     """Read a file's keys. The text's own problems are part of the layer's."""
     layer = Layer()
     entries = text.entries(text.root)
-    bare = bool(entries) and all(_only_in_fsdp_config(entry.name) for entry in entries)
+    bare = is_bare_section(entry.name for entry in entries)
     layer.bare_section = "fsdp_config" if bare else None
     for entry in entries:
         if bare:
@@ -114,11 +116,6 @@ def file_layer(text: Text) -> Layer:
             _entry(layer, text, "", entry)
     layer.problems[:0] = text.problems
     return layer
-
-
-def _only_in_fsdp_config(name: str) -> bool:
-    """Whether a name means a key of fsdp_config and nothing at the top level, as in transformers' own files."""
-    return isinstance(find_key("fsdp_config", name), KeySpec) and not isinstance(find_key("", name), KeySpec)
 
 
 def _section(layer: Layer, text: Text, section: Entry) -> None:
@@ -168,7 +165,16 @@ def env_layer(environ: Mapping[str, str]) -> Layer:
         spec = keys_by_path()[path]
         source = f"env {spec.env}"
         layer.take(spec, value, Place(source=source), Origin(layer="env", text=source))
+    layer.strangers = _strangers(environ)
     return layer
+
+
+def _strangers(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that look like a key's but carry none -> the variable that was probably meant."""
+    known = [spec.env for spec in all_keys()]
+    unread = [name for name in environ if name.startswith(_PREFIXES) and name not in known]
+    near = {name: closest(name, known, cutoff=_ALIKE) for name in unread}
+    return {name: words[0] for name, words in near.items() if words}
 
 
 def flag_layer(overrides: Iterable[str]) -> Layer:

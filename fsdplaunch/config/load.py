@@ -4,7 +4,7 @@ Layers, later ones win: defaults, file, environment, command line.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from fsdplaunch.config.keys import Path as KeyPath
 from fsdplaunch.config.keys import all_keys, build_config, keys_by_path, value_at
 from fsdplaunch.config.layers import Layer, Origin, Said, env_layer, file_layer, flag_layer
 from fsdplaunch.config.problems import ConfigError, Place, Problem
-from fsdplaunch.config.resolve import resolve
+from fsdplaunch.config.resolve import keys_of_version_1, resolve
 from fsdplaunch.config.rules import Fault, View, find_faults, view_of
 from fsdplaunch.config.schema import Config
 from fsdplaunch.config.yaml_text import MAX_BYTES, Text, read_text
@@ -110,7 +110,7 @@ def stack(
         config=view.config,
         path=path,
         origins=MappingProxyType(origins),
-        notes=_notes(layers[0], view),
+        notes=(*_notes(layers[0], view), *_stranger_notes(layers[1])),
         aliases=MappingProxyType(layers[0].aliases),
     )
 
@@ -162,7 +162,7 @@ def _with_version(said: Mapping[KeyPath, Said]) -> dict[KeyPath, Said]:
     """A file that says a key of version 1, even with its default, and no version, means version 1."""
     if _VERSION in said:
         return dict(said)
-    old = [said[spec.path] for spec in all_keys() if spec.key.versions == (1,) and spec.path in said]
+    old = [said[spec.path] for spec in keys_of_version_1() if spec.path in said]
     one = Said(value=1, origin=old[0].origin, place=old[0].place) if old else None
     return {**said, _VERSION: one} if one else dict(said)
 
@@ -171,6 +171,11 @@ def _problem(rule: str, fault: Fault, said: Mapping[KeyPath, Said], text: Text |
     path = next((path for path in fault.about if path in said), fault.about[0])
     place = said[path].place if path in said else Place(source=text.source) if text else None
     return Problem(id=rule, key=".".join(path), message=fault.message, hint=fault.hint, place=place)
+
+
+def _stranger_notes(layer: Layer) -> Iterator[str]:
+    for name, meant in layer.strangers.items():
+        yield f"env {name} is not read; did you mean {meant}?"
 
 
 def _notes(layer: Layer, view: View) -> tuple[str, ...]:

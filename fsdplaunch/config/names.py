@@ -1,5 +1,6 @@
 """Which key a written name means: canonical names, aliases, missing prefixes, and what to say about the rest."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -69,11 +70,17 @@ def find_bare(name: str) -> KeySpec | None:
     return next(iter(exact or [table[name] for table in tables if name in table]), None)
 
 
-def closest(word: str, words: list[str]) -> list[str]:
-    """The spellings most like `word`, best first."""
+def is_bare_section(names: Iterable[str]) -> bool:
+    """Whether a file's top level consists of keys of fsdp_config alone, as transformers' own files do."""
+    words = list(names)
+    return bool(words) and all(word in spellings("fsdp_config") and word not in spellings("") for word in words)
+
+
+def closest(word: str, words: list[str], *, cutoff: float = _CLOSE) -> list[str]:
+    """Return the spellings most like `word`, best first."""
     from difflib import get_close_matches
 
-    return get_close_matches(word, words, n=3, cutoff=_CLOSE)
+    return get_close_matches(word, words, n=3, cutoff=cutoff)
 
 
 def _guess(section: str, name: str) -> str | None:

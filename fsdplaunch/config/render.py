@@ -20,6 +20,9 @@ MODELINE = f"# yaml-language-server: $schema={SCHEMA_FILE}"
 _WIDTH = 100
 
 
+_EDITORS = "# for editors, makes that file: fsdplaunch config schema > fsdp.schema.json"
+
+
 def render(config: Config, *, full: bool = False, comments: bool = True) -> str:
     """Return the text of a file that gives `config` again.
 
@@ -30,22 +33,31 @@ def render(config: Config, *, full: bool = False, comments: bool = True) -> str:
     """
     resolved = resolve(config)
     values = _everything(resolved) if full else spoken_values(resolved)
-    head = [MODELINE, f"# fsdplaunch {__version__}; every key: fsdplaunch config explain", ""] if comments else []
+    head = [MODELINE, _EDITORS, f"# fsdplaunch {__version__}; every key: fsdplaunch config explain", ""]
+    head = head if comments else []
     return "\n".join([*head, *render_values(values, comments=comments)]) + "\n"
 
 
 def spoken_values(config: Config) -> dict[KeyPath, Any]:
     """The values a file must say so that reading it gives the resolved `config`, in the schema's order."""
-    version = config.fsdp_config.fsdp_version
     said = {
         spec.path: value_at(config, spec.path)
         for spec in all_keys()
-        if (spec.default is not None and value_at(config, spec.path) != spec.default)
-        or (version in spec.key.pinned and value_at(config, spec.path) is not None)
+        if (spec.default is not None and value_at(config, spec.path) != spec.default) or _pinned(config, spec)
     }
     while (missing := _missing(config, said)) is not None:
         said[missing] = value_at(config, missing)
     return {spec.path: said[spec.path] for spec in all_keys() if spec.path in said}
+
+
+def _pinned(config: Config, spec: KeySpec) -> bool:
+    has_value = value_at(config, spec.path) is not None
+    return config.fsdp_config.fsdp_version in spec.key.pinned and has_value and not _idle(config, spec)
+
+
+def _idle(config: Config, spec: KeySpec) -> bool:
+    """Whether a key says how to shard where nothing is sharded."""
+    return config.distributed_type != "FSDP" and spec.path[0] in ("fsdp_config", "parallelism_config")
 
 
 def _missing(config: Config, said: dict[KeyPath, Any]) -> KeyPath | None:
@@ -64,6 +76,7 @@ def _everything(config: Config) -> dict[KeyPath, Any]:
         spec.path: value
         for spec in all_keys()
         if (value := value_at(config, spec.path)) is not None
+        and not _idle(config, spec)
         and (value != spec.default or not (spec.key.noise or spec.key.pending or version not in spec.key.versions))
     }
 

@@ -6,7 +6,7 @@ A resolved Config says everything that has a meaning; resolving it again changes
 from dataclasses import replace
 from typing import Any, get_args
 
-from fsdplaunch.config.keys import all_keys, value_at
+from fsdplaunch.config.keys import KeySpec, all_keys, value_at
 from fsdplaunch.config.schema import Config, FsdpConfig, ParallelismConfig, PrecisionSection
 from fsdplaunch.config.values import DtypeName, StrategyName
 
@@ -37,10 +37,15 @@ def default_version(config: Config) -> int:
     """
     if config.compute_environment is not None:
         return 1
-    old = [spec for spec in all_keys() if spec.key.versions == (1,)]
-    if any(value_at(config, spec.path) != spec.default for spec in old):
+    if any(value_at(config, spec.path) != spec.default for spec in keys_of_version_1()):
         return 1
     return 1 if config.fsdp_config.fsdp_state_dict_type == "LOCAL_STATE_DICT" else 2
+
+
+def keys_of_version_1() -> tuple[KeySpec, ...]:
+    """The keys that only files for version 1 say; accelerate has fsdp_sync_module_states there only."""
+    also = ("fsdp_config", "fsdp_sync_module_states")
+    return tuple(spec for spec in all_keys() if spec.key.versions == (1,) or spec.path == also)
 
 
 def strategy_named(reshard: bool | int | str | None) -> str | None:
@@ -70,14 +75,13 @@ def _version_2(fsdp: FsdpConfig) -> dict[str, Any]:
         reshard = fsdp.fsdp_sharding_strategy not in _KEEP_GATHERED
     if not isinstance(reshard, bool) and reshard in (0, 1):
         reshard = bool(reshard)
-    prefetch, sync = fsdp.fsdp_backward_prefetch, fsdp.fsdp_sync_module_states
+    prefetch = fsdp.fsdp_backward_prefetch
     return {
         "fsdp_sharding_strategy": fsdp.fsdp_sharding_strategy or ("FULL_SHARD" if reshard else "SHARD_GRAD_OP"),
         "fsdp_reshard_after_forward": reshard,
         "fsdp_state_dict_type": fsdp.fsdp_state_dict_type or "SHARDED_STATE_DICT",
-        # Version 2 does both of its own accord; where that is not what was said, a rule has refused the file.
+        # Version 2 does so of its own accord; another value is refused by a rule.
         "fsdp_backward_prefetch": None if prefetch == "BACKWARD_PRE" else prefetch,
-        "fsdp_sync_module_states": None if sync == fsdp.fsdp_cpu_ram_efficient_loading else sync,
     }
 
 

@@ -35,6 +35,18 @@ def _divisible(view: View) -> Iterator[Fault]:
         yield Fault(about=(_PROCESSES, _MACHINES), message=message, hint=hint)
 
 
+@rule("not-distributed")
+def _not_distributed(view: View) -> Iterator[Fault]:
+    """distributed_type: NO with more than one worker, which would train independent copies."""
+    world = world_size(view.config)
+    if view.config.distributed_type == "NO" and world is not None and world > 1:
+        message = f"NO is for one worker, not {world}"
+        about = (("distributed_type",), _PROCESSES, _PER_NODE)
+        yield Fault(
+            about=about, message=message, hint="use FSDP, or MULTI_GPU where the script distributes itself"
+        )
+
+
 @rule("machine-rank")
 def _machine_rank(view: View) -> Iterator[Fault]:
     """machine_rank outside 0 to num_machines - 1."""

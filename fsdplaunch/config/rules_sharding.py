@@ -10,12 +10,24 @@ from fsdplaunch.config.world import world_size
 _INSTEAD: dict[Path, str] = {
     fsdp("backward_prefetch"): "version 2 always gathers the next unit ahead, as BACKWARD_PRE does; leave it out",
     fsdp("use_orig_params"): "version 2 always shows the model's own parameters; leave it out",
-    fsdp("sync_module_states"): "version 2 sends rank 0's weights only with fsdp_cpu_ram_efficient_loading: true",
     ("precision", "buffer"): "version 2 leaves buffers in their own format; leave it out",
     fsdp("activation_checkpointing_offload"): "use fsdp_version: 2, or leave it out",
     ("precision", "output"): "use fsdp_version: 2, or leave it out",
 }
 _VERSION = fsdp("version")
+_SHARDING = ("fsdp_config", "parallelism_config")
+
+
+@rule("sharding-not-asked-for")
+def _not_asked_for(view: View) -> Iterator[Fault]:
+    """Keys of fsdp_config or parallelism_config without distributed_type: FSDP."""
+    said = [
+        spec.path for spec in all_keys() if spec.path[0] in _SHARDING and view.says(spec) and not spec.key.pending
+    ]
+    if said and not view.shards:
+        message = f"{view.config.distributed_type} shards nothing, but {said[0][0]} says how to shard"
+        hint = f"use FSDP, or leave {said[0][0]} out"
+        yield Fault(about=(("distributed_type",), *said), message=message, hint=hint)
 
 
 @rule("wrong-version")
@@ -32,12 +44,7 @@ def _wrong_version(view: View) -> Iterator[Fault]:
 
 def _same_anyway(view: View, path: Path) -> bool:
     """Whether version 2 does of its own accord what a key of version 1 asks for."""
-    asked = view.asked.fsdp_config
-    if path == fsdp("backward_prefetch"):
-        return asked.fsdp_backward_prefetch == "BACKWARD_PRE"
-    return path == fsdp("sync_module_states") and (
-        not asked.fsdp_sync_module_states or asked.fsdp_cpu_ram_efficient_loading
-    )
+    return path == fsdp("backward_prefetch") and view.asked.fsdp_config.fsdp_backward_prefetch == "BACKWARD_PRE"
 
 
 @rule("local-state-dict")

@@ -126,9 +126,9 @@ class FsdpConfig:
     fsdp_sync_module_states: bool | None = key(
         v.FLAG,
         None,
-        """Send rank 0's parameters and buffers to every rank before sharding. Left out under version 1, true.""",
+        """Send rank 0's parameters and buffers to every rank before sharding. Turn off only when every rank builds
+        the same values itself. Left out, true.""",
         env="FSDP_SYNC_MODULE_STATES",
-        versions=(1,),
     )
     fsdp_activation_checkpointing: bool = key(
         v.FLAG,

@@ -1,6 +1,7 @@
 """Which NVIDIA GPUs this process would see, read through the driver's management library: no torch, no CUDA.
 
-A machine without driver or library has no GPUs and nothing is said about it. CUDA_VISIBLE_DEVICES is read as
+A machine without driver or library has no GPUs and nothing is said about it; a driver or a GPU that fails is
+named. CUDA_VISIBLE_DEVICES is read as
 CUDA reads it: numbers or (shortened) UUIDs, up to the first one that names no GPU.
 """
 
@@ -22,7 +23,7 @@ class Gpu:
 
     Attributes:
         index: Its number in the driver's order (that of the PCI bus), whatever CUDA_VISIBLE_DEVICES says.
-        memory_bytes: Memory it has, used or not.
+        memory_bytes: Memory it has, used or not; 0 where the driver does not tell.
         compute_capability: For example `(9, 0)`.
         busy: Processes that use it now: (process id, bytes).
     """
@@ -50,19 +51,28 @@ class Gpu:
         return self.compute_capability >= _FP16_FROM
 
 
+@dataclass(frozen=True, slots=True)
+class _Driver:
+    """What the driver reported: whole GPUs, the slices that were asked for, and what went wrong."""
+
+    gpus: tuple[Gpu, ...] = ()
+    slices: tuple[Gpu, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
 def read_gpus(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """Return the GPUs a process with this environment would see, and what should be said about the choice.
+    """Return the GPUs a process with this environment would see, and what should be said about them.
 
     Args:
         environ: Variables; only CUDA_VISIBLE_DEVICES is looked at.
     """
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
-    present, slices = _present([entry.strip() for entry in (wanted or "").split(",")])
-    if wanted is None or not present:
-        return present, ()
-    chosen, problem = _select(present + slices, wanted)
-    notes = [f"CUDA_VISIBLE_DEVICES={wanted} shows {len(chosen)} of this machine's {len(present)} GPUs"]
-    return chosen, tuple(notes + ([problem] if problem else []))
+    driver = _ask_driver([entry.strip() for entry in (wanted or "").split(",")])
+    if wanted is None or not driver.gpus:
+        return driver.gpus, driver.notes
+    chosen, problem = _select(driver.gpus + driver.slices, wanted)
+    note = f"CUDA_VISIBLE_DEVICES={wanted} shows {len(chosen)} of this machine's {len(driver.gpus)} GPUs"
+    return chosen, (*driver.notes, note, *([problem] if problem else []))
 
 
 def driver_is_installed() -> bool:
@@ -76,33 +86,42 @@ def driver_is_installed() -> bool:
     return True
 
 
-def _present(entries: list[str]) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...]]:
-    """The whole GPUs, and the slices (MIG) among these entries of CUDA_VISIBLE_DEVICES."""
+def _ask_driver(entries: list[str]) -> _Driver:
+    """Read every GPU, and the slices (MIG) among these entries of CUDA_VISIBLE_DEVICES."""
     if not driver_is_installed():
-        return (), ()
+        return _Driver()
     try:
         import pynvml as nvml
     except ImportError:
-        return (), ()
+        return _Driver()
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError:
-        return (), ()
+    except nvml.NVMLError as error:
+        absent = error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        return _Driver() if absent else _Driver(notes=(f"the NVIDIA driver does not answer: {error}",))
     try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        slices = [_read_slice(nvml, entry) for entry in entries if entry.startswith("MIG-")]
-        return tuple(_read_gpu(nvml, handle) for handle in handles), tuple(part for part in slices if part)
-    except nvml.NVMLError:
-        return (), ()
+        return _read_all(nvml, entries)
     finally:
         nvml.nvmlShutdown()
+
+
+def _read_all(nvml: ModuleType, entries: list[str]) -> _Driver:
+    """A GPU that fails is left out and named: the others still train."""
+    gpus, notes = [], []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            gpus.append(_read_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index)))
+        except nvml.NVMLError as error:
+            notes.append(f"GPU {index} does not answer: {error}")
+    slices = [_read_slice(nvml, entry) for entry in entries if entry.startswith("MIG-")]
+    return _Driver(tuple(gpus), tuple(part for part in slices if part), tuple(notes))
 
 
 def _read_gpu(nvml: ModuleType, handle: Any) -> Gpu:
     return Gpu(
         index=int(nvml.nvmlDeviceGetIndex(handle)),
         name=_text(nvml.nvmlDeviceGetName(handle)),
-        memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        memory_bytes=_memory(nvml, handle),
         compute_capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         busy=_processes(nvml, handle),
@@ -114,9 +133,16 @@ def _read_slice(nvml: ModuleType, uuid: str) -> Gpu | None:
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         whole = _read_gpu(nvml, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle))
-        return replace(whole, uuid=uuid, memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total))
+        return replace(whole, uuid=uuid, memory_bytes=_memory(nvml, handle))
     except nvml.NVMLError:
         return None
+
+
+def _memory(nvml: ModuleType, handle: Any) -> int:
+    try:
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except nvml.NVMLError:
+        return 0  # GPUs that share the host's memory have none of their own to report
 
 
 def _processes(nvml: ModuleType, handle: Any) -> tuple[tuple[int, int], ...]:

@@ -38,8 +38,8 @@ class Hardware:
 
     @property
     def gpu_memory_bytes(self) -> int | None:
-        """Memory of the smallest GPU, which is what a plan must fit in; None without GPUs."""
-        return min((gpu.memory_bytes for gpu in self.gpus), default=None)
+        """Memory of the smallest GPU, which is what a plan must fit in; None where none is known."""
+        return min((gpu.memory_bytes for gpu in self.gpus if gpu.memory_bytes), default=None)
 
     @property
     def all_have_bf16(self) -> bool:
@@ -76,7 +76,8 @@ def _gpu_words(gpus: tuple[Gpu, ...]) -> list[str]:
         kinds[kind] = kinds.get(kind, 0) + 1
     words = []
     for (name, memory, (major, minor)), count in kinds.items():
-        words.append(f"{count} x {name} ({memory / GIB:.0f} GiB, sm_{major}{minor})")
+        size = f"{memory / GIB:.0f} GiB, " if memory else ""
+        words.append(f"{count} x {name} ({size}sm_{major}{minor})")
     return words or ["no NVIDIA GPU"]
 
 

@@ -27,7 +27,7 @@ def checkpoint_blocks(model: nn.Module, units: Units, settings: Settings, device
     Raises:
         ShardingError: The model has no blocks and no units.
     """
-    if getattr(model, "is_gradient_checkpointing", False):
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):  # transformers' switch
         report.say("the model's own gradient checkpointing is on, so fsdp_activation_checkpointing adds nothing")
         return units
     _no_cache(model)

@@ -1,6 +1,7 @@
 """What must hold before a model is sharded, and what must hold after."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,22 @@ def check_parameters(model: nn.Module) -> None:
         if param.dim() == 0:
             msg = f"{name} is a scalar, which cannot be split over ranks"
             raise ShardingError(msg, hint="give it one dimension: torch.nn.Parameter(value.reshape(1))")
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Turn torch's refusal to shard something into an error that names it.
+
+    Raises:
+        ShardingError: Torch raised.
+    """
+    try:
+        yield
+    except (ValueError, NotImplementedError, AssertionError) as refusal:
+        msg = (
+            f"torch cannot shard {what}: {str(refusal).splitlines()[0] if str(refusal) else 'it does not say why'}"
+        )
+        raise ShardingError(msg, hint="leave it out with fsdp_ignored_modules, or wrap other modules") from refusal
 
 
 def check_whole(

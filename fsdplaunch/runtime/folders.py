@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.manifest import MANIFEST, is_complete, looks_like_checkpoint, own_files
 
 _AT_FDCWD = -100
@@ -15,12 +16,28 @@ _NUMBERED = re.compile(r"checkpoint-(\d+)")
 
 
 def begin(target: Path) -> Path:
-    """Make the temporary folder beside `target` that becomes it, removing what a killed save of it left."""
+    """Make the temporary folder beside `target` that becomes it, removing what a killed save of it left.
+
+    Raises:
+        CheckpointError: `target` cannot be put in place in one move.
+    """
+    if target.exists():
+        _check_replaceable(target)
     partial = target.parent / f".{target.name}.partial"
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     return partial
+
+
+def _check_replaceable(target: Path) -> None:
+    if not target.is_dir():
+        msg = f"{target} is a file"
+        raise CheckpointError(msg, hint="name a folder")
+    if target.is_mount() or Path.cwd().is_relative_to(target.resolve()):
+        what = "a mounted disk" if target.is_mount() else "the folder the script runs in"
+        msg = f"{target} is {what}, which cannot be replaced as a whole"
+        raise CheckpointError(msg, hint="pass step=N to save into a folder inside it, or name such a folder")
 
 
 def publish(partial: Path, target: Path) -> None:

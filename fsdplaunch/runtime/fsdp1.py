@@ -1,6 +1,7 @@
 """Shard one model with the wrapper class FullyShardedDataParallel: one flat parameter per unit."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import report
+from fsdplaunch.runtime.checks import naming
 from fsdplaunch.runtime.settings import Settings
 from fsdplaunch.runtime.tree import replace_modules
 from fsdplaunch.runtime.weights import Aligner
@@ -50,11 +52,25 @@ def shard(
     for unit in _batch_norms(model, settings):
         aligner.settle(unit)
         replace_modules(model, {unit: FullyShardedDataParallel(unit, **common)})
-    for unit in reversed(units.values()):
+    for name, unit in reversed(units.items()):
         aligner.settle(unit)
-        replace_modules(model, {unit: FullyShardedDataParallel(unit, **common, mixed_precision=precision)})
+        with naming(name):
+            replace_modules(model, {unit: FullyShardedDataParallel(unit, **common, mixed_precision=precision)})
     aligner.settle(model)
-    return FullyShardedDataParallel(model, **common, mixed_precision=precision)
+    with naming(type(model).__name__):
+        whole = FullyShardedDataParallel(model, **common, mixed_precision=precision)
+    if hasattr(model, "generate"):
+        object.__setattr__(whole, "generate", partial(_generate, whole, model))
+    return whole
+
+
+def _generate(whole: FullyShardedDataParallel, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generate with the root's own parameters gathered.
+
+    `generate` calls the model itself and not the wrapper around it, so nothing else would gather them.
+    """
+    with FullyShardedDataParallel.summon_full_params(whole, recurse=False, writeback=False):
+        return model.generate(*args, **kwargs)
 
 
 def _batch_norms(model: nn.Module, settings: Settings) -> list[nn.Module]:
@@ -82,14 +98,18 @@ def _common(
 
 
 def _layout(settings: Settings, mesh: DeviceMesh) -> dict[str, Any]:
-    """The ranks, as the strategy wants them: two axes for the hybrid ones, one for the others."""
+    """The ranks, as the strategy wants them: two axes for the hybrid ones, one for the others.
+
+    Given as a mesh, sharded state comes as DTensors, which version 2 reads, too. LOCAL_STATE_DICT refuses a mesh.
+    """
     hybrid = settings.strategy.startswith("HYBRID")
+    by_group = settings.state_dict_type == "LOCAL_STATE_DICT"
     if mesh.ndim == 1 and not hybrid:
-        return {"device_mesh": mesh}
+        return {"process_group": mesh.get_group()} if by_group else {"device_mesh": mesh}
     if settings.strategy == "NO_SHARD":
         return {"process_group": mesh.get_group(0)}
     if hybrid and mesh.ndim > 1 and mesh.size(1) > 1:
-        return {"device_mesh": mesh}
+        return {"process_group": (mesh.get_group(1), mesh.get_group(0))} if by_group else {"device_mesh": mesh}
     msg = f"{settings.strategy} does not fit a mesh of {' x '.join(str(n) for n in mesh.shape)} ranks"
     hint = "the hybrid strategies take copies x shards, with more than one shard each; the others one axis"
     raise ShardingError(msg, hint=hint)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 )
 
 from fsdplaunch.runtime import report
+from fsdplaunch.runtime.checks import naming
 from fsdplaunch.runtime.settings import Settings
 from fsdplaunch.runtime.weights import Aligner
 from fsdplaunch.runtime.wrap import Units
@@ -39,14 +40,16 @@ def shard(
     """
     common = _common(settings, mesh, ignored)
     policy = _precision(settings, output=None)
-    for unit in reversed(units.values()):
+    for name, unit in reversed(units.items()):
         aligner.settle(unit)
-        fully_shard(unit, **common, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward)
+        with naming(name):
+            fully_shard(unit, **common, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward)
     aligner.settle(model)
     # The root is needed again as soon as backward begins; torch's own default is to keep it gathered, too.
     reshard = False if units else settings.reshard_after_forward
     root_policy = _precision(settings, output=settings.dtypes.output)
-    fully_shard(model, **common, mp_policy=root_policy, reshard_after_forward=reshard)
+    with naming(type(model).__name__):
+        fully_shard(model, **common, mp_policy=root_policy, reshard_after_forward=reshard)
     if settings.forward_prefetch:
         _prefetch_forward([unit for unit in units.values() if isinstance(unit, FSDPModule)])
     if hasattr(model, "generate"):

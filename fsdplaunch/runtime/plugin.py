@@ -137,7 +137,7 @@ class FullyShardedDataParallelPlugin:
             "state_dict_type LOCAL_STATE_DICT": not one and fsdp.fsdp_state_dict_type == "LOCAL_STATE_DICT",
             f"reshard_after_forward {reshard}": not one and isinstance(reshard, str),
             "activation_checkpointing_offload": one and bool(said["activation_checkpointing_offload"]),
-            "a flag for reshard_after_forward": one and isinstance(said["reshard_after_forward"], bool),
+            "flag for reshard_after_forward": one and isinstance(said["reshard_after_forward"], bool),
         }
         for what, wrong in cases.items():
             if wrong:

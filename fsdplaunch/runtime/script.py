@@ -86,8 +86,7 @@ def _found(spec: importlib.machinery.ModuleSpec | None, name: str) -> tuple[Modu
         raise UsageError(msg, hint="check the name and the folder the launch is started in")
     code = loader.get_code(spec.name)
     module = _main_module(file=spec.origin, loader=loader)
-    module.__spec__ = spec
-    module.__package__ = spec.parent
+    module.__dict__.update(__spec__=spec, __package__=spec.parent, __cached__=spec.cached)
     return module, code
 
 

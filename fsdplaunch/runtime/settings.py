@@ -63,7 +63,7 @@ class Settings:
     wrap: WrapName | Callable[..., Any] = "TRANSFORMER_BASED_WRAP"
     block_classes: tuple[str, ...] = ()
     min_num_params: int = 100_000_000
-    backward_prefetch: PrefetchName = "BACKWARD_PRE"
+    backward_prefetch: PrefetchName = "NO_PREFETCH"
     forward_prefetch: bool = False
     state_dict_type: StateDictName = "SHARDED_STATE_DICT"
     use_orig_params: bool = True
@@ -99,7 +99,7 @@ def settings_of(config: Config) -> Settings:
         wrap=fsdp.fsdp_auto_wrap_policy,
         block_classes=fsdp.fsdp_transformer_layer_cls_to_wrap,
         min_num_params=fsdp.fsdp_min_num_params,
-        backward_prefetch=fsdp.fsdp_backward_prefetch or "BACKWARD_PRE",
+        backward_prefetch=fsdp.fsdp_backward_prefetch or "NO_PREFETCH",
         forward_prefetch=fsdp.fsdp_forward_prefetch,
         state_dict_type=fsdp.fsdp_state_dict_type or "SHARDED_STATE_DICT",
         use_orig_params=fsdp.fsdp_use_orig_params,

@@ -100,6 +100,7 @@ def shard_model(model: nn.Module, plugin: FullyShardedDataParallelPlugin, place:
         mesh=place.mesh,
         device=place.device,
         master=settings.dtypes.master,
+        frozen_too=settings.version == 1,  # a flat parameter has one format
         ignored=ignored,
         init_fn=settings.param_init_fn,
         send=settings.sync_module_states or settings.ram_efficient,

@@ -51,7 +51,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: It cannot be written; raised on every rank, and nothing has changed.
     """
-    root = Path(dir if dir is not None else decode().checkpoint.dir)
+    root = _folder(dir)
     target = root if step is None else root / f"checkpoint-{step}"
     models = _several(model)
     with together(f"save {target}"):
@@ -94,7 +94,7 @@ def load_checkpoint(
         FileNotFoundError: There is no complete checkpoint.
         CheckpointError: The checkpoint is of another model, or damaged; raised on every rank.
     """
-    root = Path(dir if dir is not None else decode().checkpoint.dir)
+    root = _folder(dir)
     folder = from_rank_0(find_checkpoint(root) if dist.get_rank() == 0 else None)
     if folder is None:
         msg = f"no complete checkpoint in {root}"
@@ -111,6 +111,11 @@ def load_checkpoint(
         extra = read_plain(folder / _EXTRA) if (folder / _EXTRA).exists() else {}
     manifest = read_manifest(folder) or {}
     return {"step": manifest.get("step"), "extra": extra, "path": folder}
+
+
+def _folder(given: str | Path | None) -> Path:
+    folder = Path(given if given is not None else decode().checkpoint.dir)
+    return folder if folder.name else folder.absolute()  # "." has no name to put another folder beside
 
 
 def _several(given: Any) -> list[Any]:

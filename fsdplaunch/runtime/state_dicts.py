@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -28,6 +29,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.agreement import together
 from fsdplaunch.runtime.plain_files import read_plain, write_bytes
 from fsdplaunch.runtime.safe_reader import SafePlanner, SafeReader
 
@@ -54,7 +56,8 @@ def save_model(model: nn.Module, kind: str, folder: Path, index: int) -> None:
             _write_full(get_model_state_dict(model, options=_full(model)), folder / f"{_stem(MODEL, index)}.bin")
         else:
             with _local(model):
-                _write(model.state_dict(), folder / _local_name(index))
+                state = {name: _own_part(value) for name, value in model.state_dict().items()}
+                _write(state, folder / _local_name(index))
 
 
 def load_model(model: nn.Module, folder: Path, index: int) -> None:
@@ -69,11 +72,11 @@ def load_model(model: nn.Module, folder: Path, index: int) -> None:
             _read_sharded({"model": state}, folder / f"{MODEL}_{index}", strict=True)
             set_model_state_dict(model, state)
         elif (file := folder / f"{_stem(MODEL, index)}.bin").exists():
-            state = read_plain(file) if dist.get_rank() == 0 else {}
+            state = _read_full(file)
             set_model_state_dict(model, state, options=_from_rank_0())
         elif (folder / _local_name(index)).exists():
             with _local(model):
-                model.load_state_dict(read_plain(folder / _local_name(index)))
+                _fill_in(model.state_dict(), read_plain(folder / _local_name(index)))
         else:
             msg = f"{folder} holds no model {index} for rank {dist.get_rank()}"
             raise CheckpointError(msg, hint="LOCAL_STATE_DICT loads on as many ranks as wrote it")
@@ -103,7 +106,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path, index: 
             set_optimizer_state_dict(model, optimizer, state)
             _forget(model, optimizer, absent)
         elif (file := folder / f"{_stem(OPTIMIZER, index)}.bin").exists():
-            state = read_plain(file) if dist.get_rank() == 0 else {}
+            state = _read_full(file)
             set_optimizer_state_dict(model, optimizer, state, options=_from_rank_0())
         else:
             msg = f"{folder} holds no optimizer {index}"
@@ -136,6 +139,15 @@ def _from_rank_0() -> StateDictOptions:
 def _write_full(state: dict[str, Any], path: Path) -> None:
     if dist.get_rank() == 0:
         _write(state, path)
+
+
+def _read_full(path: Path) -> dict[str, Any]:
+    """Read a file on rank 0, and raise on all ranks if it cannot be; the others get an empty mapping."""
+    state: dict[str, Any] = {}
+    with together(f"read {path}"):
+        if dist.get_rank() == 0:
+            state = read_plain(path)
+    return state
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
@@ -180,6 +192,26 @@ def _forget(model: nn.Module, optimizer: Optimizer, absent: set[str]) -> None:
     for name, param in named_parameters(model):
         if any(key.startswith(f"optimizer.state.{name}.") for key in absent):
             optimizer.state.pop(param, None)
+
+
+def _own_part(value: torch.Tensor | ShardedTensor) -> torch.Tensor:
+    """This rank's part of a flat parameter, as a tensor: one that can be read back without running code."""
+    if not isinstance(value, ShardedTensor):
+        return value
+    shards = value.local_shards()
+    return shards[0].tensor if shards else torch.empty(0)
+
+
+def _fill_in(present: dict[str, Any], read: dict[str, Any]) -> None:
+    """Copy what was read into the model's own storage, of which its state dict holds views."""
+    parts = {name: _own_part(value) for name, value in present.items()}
+    shapes = {name: tuple(part.shape) for name, part in parts.items()}
+    if {name: tuple(part.shape) for name, part in read.items()} != shapes:
+        msg = "the flat shards are of another model, or of another number of ranks"
+        raise CheckpointError(msg, hint="LOCAL_STATE_DICT loads into the same model on as many ranks as wrote it")
+    with torch.no_grad():
+        for name, part in parts.items():
+            part.copy_(read[name])
 
 
 @contextmanager

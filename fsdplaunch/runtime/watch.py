@@ -5,6 +5,7 @@ The moment is recorded, not the objects: a model may be gone by the time the scr
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 from fsdplaunch.config.environment import ALLOW_UNSHARDED
@@ -15,6 +16,7 @@ MARKER = "sharded"
 """Name of the empty file in a rank's folder that says the rank sharded a model."""
 
 _seen: list[str] = []
+_copied: list[str] = []
 
 
 def ever_sharded() -> bool:
@@ -39,18 +41,24 @@ def watch_sharding() -> None:
     the birth of that subclass is the one point every caller passes. The old wrapper is a class: its constructor.
     """
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
 
     if "__init_subclass__" in FSDPModule.__dict__:
         return
     FSDPModule.__init_subclass__ = classmethod(_subclass_made)  # type: ignore[assignment]
-    construct = FullyShardedDataParallel.__init__
+    _after_construction(FullyShardedDataParallel, mark_sharded)
+    _after_construction(DistributedDataParallel, _copied.append)
+
+
+def _after_construction(wrapper: Any, mark: Callable[[str], None]) -> None:
+    construct = wrapper.__init__
 
     @functools.wraps(construct)
     def construct_and_mark(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
-        mark_sharded("FullyShardedDataParallel")
+        mark(wrapper.__name__)
 
-    FullyShardedDataParallel.__init__ = construct_and_mark  # type: ignore[method-assign]
+    wrapper.__init__ = construct_and_mark
 
 
 def _subclass_made(cls: Any, /, **kwargs: Any) -> None:
@@ -71,7 +79,8 @@ def check_sharded(name: str) -> None:
     if ever_sharded() or os.environ.get(ALLOW_UNSHARDED) == "1":
         return
     workers = os.environ.get("WORLD_SIZE", "1")
-    msg = f"{name} ended without sharding a model: {workers} workers trained independent copies"
+    trained = "trained independent copies" if not _copied else f"each held a whole copy ({_copied[0]})"
+    msg = f"{name} ended without sharding a model: {workers} workers {trained}"
     raise NeverShardedError(
         msg,
         hint="call fsdplaunch.prepare(model, ...) in the script, or launch with --allow-unsharded",

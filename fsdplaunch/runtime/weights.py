@@ -66,6 +66,7 @@ class Aligner:
         mesh: DeviceMesh,
         device: torch.device,
         master: torch.dtype | None,
+        frozen_too: bool = False,
         ignored: Iterable[nn.Module] = (),
         init_fn: Callable[[nn.Module], Any] | None = None,
         send: bool = True,
@@ -73,6 +74,7 @@ class Aligner:
         self.model = model
         self.device = device
         self.master = master
+        self.frozen_too = frozen_too
         self.init_fn = init_fn or getattr(model, "_init_weights", None)
         self.groups = groups_from_first(mesh)
         self.entries = entries_of(model)
@@ -151,9 +153,9 @@ class Aligner:
 
     def _to_master(self, entry: Entry) -> None:
         tensor = self._now(entry)
-        ours = any(module in self.ignored for module, _ in entry.places)
-        trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor.is_floating_point()
-        if self.master is not None and trained and not ours and tensor.dtype != self.master:
+        ours = any(module in self.ignored for module, _ in entry.places)  # left as they are
+        due = isinstance(tensor, nn.Parameter) and (tensor.requires_grad or self.frozen_too)
+        if self.master is not None and due and not ours and tensor.is_floating_point():
             tensor.data = tensor.data.to(self.master)
 
     @staticmethod

@@ -7,9 +7,10 @@ from pathlib import Path as FilePath
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.probe.model import find_model
 from fsdplaunch.wizard.prompts import Prompts, Wish
-from fsdplaunch.wizard.question import Choice, Situation
+from fsdplaunch.wizard.question import Choice
 from fsdplaunch.wizard.result import WizardResult, conclude
 from fsdplaunch.wizard.session import Session
+from fsdplaunch.wizard.situation import Situation
 from fsdplaunch.wizard.source import Source, read_source
 from fsdplaunch.wizard.talk import Talk
 
@@ -49,6 +50,13 @@ class Dialogue:
         Raises:
             KeyboardInterrupt: The user left.
         """
+        try:
+            return self._talk()
+        except KeyboardInterrupt:
+            self._out.say("Nothing was written.")
+            raise
+
+    def _talk(self) -> WizardResult:
         edited = self._existing() if self._path.exists() and not self._overwrite else None
         old = self._path.read_text(encoding="utf-8", errors="replace") if self._path.exists() else None
         session = Session(

@@ -7,7 +7,8 @@ from typing import Any
 
 from fsdplaunch.config.keys import Path, keys_by_path
 from fsdplaunch.config.schema import Config
-from fsdplaunch.wizard.question import Choice, Question, Situation
+from fsdplaunch.wizard.question import Choice, Question
+from fsdplaunch.wizard.situation import Situation
 from fsdplaunch.wizard.suggest import CPU_WORKERS
 
 DEFAULT_PORT = 29500
@@ -28,12 +29,7 @@ def _where_choices(situation: Situation) -> tuple[Choice, ...]:
     seen = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "no GPU was found"
     in_job = f"job {job.job_id}" if job.kind == "slurm" else "inside an allocation"
     return (
-        Choice(
-            value="here",
-            title="On this machine's GPUs",
-            consequence=seen,
-            disabled=None if gpus or situation.editing else seen,
-        ),
+        Choice(value="here", title="On this machine's GPUs", consequence=seen),
         Choice(value="machines", title="On several machines", detail="Each one runs the same launch command."),
         Choice(value="slurm", title="In a SLURM job", consequence=in_job, detail="Start it with srun."),
         Choice(

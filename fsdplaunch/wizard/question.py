@@ -1,113 +1,18 @@
 """What a question is: data and pure functions. Who asks it, and how, is `fsdplaunch.wizard.session`'s matter."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path as FilePath
+from dataclasses import dataclass
 from typing import Any
 
-from fsdplaunch.config.keys import Path, build_config, keys_by_path
-from fsdplaunch.config.resolve import default_version
+from fsdplaunch.config.keys import Path, build_config
 from fsdplaunch.config.schema import Config
 from fsdplaunch.errors import LaunchError
-from fsdplaunch.probe.cluster import Cluster
-from fsdplaunch.probe.model import ModelFacts, parse_count, read_model, sized_model
-from fsdplaunch.wizard.suggest import Facts, Suggestion, suggest_for
+from fsdplaunch.wizard.situation import Situation
 
-VERSION = ("fsdp_config", "fsdp_version")
 KEEP = "keep"
 """The answer that leaves a question's keys as the existing file says them."""
 TYPE_IT = "..."
 """The choice that opens a line to type an answer in."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
-    """Everything a question may depend on.
-
-    Attributes:
-        facts: What was found on this machine.
-        answers: Canonical answers so far, by question name.
-        base: Values of the file that is edited, by path; empty for a new file.
-        editing: Whether `base` is a file's.
-        settings: Values set by key, which no question may change; None takes a key back.
-    """
-
-    facts: Facts
-    answers: Mapping[str, str] = field(default_factory=dict)
-    base: Mapping[Path, Any] = field(default_factory=dict)
-    editing: bool = False
-    settings: Mapping[Path, Any] = field(default_factory=dict)
-
-    def answering(self, name: str, answer: str) -> "Situation":
-        """The situation after one more answer."""
-        return replace(self, answers={**self.answers, name: answer})
-
-    def without(self, name: str) -> "Situation":
-        """The situation without the answer to a question."""
-        return replace(self, answers={key: text for key, text in self.answers.items() if key != name})
-
-    @property
-    def version(self) -> int:
-        """The FSDP version the answers will be written for."""
-        return int(self.settings.get(VERSION) or self.base.get(VERSION) or (1 if self._is_old else 2))
-
-    @property
-    def _is_old(self) -> bool:
-        """Whether the edited file means version 1 without saying so."""
-        if not self.editing:
-            return False
-        said = [keys_by_path()[path].key.versions for path in self.base]
-        return (1,) in said or default_version(build_config(self.base)) == 1
-
-    @property
-    def num_nodes(self) -> int:
-        """Machines of the run, as far as answered."""
-        return int(self.answers.get("nodes", 1))
-
-    @property
-    def workers(self) -> int | None:
-        """Workers per machine; None when each machine decides and none can be seen from here."""
-        answer = self.answers.get("workers-per-node", "auto")
-        if answer.isdecimal():
-            return int(answer)
-        return self.machines.gpus_per_node or None
-
-    @property
-    def machines(self) -> Facts:
-        """The facts, as far as they hold for the machines that will run."""
-        where = self.answers.get("where")
-        model = named_model(self.answers.get("model", ""))
-        found = replace(self.facts, model=model or self.facts.model)
-        if where == "cpu":
-            return replace(found, hardware=replace(found.hardware, gpus=(), notes=()), cluster=Cluster())
-        chosen = self.answers.get("workers-per-node", "")
-        if chosen.isdecimal():
-            found = replace(found, hardware=replace(found.hardware, gpus=found.hardware.gpus[: int(chosen)]))
-        if where in ("machines", "slurm"):
-            nodes = int(self.answers["nodes"]) if "nodes" in self.answers else found.cluster.num_nodes
-            return replace(found, cluster=replace(found.cluster, num_nodes=nodes), elsewhere=True)
-        return replace(found, cluster=Cluster()) if where == "here" else found
-
-    @property
-    def suggestion(self) -> Suggestion:
-        """What would be suggested, given the answers so far."""
-        return suggest_for(self.machines)
-
-
-@cache
-def named_model(answer: str) -> ModelFacts | None:
-    """The model that an answer names: a size such as 8b, a folder, or none.
-
-    Args:
-        answer: A checked answer.
-    """
-    if not answer:
-        return None
-    try:
-        return sized_model(parse_count(answer))
-    except ValueError:
-        return read_model(FilePath(answer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,13 +118,16 @@ def accept(question: Question, text: str, situation: Situation) -> str:
 
 
 def can_keep(question: Question, situation: Situation) -> bool:
-    """Whether the edited file says something here that no answer can say.
+    """Whether the edited file says something here that no answer can say on this machine.
 
     Args:
         question: The question.
         situation: With the file's values.
     """
-    return any(path in situation.base for path in question.keys) and _from_file(question, situation) is None
+    if not any(path in situation.base for path in question.keys):
+        return False
+    answer = _from_file(question, situation)
+    return answer is None or not is_answer(question, answer, situation)
 
 
 def _from_file(question: Question, situation: Situation) -> str | None:

@@ -9,9 +9,9 @@ from fsdplaunch.config.keys import build_config, keys_by_path, value_at
 from fsdplaunch.config.render import render
 from fsdplaunch.config.schema import Config
 from fsdplaunch.errors import UsageError
-from fsdplaunch.wizard.question import Situation
-from fsdplaunch.wizard.questions import compose
+from fsdplaunch.wizard.compose import compose
 from fsdplaunch.wizard.review import repeat_command
+from fsdplaunch.wizard.situation import Situation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def conclude(
         config=build_config(values),
         answers=dict(situation.answers),
         reasons={".".join(pin): suggestion.reasons[".".join(pin)] for pin in taken},
-        notes=suggestion.notes,
+        notes=tuple(note for note in suggestion.notes if note not in situation.facts.hardware.notes),
         command=repeat_command(situation, path, overwrite=overwrite),
     )
 

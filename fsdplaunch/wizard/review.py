@@ -2,16 +2,18 @@
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
 from difflib import unified_diff
 from pathlib import Path as FilePath
 from typing import Any
 
 from fsdplaunch.config.keys import Path, keys_by_path
 from fsdplaunch.config.scalars import flow_text, plain_value
-from fsdplaunch.wizard.question import KEEP, Situation
-from fsdplaunch.wizard.questions import QUESTIONS, compose
-from fsdplaunch.wizard.training import GOAL, memory_words
+from fsdplaunch.wizard.compose import compose
+from fsdplaunch.wizard.goals import GOAL, memory_words
+from fsdplaunch.wizard.question import KEEP
+from fsdplaunch.wizard.questions import QUESTIONS
+from fsdplaunch.wizard.situation import NEWEST, VERSION, Situation
+from fsdplaunch.wizard.unasked import answer_all
 
 DEFAULT_FILE = "fsdp.yaml"
 
@@ -30,15 +32,17 @@ def preview(old: str | None, new: str, path: FilePath) -> str:
     return "\n".join(lines) + "\n" if lines else f"{path}: nothing changes\n"
 
 
-def estimate(situation: Situation) -> str | None:
-    """Return one line about memory, or None where the model's size is not known.
+def remarks(situation: Situation) -> list[str]:
+    """Return what to say below the text: the estimate, and what no key can say.
 
     Args:
         situation: With all answers.
     """
     goal = situation.answers.get(GOAL.name)
     words, _ = memory_words(goal, situation) if goal and goal != KEEP else ("", None)
-    return f"Estimate: {words}, before activations." if words else None
+    lines = [f"Estimate: {words}, before activations."] if words else []
+    notes = [note for note in situation.suggestion.notes if note not in situation.facts.hardware.notes]
+    return [*lines, *(f"Note: {note}" for note in notes)]
 
 
 def closing_words(path: FilePath, command: str) -> str:
@@ -58,36 +62,48 @@ def closing_words(path: FilePath, command: str) -> str:
     )
 
 
-def repeat_command(situation: Situation, path: FilePath, *, overwrite: bool = False) -> str:
+def repeat_command(situation: Situation, file: FilePath, *, overwrite: bool = False) -> str:
     """Return the command that writes the same file without questions.
 
     Args:
         situation: With all answers.
-        path: The file.
+        file: The file.
         overwrite: Whether the command must replace a file.
     """
-    answers = {name: text for name, text in situation.answers.items() if text != KEEP}
+    answers, settings = _said(situation)
     words = ["fsdplaunch", "config"]
     for question in QUESTIONS:
         if answers.get(question.name):
             words += [question.flag, answers[question.name]]
-    fresh = compose(replace(situation, answers=answers, base={}, editing=False, settings={}))
-    words += [f"--set={text}" for text in settings_between(fresh, compose(situation))]
-    words += ["--output", str(path)] if str(path) != DEFAULT_FILE else []
+    for path, spec in keys_by_path().items():
+        if path in settings:
+            value = settings[path]
+            words.append(f"--set={spec.dotted}={'' if value is None else flow_text(plain_value(spec, value))}")
+    words += ["--output", str(file)] if str(file) != DEFAULT_FILE else []
     return shlex.join([*words, *(["--overwrite"] if overwrite else []), "--yes"])
 
 
-def settings_between(before: Mapping[Path, Any], after: Mapping[Path, Any]) -> list[str]:
-    """Return `KEY=VALUE` texts that turn one set of values into another; an empty VALUE takes a key back.
+def _said(situation: Situation) -> tuple[dict[str, str], dict[Path, Any]]:
+    """The options and the `--set`s that lead to the same values when nobody is asked and no file is edited."""
+    answers = {name: text for name, text in situation.answers.items() if text != KEEP}
+    settings: dict[Path, Any] = {} if situation.version == NEWEST else {VERSION: situation.version}
+    target = compose(situation)
+    while True:
+        fresh = Situation(facts=situation.facts, settings=settings)
+        missed = _differences(compose(answer_all(fresh, answers, yes=True)), target)
+        if not missed:
+            return answers, settings
+        settings |= missed
+        # An option and a key that decide the same are refused together.
+        by_key = {one.name for one in QUESTIONS if settings.keys() & {*one.keys}}
+        answers = {name: text for name, text in answers.items() if name not in by_key}
 
-    Args:
-        before: Values by path.
-        after: Values by path.
-    """
-    texts = []
-    for path, spec in keys_by_path().items():
-        value = after.get(path, spec.default)
-        if value == before.get(path, spec.default):
-            continue
-        texts.append(f"{spec.dotted}={flow_text(plain_value(spec, value)) if path in after else ''}")
-    return texts
+
+def _differences(before: Mapping[Path, Any], after: Mapping[Path, Any]) -> dict[Path, Any]:
+    """The values that turn one configuration into another; None takes a key back."""
+    paths = [
+        path
+        for path, spec in keys_by_path().items()
+        if before.get(path, spec.default) != after.get(path, spec.default)
+    ]
+    return {path: after.get(path) for path in paths}

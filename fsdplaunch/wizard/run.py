@@ -8,13 +8,15 @@ from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.cluster import describe_cluster, read_cluster
 from fsdplaunch.probe.hardware import describe_hardware, read_hardware
 from fsdplaunch.probe.model import describe_model
-from fsdplaunch.wizard.question import Situation
-from fsdplaunch.wizard.questions import answer_all, check_names, find_problems
+from fsdplaunch.wizard.compose import find_problems
+from fsdplaunch.wizard.questions import check_names
 from fsdplaunch.wizard.result import WizardResult, conclude
 from fsdplaunch.wizard.review import DEFAULT_FILE
+from fsdplaunch.wizard.situation import Situation
 from fsdplaunch.wizard.source import read_overrides, read_source
 from fsdplaunch.wizard.suggest import Facts
 from fsdplaunch.wizard.talk import Talk
+from fsdplaunch.wizard.unasked import answer_all
 
 
 def run_wizard(

@@ -11,31 +11,17 @@ from fsdplaunch.config.keys import build_config, keys_by_path
 from fsdplaunch.config.render import render
 from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.model import describe_model
+from fsdplaunch.wizard.compose import broken_rule, compose, find_problems, settle
 from fsdplaunch.wizard.prompts import BACK, EXPLAIN, Prompts, Wish
-from fsdplaunch.wizard.question import (
-    KEEP,
-    TYPE_IT,
-    Choice,
-    Question,
-    Situation,
-    accept,
-    can_keep,
-    is_answer,
-    proposed,
-)
-from fsdplaunch.wizard.questions import (
-    QUESTIONS,
-    compose,
-    earlier,
-    find_problems,
-    settle,
-    without_asking,
-)
+from fsdplaunch.wizard.question import KEEP, TYPE_IT, Choice, Question, accept, can_keep, is_answer, proposed
+from fsdplaunch.wizard.questions import QUESTIONS, earlier
 from fsdplaunch.wizard.result import new_text
-from fsdplaunch.wizard.review import estimate, preview
+from fsdplaunch.wizard.review import preview, remarks
 from fsdplaunch.wizard.settings import ask_settings
+from fsdplaunch.wizard.situation import Situation
 from fsdplaunch.wizard.talk import Talk
 from fsdplaunch.wizard.training import MODEL
+from fsdplaunch.wizard.unasked import without_asking
 
 
 class Session:
@@ -159,7 +145,7 @@ class Session:
         if default not in {choice.value for choice in choices}:
             # Something that was typed: offered as a choice of its own.
             choices.insert(0, Choice(value=default, title=default))
-        mark = "now" if before.editing else "suggested"
+        mark = "in the file" if before.editing else "suggested"
         offer = proposed(question, before)
         answer = self._prompts.select(question.text, choices, default=default, marks={offer: mark})
         if answer == TYPE_IT:
@@ -175,16 +161,12 @@ class Session:
         )
 
     def _fault(self, question: Question, before: Situation, line: str) -> str | None:
-        """What is wrong with an answer: no answer at all, or against a rule that was kept until now."""
+        """What is wrong with an answer: it is none, or a rule is against it that no later answer can satisfy."""
         try:
             answer = accept(question, line, before)
         except ValueError as error:
             return str(error)
-        known = {problem.id for problem in find_problems(before)}
-        for problem in find_problems(before.answering(question.name, answer)):
-            if problem.id not in known and any(problem.key == ".".join(path) for path in question.keys):
-                return f"{problem.key}: {problem.message}" + (f" ({problem.hint})" if problem.hint else "")
-        return None
+        return broken_rule(question, before.answering(question.name, answer))
 
     def _more_settings(self) -> bool:
         """Let further keys be set; False when the last question is wanted again."""
@@ -198,12 +180,11 @@ class Session:
         """Show what would be written and ask; True when it is to be written."""
         self._out.say("")
         self._out.say(preview(self._old, new_text(self.situation, self._edited), self._path))
-        line = estimate(self.situation)
-        if line:
-            self._out.say(line)
         problems = find_problems(self.situation)
+        for line in remarks(self.situation):
+            self._out.say(line)
         for problem in problems:
-            self._out.say(f"{problem.key}: {problem.message}" + (f" ({problem.hint})" if problem.hint else ""))
+            self._out.say(str(problem))
         answer = self._prompts.select("Write it?", _endings(self._path, len(problems)), default="write")
         if answer == "cancel":
             raise KeyboardInterrupt

@@ -5,9 +5,11 @@ from typing import Any
 
 from fsdplaunch.config.keys import KeySpec, Path, all_keys, keys_by_path
 from fsdplaunch.config.layers import flag_layer
+from fsdplaunch.wizard.compose import compose
 from fsdplaunch.wizard.prompts import EXPLAIN, Prompts, Wish
-from fsdplaunch.wizard.question import VERSION, Choice, Situation
-from fsdplaunch.wizard.questions import QUESTIONS, compose
+from fsdplaunch.wizard.question import Choice
+from fsdplaunch.wizard.questions import QUESTIONS
+from fsdplaunch.wizard.situation import VERSION, Situation
 
 _DONE = "done"
 

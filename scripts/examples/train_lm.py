@@ -1,6 +1,6 @@
 """Train a small decoder-only transformer on bytes of text, sharded as fsdp.yaml says.
 
-    fsdplaunch launch train_lm.py [--data FILE ...] [--steps 150] [--output checkpoints/lm]
+    fsdplaunch launch train_lm.py [--data FILE ...] [--steps 120] [--output checkpoints/lm]
 
 Plain PyTorch except for three calls: fsdplaunch.prepare, clip_grad_norm_ and save_checkpoint. Without --data it
 reads the sources of the running Python's own standard library.
@@ -127,7 +127,7 @@ def evaluate(model: nn.Module, windows: Windows, device: torch.device | str = "c
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, nargs="+", default=[], help="text files [standard library sources]")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch-size", type=int, default=8, help="windows per rank and step")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--output", type=Path, default=Path("checkpoints/lm"))

@@ -44,9 +44,8 @@ class RankPool:
             pipe.send((function, args, dict(env or {})))
         answers = self._collect(time.monotonic() + timeout)
         failed = {rank: answer for rank, answer in answers.items() if answer[0] != "done"}
-        if len(failed) not in (0, self.size) or any(kind == "hung" for kind, _ in failed.values()):
-            self.stop()  # some ranks may be in a collective that the others will never join
         if failed:
+            self.stop()  # some ranks may be in a collective that the others will never join
             raise RankError("\n".join(f"rank {rank} {kind}:\n{text}" for rank, (kind, text) in failed.items()))
         return [answers[rank][1] for rank in range(self.size)]
 

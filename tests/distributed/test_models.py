@@ -316,3 +316,22 @@ def test_wrap_policy_given_as_a_function_is_used(two_ranks: RankPool, kind: str,
     difference, made = two_ranks.run(by_function, 2, kind)[0]
     assert difference < 1e-5
     assert made == units
+
+
+# One rank
+
+
+def on_one_rank(version: int) -> float:
+    alone = train_alone(build(), STEPS)
+    model = build()
+    model, optimizer = fsdplaunch.prepare(model, adamw(model.parameters()), plugin=plugin(fsdp_version=version))
+    return largest_difference(alone, train_sharded(model, optimizer, STEPS))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_one_rank_trains_as_alone(version: int) -> None:
+    pool = RankPool(1)
+    try:
+        assert pool.run(on_one_rank, version)[0] < 1e-5
+    finally:
+        pool.stop()

@@ -32,11 +32,18 @@ class OneLinear(nn.Module):
         return self.only(x)
 
 
+def half_frozen() -> nn.Module:
+    model = build()
+    model.layers[0].attention.out.weight.requires_grad_(False)
+    return model
+
+
 def make(kind: str) -> Any:
     return {
         "tiny": build,
         "scalar": WithScalar,
         "one": OneLinear,
+        "half frozen": half_frozen,
         "other": lambda: build(width=16 + 2 * dist.get_rank()),
     }[kind]()
 
@@ -73,6 +80,11 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     ),
     "scalar": ("scalar", {}, ["temperature is a scalar"]),
     "another model": ("other", {}, ["embed.weight is 37x16 on rank 0 and 37x18 on rank 1"]),
+    "frozen and trained in one flat parameter": (
+        "half frozen",
+        {"fsdp_version": 1, "use_orig_params": False},
+        ["torch cannot shard layers.0: Must flatten tensors with uniform `requires_grad`"],
+    ),
     "mesh too large": ("tiny", {"dp_replicate_size": 2, "dp_shard_size": 2}, ["needs 4 workers, there are 2"]),
     "hybrid over one copy": ("tiny", {"sharding_strategy": "HYBRID_SHARD"}, ["has only one copy", "FULL_SHARD"]),
     "hybrid with one shard": (

@@ -130,6 +130,7 @@ def test_mixed_precision_computes_low_and_keeps_fp32(two_ranks: RankPool, versio
 def low_precision_model(fields: dict[str, Any]) -> tuple[set[torch.dtype], set[torch.dtype]]:
     model = build().to(torch.bfloat16)
     model.head.weight.requires_grad_(False)
+    model.layers[0].attention.out.weight.requires_grad_(False)
     model = fsdplaunch.prepare(model, plugin=plugin(**fields))
     frozen = {param.dtype for param in model.parameters() if not param.requires_grad}
     return {param.dtype for param in model.parameters() if param.requires_grad}, frozen
@@ -138,6 +139,11 @@ def low_precision_model(fields: dict[str, Any]) -> tuple[set[torch.dtype], set[t
 def test_bf16_weights_are_kept_in_fp32_under_mixed_precision_but_frozen_ones_stay(two_ranks: RankPool) -> None:
     fields = {"fsdp_version": 2, "mixed_precision_policy": "bf16"}
     assert two_ranks.run(low_precision_model, fields)[0] == ({torch.float32}, {torch.bfloat16})
+
+
+def test_frozen_weights_join_the_format_of_their_flat_parameter(two_ranks: RankPool) -> None:
+    fields = {"fsdp_version": 1, "mixed_precision_policy": "bf16"}
+    assert two_ranks.run(low_precision_model, fields)[0] == ({torch.float32}, {torch.float32})
 
 
 def test_bf16_weights_stay_bf16_without_mixed_precision(two_ranks: RankPool) -> None:

@@ -114,7 +114,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
         if text is not None:
             (tmp_path / "t.py").write_text(text)
         environ = clean_environ() | popen.pop("env", {})
-        defaults = ("--distributed-type", "NO", "--num-processes", "2") if plain else ()
+        defaults = ("--distributed-type", "MULTI_CPU", "--num-processes", "2") if plain else ()
         # -P: like the installed command, and unlike `python -m`, leave the current folder out of the module path.
         command = [sys.executable, "-P", "-m", "fsdplaunch", "launch", *defaults, *options]
         command += ["t.py", *arguments] if text is not None else arguments

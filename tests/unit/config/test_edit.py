@@ -6,8 +6,9 @@ from fsdplaunch.config.edit import set_keys
 from fsdplaunch.config.keys import keys_by_path
 from fsdplaunch.config.load import stack
 from fsdplaunch.config.problems import ConfigError
+from fsdplaunch.config.render import write_text_atomically
 from fsdplaunch.config.yaml_text import read_text
-from fsdplaunch.errors import UsageError
+from fsdplaunch.errors import LaunchError, UsageError
 
 VERSION = ("fsdp_config", "fsdp_version")
 OFFLOAD = ("fsdp_config", "fsdp_offload_params")
@@ -122,6 +123,11 @@ CASES = {
         [(("checkpoint", "dir"), "c")],
         "checkpoint:\n  dir: c\nuse_cpu: true\n",
     ),
+    "a file of one section": (
+        "fsdp_version: 2 # v\n",
+        [(OFFLOAD, True)],
+        "fsdp_version: 2 # v\nfsdp_offload_params: true\n",
+    ),
     "a key below a merged section": (
         "base: &b\n  fsdp_version: 2\nfsdp_config:\n  <<: *b\n",
         [(OFFLOAD, True)],
@@ -165,3 +171,14 @@ def test_text_that_is_not_yaml_is_refused_with_its_place():
     with pytest.raises(ConfigError) as caught:
         edit("a: [1\nb: 2\n", (PROCESSES, 8))
     assert caught.value.problems[0].id == "syntax"
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "fsdp.yaml"
+    write_text_atomically(path, "a\r\nb\n")
+    assert path.read_bytes() == b"a\r\nb\n"
+    with pytest.raises(LaunchError, match="cannot write"):
+        write_text_atomically(tmp_path / "missing" / "fsdp.yaml", "x")
+    with pytest.raises(LaunchError, match="cannot write"):
+        write_text_atomically(tmp_path, "x")
+    assert [item.name for item in tmp_path.iterdir()] == ["fsdp.yaml"]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from fsdplaunch.config.environment import encode
 from fsdplaunch.config.load import stack
 from fsdplaunch.config.world import mesh_sizes, with_mesh, workers_per_node, world_size
 from fsdplaunch.config.yaml_text import read_text
@@ -24,6 +25,7 @@ def config(text):
         ("fsdp_config: {fsdp_state_dict_type: LOCAL_STATE_DICT}\n", 1),
         ("fsdp_config: {fsdp_state_dict_type: FULL_STATE_DICT}\n", 2),
         ("precision: {buffer: bf16}\n", 1),
+        ("fsdp_config: {fsdp_sync_module_states: true}\n", 1),
         ("fsdp_config: {fsdp_activation_checkpointing: true}\n", 2),
         ("compute_environment: LOCAL_MACHINE\nfsdp_config: {fsdp_version: 2}\n", 2),
     ],
@@ -98,3 +100,10 @@ def test_formats_follow_mixed_precision_unless_said(text, param, reduce, master)
 @pytest.mark.parametrize("word", ["no", "'no'", "NO", "fp32", "float32", "false"])
 def test_no_mixed_precision_in_all_its_spellings(word):
     assert config(f"mixed_precision: {word}\n").mixed_precision == "no"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_sending_rank_0s_values_can_be_turned_off_under_both_versions(version):
+    off = config(f"fsdp_config: {{fsdp_version: {version}, fsdp_sync_module_states: false}}\n")
+    assert off.fsdp_config.fsdp_sync_module_states is False
+    assert encode(off)["FSDP_SYNC_MODULE_STATES"] == "false"

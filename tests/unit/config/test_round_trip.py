@@ -17,6 +17,7 @@ from fsdplaunch.config.render import render, spoken_values
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.rules import find_faults, view_of
 from fsdplaunch.config.yaml_text import read_text
+from fsdplaunch.errors import UsageError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20).filter(
     str.strip
@@ -138,6 +139,10 @@ def test_overrides_say_what_a_file_says(config):
 @given(config=configs())
 def test_a_converted_file_shards_the_same_way(config):
     resolved = resolve(config)
+    if resolved.distributed_type != "FSDP":
+        with pytest.raises(UsageError, match="shards nothing"):
+            to_fsdp2(render(config))
+        return
     converted = read(to_fsdp2(render(config)).text)
     assert converted.fsdp_config.fsdp_version == 2
     kept = ("fsdp_offload_params", "fsdp_auto_wrap_policy", "fsdp_min_num_params", "fsdp_ignored_modules")

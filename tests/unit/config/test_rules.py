@@ -56,7 +56,6 @@ REFUSED = {
         "reshard-group",
         "num_processes: 8\n" + fsdp("reshard_after_forward: 8") + sizes(2),
     ),
-    "sync under version 2": ("wrong-version", fsdp("sync_module_states: true")),
     "no prefetch under version 2": ("wrong-version", fsdp("backward_prefetch: NO_PREFETCH")),
     "activation offload under version 1": (
         "wrong-version",
@@ -97,6 +96,8 @@ ACCEPTED = {
     "what version 2 does anyway": fsdp(
         "backward_prefetch: BACKWARD_PRE", "use_orig_params: true", "sync_module_states: false"
     ),
+    "sync under version 2": fsdp("sync_module_states: true"),
+    "no sync under version 2": fsdp("sync_module_states: false"),
     "sync with ram under version 2": fsdp("sync_module_states: true", "cpu_ram_efficient_loading: true"),
     "gpu ids on a CPU run": "gpu_ids: '0'\nnum_processes: 4\nuse_cpu: true\n",
     "the same address twice": ("main_process_ip: a\nmain_process_port: 2\nlaunch: {rendezvous_endpoint: 'a:2'}\n"),

@@ -9,47 +9,72 @@ from fsdplaunch.probe import gpus
 
 
 class NVMLError(Exception):
-    pass
+    def __init__(self, text, value=999):
+        super().__init__(text)
+        self.value = value
 
 
-def fake_nvml(cards, slices=None, *, driver=True):
-    """`cards`: (name, bytes, capability, uuid, processes). `slices`: uuid -> (card number, bytes)."""
-    nvml = ModuleType("pynvml")
-    nvml.NVMLError = NVMLError
-    nvml.calls = []
+class FakeNvml(ModuleType):
+    """`cards`: (name, bytes, capability, uuid, processes). `slices`: uuid -> (card number, bytes).
 
-    def init():
-        nvml.calls.append("init")
-        if not driver:
-            raise NVMLError("library not found")
+    Bytes of None: the driver does not tell. A card of None does not answer. `driver`: True, or the error's number.
+    """
 
-    def by_uuid(uuid):
-        if uuid not in (slices or {}):
+    NVMLError = NVMLError
+    NVML_ERROR_DRIVER_NOT_LOADED = 9
+    NVML_ERROR_LIBRARY_NOT_FOUND = 12
+
+    def __init__(self, cards, slices=None, *, driver=True):
+        super().__init__("pynvml")
+        self._cards, self._slices, self._driver = cards, slices or {}, driver
+        self.calls = []
+
+    def nvmlInit(self):  # noqa: N802
+        self.calls.append("init")
+        if self._driver is not True:
+            raise NVMLError("Driver/library version mismatch", self._driver)
+
+    def nvmlShutdown(self):  # noqa: N802
+        self.calls.append("shutdown")
+
+    def nvmlDeviceGetCount(self):  # noqa: N802
+        return len(self._cards)
+
+    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
+        if self._cards[index] is None:
+            raise NVMLError("GPU is lost")
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
+        if uuid not in self._slices:
             raise NVMLError("not found")
         return uuid
 
-    def memory(handle):
-        total = slices[handle][1] if isinstance(handle, str) else cards[handle][1]
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle):  # noqa: N802
+        return self._slices[handle][0]
+
+    def nvmlDeviceGetIndex(self, handle):  # noqa: N802
+        return handle
+
+    def nvmlDeviceGetName(self, handle):  # noqa: N802
+        return self._cards[handle][0]
+
+    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802
+        total = self._slices[handle][1] if isinstance(handle, str) else self._cards[handle][1]
+        if total is None:
+            raise NVMLError("Not Supported")
         return SimpleNamespace(total=total)
 
-    def processes(handle):
-        if cards[handle][4] is None:
-            raise NVMLError("no permission")
-        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in cards[handle][4]]
+    def nvmlDeviceGetCudaComputeCapability(self, handle):  # noqa: N802
+        return self._cards[handle][2]
 
-    nvml.nvmlInit = init
-    nvml.nvmlShutdown = lambda: nvml.calls.append("shutdown")
-    nvml.nvmlDeviceGetCount = lambda: len(cards)
-    nvml.nvmlDeviceGetHandleByIndex = lambda index: index
-    nvml.nvmlDeviceGetIndex = lambda handle: handle
-    nvml.nvmlDeviceGetName = lambda handle: cards[handle][0]
-    nvml.nvmlDeviceGetMemoryInfo = memory
-    nvml.nvmlDeviceGetCudaComputeCapability = lambda handle: cards[handle][2]
-    nvml.nvmlDeviceGetUUID = lambda handle: cards[handle][3]
-    nvml.nvmlDeviceGetComputeRunningProcesses = processes
-    nvml.nvmlDeviceGetHandleByUUID = by_uuid
-    nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle = lambda handle: slices[handle][0]
-    return nvml
+    def nvmlDeviceGetUUID(self, handle):  # noqa: N802
+        return self._cards[handle][3]
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):  # noqa: N802
+        if self._cards[handle][4] is None:
+            raise NVMLError("no permission")
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self._cards[handle][4]]
 
 
 @pytest.fixture
@@ -57,7 +82,7 @@ def install_driver(monkeypatch):
     """Put a driver with these cards in place; returns the fake library."""
 
     def install(cards, slices=None, *, driver=True):
-        library = fake_nvml(cards, slices, driver=driver)
+        library = FakeNvml(cards, slices, driver=driver)
         monkeypatch.setitem(sys.modules, "pynvml", library)
         monkeypatch.setattr(gpus, "driver_is_installed", lambda: True)
         return library

@@ -1,3 +1,4 @@
+import importlib
 import sys
 
 import pytest
@@ -37,9 +38,42 @@ def test_read_gpus_old_library_giving_bytes_reports_text(install_driver):
     assert (found[0].name, found[0].uuid, found[0].busy) == ("Tesla T4", "GPU-77", ())
 
 
-def test_read_gpus_without_driver_reports_none_and_says_nothing(install_driver):
-    install_driver(cards(2), driver=False)
+@pytest.mark.parametrize("number", [9, 12], ids=["driver not loaded", "library not found"])
+def test_read_gpus_without_driver_reports_none_and_says_nothing(install_driver, number):
+    install_driver(cards(2), driver=number)
     assert read_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == ((), ())
+
+
+def test_read_gpus_driver_that_does_not_answer_is_named(install_driver):
+    """After a driver update without a reboot there are GPUs, and nothing can use them."""
+    install_driver(cards(2), driver=18)
+    assert read_gpus({}) == ((), ("the NVIDIA driver does not answer: Driver/library version mismatch",))
+
+
+def test_read_gpus_lost_gpu_is_named_and_the_others_are_reported(install_driver):
+    first, _, third = cards(3)
+    nvml = install_driver([first, None, third])
+    found, notes = read_gpus({})
+    assert [gpu.index for gpu in found] == [0, 2]
+    assert notes == ("GPU 1 does not answer: GPU is lost",)
+    assert nvml.calls == ["init", "shutdown"]
+
+
+def test_read_gpus_memory_that_is_not_told_does_not_hide_the_gpu(install_driver):
+    install_driver([("NVIDIA GB10", None, (12, 1), "GPU-1", ())])
+    found, notes = read_gpus({})
+    assert (found[0].name, found[0].memory_bytes, notes) == ("NVIDIA GB10", 0, ())
+
+
+def test_read_gpus_calls_exist_in_the_real_library(install_driver):
+    fake = install_driver(cards(1))
+    del sys.modules["pynvml"]
+    real = importlib.import_module("pynvml")
+    names = [name for name in dir(type(fake)) if name.startswith(("nvml", "NVML_"))]
+    assert len(names) > 10
+    assert [name for name in names if not hasattr(real, name)] == []
+    assert real.NVML_ERROR_DRIVER_NOT_LOADED == fake.NVML_ERROR_DRIVER_NOT_LOADED
+    assert real.NVML_ERROR_LIBRARY_NOT_FOUND == fake.NVML_ERROR_LIBRARY_NOT_FOUND
 
 
 def test_read_gpus_without_bindings_reports_none(monkeypatch):

@@ -28,7 +28,7 @@ def test_read_hardware_in_a_container_reports_gpus_and_limits(install_driver, ma
 
 
 def test_read_hardware_amd_driver_without_nvidia_is_said(install_driver, make_root):
-    install_driver([], driver=False)
+    install_driver([], driver=12)
     found = read_hardware({}, root=make_root({"proc/meminfo": "MemTotal: 1 kB", "dev/kfd": ""}))
     assert found.gpus == ()
     assert "AMD" in found.notes[0]
@@ -39,6 +39,12 @@ def test_hardware_mixed_gpus_plan_with_the_smallest_and_the_least_able():
     assert mixed.gpu_memory_bytes == 15 * GIB
     assert not mixed.all_have_bf16
     assert describe_hardware(mixed).startswith("1 x Tesla T4 (15 GiB, sm_75)   1 x NVIDIA H100 (80 GiB, sm_90)")
+
+
+def test_hardware_gpu_whose_memory_is_not_told_limits_nothing():
+    shared = Hardware(gpus=(gpu(0, "NVIDIA GB10", 0, (12, 1)),))
+    assert shared.gpu_memory_bytes is None
+    assert describe_hardware(shared).startswith("1 x NVIDIA GB10 (sm_121)")
 
 
 def test_hardware_without_gpus_has_no_gpu_memory_and_no_bf16():

@@ -1,0 +1,405 @@
+"""Whole conversations with the wizard, in process: keys go in through a pipe, everything drawn is looked at."""
+
+import io
+import re
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.data_structures import Size
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output.vt100 import Vt100_Output
+
+from fsdplaunch.probe.cluster import Cluster
+from fsdplaunch.probe.gpus import Gpu
+from fsdplaunch.probe.hardware import GIB, Hardware
+from fsdplaunch.wizard.dialogue import Dialogue
+from fsdplaunch.wizard.prompts import Prompts
+from fsdplaunch.wizard.questions import QUESTIONS
+from fsdplaunch.wizard.run import run_wizard
+from fsdplaunch.wizard.situation import Situation
+from fsdplaunch.wizard.suggest import Facts
+
+pytestmark = pytest.mark.timeout(30)
+
+ENTER, UP, DOWN, BACK, BACK_TAB = "\r", "\x1b[A", "\x1b[B", "\x02", "\x1b[Z"
+CTRL_C, CTRL_D, CLEAR = "\x03", "\x04", "\x15"
+
+EIGHT = Facts(
+    hardware=Hardware(
+        gpus=tuple(
+            Gpu(index=i, name="NVIDIA H100", memory_bytes=80 * GIB, compute_capability=(9, 0)) for i in range(8)
+        ),
+        cpu_count=96,
+        memory_bytes=2048 * GIB,
+    ),
+    cluster=Cluster(),
+)
+LAPTOP = Facts(hardware=Hardware(cpu_count=2, memory_bytes=24 * GIB), cluster=Cluster())
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+class Words(list):
+    """What was told beside the prompts."""
+
+    def say(self, text):
+        self.append(text)
+
+    @property
+    def text(self):
+        return "\n".join(self)
+
+
+class Talked:
+    """A conversation that has ended: its result or the exception, what was drawn and what was said."""
+
+    def __init__(self, result, drawn, words):
+        self.result = result
+        plain = re.sub(r"\x1b\[[0-9;?]*m", "", drawn)
+        self.drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", plain)
+        self.words = words
+
+
+def talk(*keys, facts=EIGHT, columns=100, answers=None, path="fsdp.yaml", settings=None, overwrite=False):
+    """Hold a conversation; each text after the first is typed when the screen has come to rest."""
+    drawn, words = io.StringIO(), Words()
+    output = Vt100_Output(drawn, lambda: Size(rows=60, columns=columns))
+    with create_pipe_input() as keyboard, create_app_session(input=keyboard, output=output):
+        keyboard.send_text(keys[0])
+        typist = threading.Thread(target=type_when_at_rest, args=(keyboard, keys[1:], drawn), daemon=True)
+        typist.start()
+        dialogue = Dialogue(
+            Situation(facts=facts, settings=settings or {}),
+            given=answers or {},
+            path=Path(path),
+            overwrite=overwrite,
+            out=words,
+            prompts=Prompts(output),
+        )
+        try:
+            result = dialogue.run()
+        except KeyboardInterrupt as left:
+            result = left
+        typist.join()
+    return Talked(result, drawn.getvalue(), words)
+
+
+def type_when_at_rest(keyboard, texts, drawn):
+    for text in texts:
+        before, quiet = -1, 0
+        while quiet < 5:
+            time.sleep(0.03)
+            now = drawn.tell()
+            quiet = quiet + 1 if now == before > 0 else 0
+            before = now
+        keyboard.send_text(text)
+
+
+def test_wizard_enter_through_everything_is_what_yes_writes():
+    talked = talk(ENTER * 9)
+    unasked = run_wizard(facts=EIGHT, out=Words(), interactive=False, yes=True)
+    assert talked.result.text == unasked.text
+    assert talked.result.command == unasked.command
+    assert list(Path().iterdir()) == []
+
+
+def test_wizard_one_machine_is_asked_eight_questions_and_whether_to_write():
+    drawn = talk(ENTER * 9).drawn
+    asked = {question.text for question in QUESTIONS if question.text in drawn}
+    assert {question.text for question in QUESTIONS} - asked == {
+        "How many machines?",
+        "Where do the machines meet? Address of the first one",
+    }
+    assert "Any other setting?" in drawn
+    assert "Write it?" in drawn
+
+
+def test_wizard_enter_through_everything_on_a_laptop_is_a_cpu_run():
+    talked = talk(ENTER * 9, facts=LAPTOP)
+    assert (talked.result.config.use_cpu, talked.result.config.num_processes) == (True, 2)
+    assert "no GPU was found" in talked.drawn
+
+
+def test_wizard_preview_shows_the_text_that_is_returned():
+    talked = talk(ENTER * 9)
+    shown = talked.words.text
+    assert "fsdp.yaml (new)" in shown
+    assert all(line in shown for line in talked.result.text.splitlines())
+
+
+def test_wizard_several_machines_are_asked_how_many_and_where():
+    keys = DOWN + ENTER + CLEAR + "3" + ENTER + CLEAR + "n1:29400" + ENTER + ENTER * 8
+    config = talk(keys).result.config
+    assert (config.num_machines, config.num_processes) == (3, 24)
+    assert (config.main_process_ip, config.main_process_port) == ("n1", 29400)
+
+
+@pytest.mark.parametrize("back", [BACK, BACK_TAB])
+def test_wizard_going_back_over_a_condition_drops_the_stale_answers(back):
+    """Several machines, their address, a copy per machine; then back to the first question: this machine."""
+    several = DOWN + ENTER + CLEAR + "3" + ENTER + CLEAR + "n1:29400" + ENTER + ENTER + ENTER
+    hybrid = DOWN + DOWN + ENTER
+    talked = talk(several + hybrid + back * 6 + UP + ENTER + ENTER * 8)
+    config = talked.result.config
+    assert (config.num_machines, config.main_process_ip, config.num_processes) == (1, None, 8)
+    assert config.fsdp_config.fsdp_sharding_strategy == "FULL_SHARD"
+    assert config.parallelism_config.parallelism_config_dp_replicate_size in (None, 1)
+    assert {"nodes", "rendezvous"}.isdisjoint(talked.result.answers)
+    assert "n1" not in talked.words.text
+
+
+def test_wizard_going_back_offers_the_answer_given_before():
+    keys = ENTER + CLEAR + "4" + ENTER + BACK + ENTER + ENTER * 7
+    assert talk(keys).result.config.num_processes == 4
+
+
+def test_wizard_going_back_at_the_first_question_stays_there():
+    assert talk(BACK * 3 + ENTER * 9).result.config.num_processes == 8
+
+
+def test_wizard_going_back_from_the_last_question_reaches_the_one_before():
+    keys = ENTER * 7 + BACK + CLEAR + "elsewhere" + ENTER + ENTER + ENTER
+    assert talk(keys).result.config.checkpoint.dir == "elsewhere"
+
+
+@pytest.mark.parametrize("answered", range(9))
+def test_wizard_ctrl_c_at_any_question_interrupts_and_writes_nothing(answered):
+    talked = talk(ENTER * answered + CTRL_C)
+    assert isinstance(talked.result, KeyboardInterrupt)
+    assert talked.words[-1] == "Nothing was written."
+    assert list(Path().iterdir()) == []
+
+
+def test_wizard_ctrl_d_on_an_empty_line_interrupts():
+    talked = talk(ENTER + CLEAR + CTRL_D)
+    assert isinstance(talked.result, KeyboardInterrupt)
+
+
+def test_wizard_cancel_in_the_review_interrupts():
+    talked = talk(ENTER * 8 + DOWN * 3 + ENTER)
+    assert isinstance(talked.result, KeyboardInterrupt)
+
+
+def test_wizard_bad_line_is_refused_under_the_prompt_and_asked_again():
+    talked = talk(ENTER + CLEAR + "9" + ENTER, CLEAR + "5" + ENTER + ENTER * 7)
+    assert "this machine has 8 visible GPUs, got 9" in talked.drawn
+    assert talked.result.config.num_processes == 5
+
+
+def test_wizard_line_against_a_rule_is_refused_under_the_prompt():
+    """GPU ids that were set by key allow two workers."""
+    settings = {("gpu_ids",): "0,1"}
+    talked = talk(ENTER + CLEAR + "4" + ENTER, CLEAR + "2" + ENTER + ENTER * 7, settings=settings)
+    assert "2 GPUs cannot serve 4 workers" in talked.drawn
+    assert talked.result.config.num_processes == 2
+
+
+def test_wizard_question_mark_explains_with_the_schemas_words_and_asks_again():
+    talked = talk("?" + ENTER + "" + CLEAR + "?" + ENTER + ENTER * 8)
+    assert "Run on CPU with gloo even where there are GPUs" in talked.words.text
+    assert "--where here|machines|slurm|cpu" in talked.words.text
+    assert "launch.workers_per_node: Worker processes per machine" in talked.words.text
+    assert talked.result.config.num_processes == 8
+
+
+def test_wizard_model_size_puts_memory_beside_each_choice_and_an_estimate_at_the_end():
+    talked = talk(ENTER * 2 + "8b" + ENTER, ENTER * 6)
+    balanced, fastest = re.search(r"([\d.]+) of 80 GiB per GPU", talked.drawn), None
+    fastest = re.search(r"gathered once per step - ([\d.]+) of 80 GiB per GPU", talked.drawn)
+    assert float(balanced[1]) < float(fastest[1]) < 80
+    assert f"Estimate: {balanced[1]} of 80 GiB per GPU, before activations." in talked.words.text
+    assert "8 B parameters" in talked.words.text
+
+
+def test_wizard_model_too_big_shows_why_a_choice_is_not_possible():
+    small = replace(EIGHT, hardware=replace(EIGHT.hardware, gpus=EIGHT.hardware.gpus[:1]))
+    talked = talk(ENTER + "30b" + ENTER, ENTER * 6, facts=small)
+    assert re.search(r"Balanced: everything is split \(needs [\d.]+ of 80 GiB per GPU\)", talked.drawn)
+    assert "Note: with one GPU nothing is split" in talked.words.text
+    assert talked.result.config.fsdp_config.fsdp_offload_params
+
+
+def test_wizard_class_names_can_be_typed():
+    keys = ENTER * 5 + DOWN + ENTER + "GPT2Block,Other" + ENTER + ENTER * 3
+    assert talk(keys).result.config.fsdp_config.fsdp_transformer_layer_cls_to_wrap == ("GPT2Block", "Other")
+
+
+def test_wizard_further_key_is_found_by_typing_and_set():
+    keys = ENTER * 7 + DOWN + ENTER + "max_restarts" + ENTER + "3" + ENTER + UP * 0 + ENTER + ENTER
+    talked = talk(keys)
+    assert talked.result.config.launch.max_restarts == 3
+    assert "max_restarts: 3" in talked.words.text
+    assert "--set=launch.max_restarts=3" in talked.result.command
+
+
+def test_wizard_further_key_with_names_is_chosen_from_a_list():
+    keys = ENTER * 7 + DOWN + ENTER + "state_dict" + ENTER + ENTER + ENTER + ENTER
+    talked = talk(keys)
+    assert talked.result.config.fsdp_config.fsdp_state_dict_type == "FULL_STATE_DICT"
+
+
+def test_wizard_review_changes_one_answer_and_asks_nothing_else():
+    change = DOWN + ENTER + DOWN * 4 + ENTER
+    talked = talk(ENTER * 8 + change + DOWN + ENTER + ENTER)
+    assert talked.result.config.mixed_precision == "fp16"
+    assert talked.result.config.num_processes == 8
+
+
+def test_wizard_review_changing_the_place_asks_what_it_brings_up():
+    change = DOWN + ENTER + ENTER + DOWN + ENTER
+    talked = talk(ENTER * 8 + change + ENTER + CLEAR + "n1" + ENTER + ENTER)
+    config = talked.result.config
+    assert (config.num_machines, config.num_processes, config.main_process_ip) == (2, 16, "n1")
+
+
+def test_wizard_review_shows_every_key():
+    talked = talk(ENTER * 8 + DOWN * 2 + ENTER + ENTER)
+    assert "rendezvous_timeout_seconds: 300" in talked.words.text
+    assert "rendezvous_timeout_seconds" not in talked.result.text
+
+
+def test_wizard_answers_given_by_option_are_not_asked():
+    given = {"where": "here", "workers-per-node": "4", "model": "", "goal": "fastest", "precision": "no"}
+    talked = talk(ENTER * 4, answers=given)
+    assert talked.result.answers["goal"] == "fastest"
+    assert "What is sharded" not in talked.drawn
+
+
+def test_wizard_option_that_the_answers_leave_no_meaning_is_said_and_the_rest_goes_on():
+    talked = talk(ENTER * 9, answers={"goal": "hybrid"})
+    assert "--goal must be one of balanced, fastest, biggest" in talked.words.text
+    assert talked.result.answers["goal"] == "balanced"
+
+
+def test_wizard_sixty_columns_keep_every_line_whole():
+    talked = talk(ENTER * 2 + "8b" + ENTER, ENTER * 6, columns=60)
+    lines = [line for line in talked.drawn.splitlines() if re.match(r" {1,3}[ \u00bb] \S", line)]
+    goals = {line.strip(" \u00bb") for line in lines if re.search("Balanced|Fastest|Biggest", line)}
+    assert goals == {
+        "Balanced: everything is split (suggested)",
+        "Fastest: gathered once per step",
+        "Biggest model: host memory helps",
+    }
+    assert re.search(r"Description: [\d.]+ of 80 GiB per GPU\. FULL_SHARD:", talked.drawn)
+
+
+EXISTING = """\
+# our cluster
+distributed_type: FSDP
+num_processes: 4        # half of it
+mixed_precision: bf16
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: GPT2Block
+  fsdp_forward_prefetch: true
+"""
+
+
+def test_wizard_existing_file_edit_keeps_its_values_and_comments():
+    Path("fsdp.yaml").write_text(EXISTING)
+    talked = talk(ENTER + ENTER + CLEAR + "6" + ENTER + ENTER * 7)
+    assert talked.result.text == EXISTING.replace("num_processes: 4 ", "num_processes: 6 ")
+    assert "-num_processes: 4        # half of it" in talked.words.text
+    assert "+num_processes: 6        # half of it" in talked.words.text
+    assert Path("fsdp.yaml").read_text() == EXISTING
+
+
+def test_wizard_existing_file_edit_without_a_change_changes_nothing():
+    Path("fsdp.yaml").write_text(EXISTING)
+    talked = talk(ENTER * 10)
+    assert talked.result.text == EXISTING
+    assert "fsdp.yaml: nothing changes" in talked.words.text
+
+
+def test_wizard_existing_file_edit_on_a_machine_without_gpus_does_not_become_a_cpu_run():
+    Path("fsdp.yaml").write_text(EXISTING)
+    assert talk(ENTER * 10, facts=LAPTOP).result.text == EXISTING
+
+
+def test_wizard_existing_file_with_something_no_answer_says_can_be_kept():
+    text = EXISTING.replace("fsdp_reshard_after_forward: true", "fsdp_reshard_after_forward: 2")
+    Path("fsdp.yaml").write_text(text)
+    talked = talk(ENTER * 10)
+    assert talked.result.text == text
+    assert "As the file says" in talked.drawn
+
+
+def test_wizard_existing_file_start_over_shows_the_difference():
+    Path("fsdp.yaml").write_text(EXISTING)
+    talked = talk(DOWN + ENTER + ENTER * 9)
+    assert talked.result.config.num_processes == 8
+    assert "-num_processes: 4        # half of it" in talked.words.text
+    assert talked.result.command.endswith("--overwrite --yes")
+
+
+def test_wizard_existing_file_another_file_must_be_new():
+    Path("fsdp.yaml").write_text(EXISTING)
+    talked = talk(DOWN * 2 + ENTER + "fsdp.yaml" + ENTER, CLEAR + "new.yaml" + ENTER + ENTER * 9)
+    assert "fsdp.yaml exists too" in talked.drawn
+    assert talked.result.path == Path("new.yaml")
+    assert "--output new.yaml" in talked.result.command
+
+
+def test_wizard_existing_file_that_is_broken_cannot_be_edited():
+    Path("fsdp.yaml").write_text("num_proceses: 4\n")
+    talked = talk(ENTER + ENTER * 9)
+    assert "num_proceses" in talked.words.text
+    assert "it cannot be read" in talked.drawn
+    assert talked.result.config.num_processes == 8
+
+
+def test_wizard_existing_file_with_overwrite_starts_over_without_asking():
+    Path("fsdp.yaml").write_text(EXISTING)
+    assert talk(ENTER * 9, overwrite=True).result.config.num_processes == 8
+
+
+COPIES = EXISTING + "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n"
+
+
+def test_wizard_answer_against_an_earlier_one_is_refused_when_it_is_given():
+    """The file's mesh of two copies does not fit three workers; splitting over all of them does."""
+    Path("fsdp.yaml").write_text(COPIES)
+    talked = talk(ENTER * 2 + CLEAR + "3" + ENTER * 2 + ENTER + DOWN + ENTER + ENTER * 5)
+    assert "a mesh of 2 does not fit 3 workers" in talked.words.text
+    assert talked.result.answers["goal"] == "balanced"
+    assert talked.result.config.num_processes == 3
+
+
+def test_wizard_review_of_a_contradiction_cannot_be_written_until_changed():
+    Path("fsdp.yaml").write_text(COPIES)
+    change = DOWN + ENTER
+    talked = talk(
+        ENTER * 9 + DOWN + ENTER + change + CLEAR + "3" + ENTER, ENTER + change + CLEAR + "6" + ENTER * 2
+    )
+    assert "does not fit 3 workers" in talked.words.text
+    assert "Write fsdp.yaml (1 problem)" in talked.drawn
+    assert talked.result.config.num_processes == 6
+    assert talked.result.text == COPIES.replace("num_processes: 4 ", "num_processes: 6 ")
+
+
+def test_wizard_every_question_can_be_explained():
+    from fsdplaunch.wizard.session import explanation
+
+    for question in QUESTIONS:
+        text = explanation(question)
+        assert question.help in text
+        assert question.flag in text
+
+
+def test_config_command_has_one_option_per_question():
+    import inspect
+
+    from fsdplaunch.cli.app import config
+    from fsdplaunch.wizard.questions import flags
+
+    parameters = {name.replace("_", "-") for name in inspect.signature(config).parameters}
+    assert {flag.name for flag in flags()} <= parameters

@@ -1,0 +1,76 @@
+"""Files of the wizard that have no section of our own mean the same to accelerate."""
+
+from pathlib import Path
+
+import pytest
+
+from fsdplaunch.config.environment import encode
+from fsdplaunch.config.resolve import resolve
+from fsdplaunch.probe.cluster import Cluster
+from fsdplaunch.probe.gpus import Gpu
+from fsdplaunch.probe.hardware import GIB, Hardware
+from fsdplaunch.wizard.run import run_wizard
+from fsdplaunch.wizard.suggest import Facts
+
+EIGHT = Facts(
+    hardware=Hardware(
+        gpus=tuple(Gpu(index=i, name="H100", memory_bytes=80 * GIB, compute_capability=(9, 0)) for i in range(8)),
+        cpu_count=96,
+    ),
+    cluster=Cluster(),
+)
+TWO_MACHINES = {"where": "machines", "nodes": "2", "rendezvous": "n1:29400"}
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {},
+        {"goal": "fastest", "wrap": "LlamaDecoderLayer,Other"},
+        {"goal": "biggest", "wrap": "size:1m", "precision": "no"},
+        {"wrap": "none", "workers-per-node": "2", "precision": "fp16"},
+        TWO_MACHINES,
+        {**TWO_MACHINES, "goal": "hybrid"},
+    ],
+    ids=["suggested", "fastest", "biggest", "unwrapped", "two machines", "hybrid"],
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_wizard_file_gives_accelerate_the_environment_it_gives_us(tmp_path, monkeypatch, answers, version):
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    overrides = [f"fsdp_version={version}"]
+    result = run_wizard(facts=EIGHT, out=None, answers=answers, overrides=overrides, interactive=False, yes=True)
+    Path("fsdp.yaml").write_text(result.text)
+    arguments = launch_command_parser().parse_args(["--config_file", "fsdp.yaml", "train.py"])
+    arguments, _, _ = _validate_launch_command(arguments)
+    theirs = prepare_multi_gpu_env(arguments)
+    ours = encode(resolve(result.config))
+    prefixes = ("FSDP_", "ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION")
+    told = {name: text for name, text in ours.items() if name.startswith(prefixes)}
+    if version == 2:
+        told.pop("FSDP_SHARDING_STRATEGY")  # accelerate exports FULL_SHARD whatever is asked, and reads it not
+    assert {name: theirs.get(name, "").lower() for name in told} == {
+        name: text.lower() for name, text in told.items()
+    }
+    assert arguments.num_processes == result.config.num_processes
+    assert arguments.num_machines == result.config.num_machines
+    assert arguments.main_process_ip == result.config.main_process_ip
+
+
+def test_wizard_hybrid_file_gives_accelerate_the_same_mesh(tmp_path, monkeypatch):
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    monkeypatch.chdir(tmp_path)
+    answers = {**TWO_MACHINES, "goal": "hybrid"}
+    result = run_wizard(facts=EIGHT, out=None, answers=answers, interactive=False, yes=True)
+    Path("fsdp.yaml").write_text(result.text)
+    arguments = launch_command_parser().parse_args(["--config_file", "fsdp.yaml", "train.py"])
+    arguments, _, _ = _validate_launch_command(arguments)
+    theirs = prepare_multi_gpu_env(arguments)
+    sizes = {name: theirs[f"PARALLELISM_CONFIG_{name}_SIZE"] for name in ("DP_REPLICATE", "DP_SHARD")}
+    assert sizes == {"DP_REPLICATE": "2", "DP_SHARD": "8"}

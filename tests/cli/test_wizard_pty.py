@@ -1,0 +1,115 @@
+"""The command on a real terminal: a pseudo-terminal, the keys a person presses, the file that results."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from fsdplaunch.config.load import load_config
+
+pytestmark = pytest.mark.timeout(120)
+
+ENTER, DOWN, BACK_TAB = "\r", "\x1b[B", "\x1b[Z"
+PATIENCE = 30
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Start `fsdplaunch config` in an empty folder; returns the running program."""
+    monkeypatch.chdir(tmp_path)
+    hidden = ("FSDP", "ACCELERATE_", "SLURM_", "PARALLELISM_", "OMPI_", "PMI_", "TORCHELASTIC_")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(hidden) and name != "CI"}
+    environ |= {"CUDA_VISIBLE_DEVICES": "", "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    children = []
+
+    def run(*arguments, columns=100):
+        child = pexpect.spawn(
+            sys.executable,
+            ["-m", "fsdplaunch", "config", *arguments],
+            env=environ,
+            dimensions=(40, columns),
+            encoding="utf-8",
+            timeout=PATIENCE,
+        )
+        child.delaybeforesend = 0.1
+        children.append(child)
+        return child
+
+    yield run
+    for child in children:
+        child.close(force=True)
+
+
+def ended(child):
+    """The exit status once the program has ended."""
+    child.expect(pexpect.EOF)
+    child.close()
+    return child.exitstatus
+
+
+def test_wizard_on_a_terminal_goes_back_and_writes_what_was_answered(start):
+    child = start()
+    child.expect_exact("This machine")
+    child.expect_exact("Where will this run?")
+    child.send(ENTER)
+    child.expect_exact("How many workers on each machine?")
+    child.send(BACK_TAB)
+    child.expect_exact("Where will this run?")
+    child.send(ENTER)
+    child.expect_exact("How many workers on each machine?")
+    child.send("\x153" + ENTER)
+    child.expect_exact("Model folder, or its size")
+    child.send("124m" + ENTER)
+    child.expect_exact("124 M parameters")
+    for question in ("What is sharded?", "Which number format computes?", "What is one unit?"):
+        child.expect_exact(question)
+        child.send(ENTER)
+    child.expect_exact("Where do checkpoints go?")
+    child.send(ENTER)
+    child.expect_exact("Any other setting?")
+    child.send(ENTER)
+    child.expect_exact("fsdp.yaml (new)")
+    child.expect_exact("Write it?")
+    child.send(ENTER)
+    child.expect_exact("Wrote fsdp.yaml")
+    child.expect(r"fsdplaunch config --where cpu --workers-per-node 3 --model 124m [^\r\n]* --yes")
+    assert ended(child) == 0
+    config = load_config(Path("fsdp.yaml"), environ={}).config
+    assert (config.use_cpu, config.num_processes, config.fsdp_config.fsdp_version) == (True, 3, 2)
+
+
+def test_wizard_on_a_narrow_terminal_shows_whole_choices(start):
+    child = start(columns=60)
+    child.expect_exact("Where will this run?")
+    child.expect(r"On this machine's CPUs \(suggested\)(?! -)")
+    child.expect_exact("Description: to try things out. The same sharding,")
+    child.send(ENTER)
+    for _ in range(7):
+        child.expect(r"\? ")
+        child.send(ENTER)
+    child.expect_exact("Write it?")
+    child.send(ENTER)
+    child.expect_exact("Wrote fsdp.yaml")
+    assert ended(child) == 0
+    assert re.search(r"^num_processes: 2$", Path("fsdp.yaml").read_text(), re.MULTILINE)
+
+
+def test_wizard_ctrl_c_leaves_nothing_and_ends_with_130(start):
+    child = start()
+    child.expect_exact("Where will this run?")
+    child.send(ENTER)
+    child.expect_exact("How many workers on each machine?")
+    child.sendintr()
+    child.expect_exact("Nothing was written.")
+    assert ended(child) == 130
+    assert list(Path().iterdir()) == []
+
+
+def test_wizard_no_input_on_a_terminal_never_prompts(start):
+    child = start("--no-input")
+    child.expect_exact("cannot answer without asking: Where will this run?")
+    assert ended(child) == 2
+    assert list(Path().iterdir()) == []

@@ -1,0 +1,464 @@
+"""Runs that are saved and loaded go on as if they had not stopped."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdplaunch
+from fsdplaunch.errors import CheckpointError
+from tests.distributed.pool import RankError, RankPool
+from tests.distributed.tiny import (
+    adamw,
+    batch,
+    build,
+    loss_of,
+    my_part,
+    plugin,
+    train_sharded,
+)
+
+HALF = 5
+FORMS: dict[str, dict[str, Any]] = {
+    "1 sharded": {"fsdp_version": 1, "state_dict_type": "SHARDED_STATE_DICT"},
+    "1 full": {"fsdp_version": 1, "state_dict_type": "FULL_STATE_DICT"},
+    "1 flat sharded": {"fsdp_version": 1, "state_dict_type": "SHARDED_STATE_DICT", "use_orig_params": False},
+    "1 local": {"fsdp_version": 1, "state_dict_type": "LOCAL_STATE_DICT", "use_orig_params": False},
+    "2 sharded": {"fsdp_version": 2},
+    "2 full": {"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT"},
+    "2 sharded, checkpointed blocks": {"fsdp_version": 2, "activation_checkpointing": True},
+    "1 full, checkpointed blocks": {"fsdp_version": 1, "activation_checkpointing": True},
+}
+
+
+def fresh(fields: dict[str, Any], seed: int = 0, **options: Any) -> tuple[nn.Module, Any, Any]:
+    model = build(seed, **options)
+    model, optimizer = fsdplaunch.prepare(model, adamw(model.parameters()), plugin=plugin(**fields))
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=HALF - 1, gamma=0.5)
+
+
+def train(model: nn.Module, optimizer: Any, scheduler: Any, first: int) -> list[float]:
+    losses = []
+    for step in range(first, first + HALF):
+        losses += train_sharded(model, optimizer, 1, first=step)
+        scheduler.step()
+    return losses
+
+
+def save_half_way(folder: str, fields: dict[str, Any], options: dict[str, Any]) -> tuple[list[float], float]:
+    """Save after half a run; the second half's losses, and the next random number at the time of saving."""
+    model, optimizer, scheduler = fresh(fields, **options)
+    train(model, optimizer, scheduler, 0)
+    extra = {"tokens": 123, "note": "half"}
+    fsdplaunch.save_checkpoint(
+        folder, model=model, optimizer=optimizer, scheduler=scheduler, step=HALF, extra=extra
+    )
+    drawn = torch.rand(()).item()
+    return train(model, optimizer, scheduler, HALF), drawn
+
+
+def go_on(folder: str, fields: dict[str, Any], options: dict[str, Any]) -> tuple[list[float], float, Any]:
+    """Load into a model of other weights and run the second half."""
+    model, optimizer, scheduler = fresh(fields, seed=99, **options)
+    state = fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer, scheduler=scheduler)
+    drawn = torch.rand(()).item()
+    return train(model, optimizer, scheduler, HALF), drawn, (state["step"], dict(state["extra"]))
+
+
+def largest_difference(one: list[float], other: list[float]) -> float:
+    assert len(one) == len(other)
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"tied": True}], ids=["untied", "tied"])
+@pytest.mark.parametrize("form", FORMS)
+def test_loaded_run_goes_on_as_the_saved_one(
+    two_ranks: RankPool, tmp_path: Path, form: str, options: dict[str, Any]
+) -> None:
+    kept_on, drawn = two_ranks.run(save_half_way, str(tmp_path), FORMS[form], options)[0]
+    resumed, drawn_again, told = two_ranks.run(go_on, str(tmp_path), FORMS[form], options)[0]
+    assert largest_difference(kept_on, resumed) < 1e-6
+    assert drawn == drawn_again
+    assert told == (HALF, {"tokens": 123, "note": "half"})
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("2 sharded", "2 sharded"), ("1 sharded", "2 sharded"), ("2 full", "1 full"), ("2 sharded", "1 sharded")],
+)
+def test_two_ranks_checkpoint_loads_on_four(
+    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, written: str, read: str
+) -> None:
+    kept_on, _ = two_ranks.run(save_half_way, str(tmp_path), FORMS[written], {})[0]
+    resumed, _, _ = four_ranks.run(go_on, str(tmp_path), FORMS[read], {})[0]
+    assert largest_difference(kept_on, resumed) < 1e-5
+
+
+def test_four_ranks_hybrid_checkpoint_loads_on_two(
+    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path
+) -> None:
+    fields = {"fsdp_version": 2, "sharding_strategy": "HYBRID_SHARD", "dp_replicate_size": 2}
+    kept_on, _ = four_ranks.run(save_half_way, str(tmp_path), fields, {})[0]
+    resumed, _, _ = two_ranks.run(go_on, str(tmp_path), {"fsdp_version": 2}, {})[0]
+    assert largest_difference(kept_on, resumed) < 1e-5
+
+
+LAYOUTS = {
+    "1 full": {"pytorch_model_fsdp.bin", "optimizer.bin"},
+    "1 local": {"pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin", "optimizer_0"},
+    "2 sharded": {"pytorch_model_fsdp_0", "optimizer_0"},
+    "2 full": {"pytorch_model_fsdp.bin", "optimizer.bin"},
+}
+
+
+@pytest.mark.parametrize("form", LAYOUTS)
+def test_files_have_the_names_accelerate_gives_them(two_ranks: RankPool, tmp_path: Path, form: str) -> None:
+    two_ranks.run(save_half_way, str(tmp_path), FORMS[form], {})
+    names = {path.name for path in (tmp_path / f"checkpoint-{HALF}").iterdir()}
+    rest = {"scheduler.bin", "random_states_0.pkl", "random_states_1.pkl", "extra.bin", "fsdplaunch.json"}
+    assert names == LAYOUTS[form] | rest
+
+
+@pytest.mark.parametrize("form", ["2 sharded, checkpointed blocks", "1 sharded"])
+def test_tensors_have_the_names_of_the_users_model(two_ranks: RankPool, tmp_path: Path, form: str) -> None:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    two_ranks.run(save_half_way, str(tmp_path), FORMS[form], {})
+    reader = FileSystemReader(tmp_path / f"checkpoint-{HALF}" / "pytorch_model_fsdp_0")
+    stored = reader.read_metadata().state_dict_metadata
+    expected = {f"model.{name}": tensor.shape for name, tensor in build().state_dict().items()}
+    assert {name: entry.size for name, entry in stored.items()} == expected
+
+
+def test_full_checkpoint_is_the_plain_models_state_dict(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(save_half_way, str(tmp_path), FORMS["1 full, checkpointed blocks"], {})
+    state = torch.load(tmp_path / f"checkpoint-{HALF}" / "pytorch_model_fsdp.bin", weights_only=True)
+    build(3).load_state_dict(state)
+
+
+def test_manifest_names_every_file_and_how_the_model_was_sharded(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(save_half_way, str(tmp_path), FORMS["2 sharded"], {"tied": True})
+    folder = tmp_path / f"checkpoint-{HALF}"
+    manifest = json.loads((folder / "fsdplaunch.json").read_text())
+    there = {str(p.relative_to(folder)): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+    del there["fsdplaunch.json"]
+    assert manifest["files"] == there
+    assert (manifest["complete"], manifest["world_size"], manifest["step"]) == (True, 2, HALF)
+    model = manifest["models"][0]
+    assert (model["class"], model["mesh"], model["dtypes"]) == ("TinyLM", {"dp_shard": 2}, ["float32"])
+    assert model["tied"] == [["embed.weight", "head.weight"]]
+
+
+# Whole or not at all
+
+
+def save(folder: str, seed: int, step: int | None) -> str:
+    model, optimizer, _ = fresh({"fsdp_version": 2}, seed=seed)
+    return str(fsdplaunch.save_checkpoint(folder, model=model, optimizer=optimizer, step=step))
+
+
+def loaded_weight(folder: str) -> tuple[float, Any, str]:
+    model, _, _ = fresh({"fsdp_version": 2}, seed=99)
+    state = fsdplaunch.load_checkpoint(folder, model=model)
+    return model.head.weight.full_tensor()[0, 0].item(), state["step"], str(state["path"])
+
+
+def weight(seed: int) -> float:
+    return build(seed).head.weight[0, 0].item()
+
+
+def save_and_die(folder: str, seed: int, step: int | None) -> None:
+    from fsdplaunch.runtime import state
+
+    def die(*_: Any) -> None:
+        if dist.get_rank() == 1:
+            os._exit(9)
+
+    state.save_optimizer = die
+    save(folder, seed, step)
+
+
+@pytest.mark.parametrize("step", [7, None])
+def test_killed_save_leaves_the_earlier_checkpoint(tmp_path: Path, step: int | None) -> None:
+    pool = RankPool(2)
+    folder = str(tmp_path / "out")
+    try:
+        pool.run(save, folder, 1, step)
+        with pytest.raises(RankError, match="died"):
+            pool.run(save_and_die, folder, 2, step)
+        assert [p.name for p in tmp_path.rglob(".*partial")], "the save must have begun"
+        assert pool.run(loaded_weight, folder)[0][:2] == (weight(1), step)
+        pool.run(save, folder, 3, step)
+        assert pool.run(loaded_weight, folder)[0][:2] == (weight(3), step)
+        assert not list(tmp_path.rglob(".*partial"))
+    finally:
+        pool.stop()
+
+
+def save_and_fail(folder: str) -> str:
+    from fsdplaunch.runtime import state
+
+    original = state.save_optimizer
+
+    def fail(*args: Any) -> None:
+        original(*args)
+        if dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+
+    state.save_optimizer = fail
+    try:
+        save(folder, 2, 1)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        state.save_optimizer = original
+    return "nothing was raised"
+
+
+def test_failure_of_one_rank_reaches_all(two_ranks: RankPool, tmp_path: Path) -> None:
+    for message in two_ranks.run(save_and_fail, str(tmp_path)):
+        assert "rank 1: OSError: [Errno 28] No space left on device" in message
+    assert not (tmp_path / "checkpoint-1").exists()
+
+
+def test_newest_complete_checkpoint_is_loaded(two_ranks: RankPool, tmp_path: Path) -> None:
+    for step in (2, 10):
+        two_ranks.run(save, str(tmp_path), step, step)
+    assert two_ranks.run(loaded_weight, str(tmp_path))[0][:2] == (weight(10), 10)
+    data = next((tmp_path / "checkpoint-10" / "pytorch_model_fsdp_0").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])
+    assert two_ranks.run(loaded_weight, str(tmp_path))[0][:2] == (weight(2), 2)
+
+
+def test_saving_again_keeps_files_of_others(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(save, str(tmp_path), 1, None)
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "vocab.txt").write_text("a b c")
+    two_ranks.run(save, str(tmp_path), 2, None)
+    assert (tmp_path / "tokenizer" / "vocab.txt").read_text() == "a b c"
+    assert two_ranks.run(loaded_weight, str(tmp_path))[0][0] == weight(2)
+
+
+def save_where_it_cannot_be(folder: str) -> list[str]:
+    model, _, _ = fresh({"fsdp_version": 2})
+    before = Path.cwd()
+    os.chdir(folder)
+    messages = []
+    for target in (".", folder, "a-file"):
+        try:
+            fsdplaunch.save_checkpoint(target, model=model)
+        except CheckpointError as error:
+            messages.append(str(error))
+    os.chdir(before)
+    return messages
+
+
+def test_folder_that_cannot_be_replaced_is_refused(two_ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "a-file").write_text("mine")
+    for messages in two_ranks.run(save_where_it_cannot_be, str(tmp_path)):
+        assert ["is the folder the script runs in" in message for message in messages] == [True, True, False]
+        assert "a-file is a file" in messages[2]
+    assert (tmp_path / "a-file").read_text() == "mine"
+
+
+def test_folder_comes_from_the_configuration_when_none_is_given(two_ranks: RankPool, tmp_path: Path) -> None:
+    paths = two_ranks.run(save_unnamed, env={"FSDPLAUNCH_CHECKPOINT_DIR": str(tmp_path / "here")})
+    assert paths == [str(tmp_path / "here" / "checkpoint-4")] * 2
+
+
+def save_unnamed() -> str:
+    model, _, _ = fresh({"fsdp_version": 2})
+    path = fsdplaunch.save_checkpoint(model=model, step=4)
+    assert fsdplaunch.load_checkpoint(model=model)["step"] == 4
+    return str(path)
+
+
+def load_nothing(folder: str) -> str:
+    model, _, _ = fresh({"fsdp_version": 2})
+    try:
+        fsdplaunch.load_checkpoint(folder, model=model)
+    except FileNotFoundError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_empty_folder_is_no_checkpoint(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert two_ranks.run(load_nothing, str(tmp_path)) == [f"no complete checkpoint in {tmp_path}"] * 2
+
+
+# Checkpoints that do not fit, or that want to run code
+
+
+def load_other(folder: str, layers: int) -> str:
+    model, optimizer, _ = fresh({"fsdp_version": 2}, layers=layers)
+    try:
+        fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer)
+    except CheckpointError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(("layers", "words"), [(2, "has model.layers.2"), (4, "lacks model.layers.3")])
+def test_checkpoint_of_another_model_is_refused_on_all_ranks(
+    two_ranks: RankPool, tmp_path: Path, layers: int, words: str
+) -> None:
+    two_ranks.run(save, str(tmp_path), 1, None)
+    for message in two_ranks.run(load_other, str(tmp_path), layers):
+        assert "is of another model" in message
+        assert words in message
+
+
+class Intruder:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch intruder-was-here",)
+
+
+@pytest.mark.parametrize("place", ["index", "full", "scheduler"])
+def test_checkpoint_cannot_run_code(
+    two_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    form = "2 full" if place == "full" else "2 sharded"
+    two_ranks.run(save_half_way, str(tmp_path), FORMS[form], {})
+    folder = tmp_path / f"checkpoint-{HALF}"
+    (folder / "fsdplaunch.json").unlink()
+    if place == "index":
+        (folder / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickle.dumps(Intruder()))
+    else:
+        name = "pytorch_model_fsdp.bin" if place == "full" else "scheduler.bin"
+        torch.save({"x": Intruder()}, folder / name)
+    for message in two_ranks.run(load_intruder, str(folder), str(tmp_path), FORMS[form]):
+        assert "CheckpointError" in message
+    assert not (tmp_path / "intruder-was-here").exists()
+
+
+def load_intruder(folder: str, where: str, fields: dict[str, Any]) -> str:
+    before = Path.cwd()
+    os.chdir(where)
+    try:
+        model, optimizer, scheduler = fresh(fields)
+        fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer, scheduler=scheduler)
+    except CheckpointError as error:
+        return f"CheckpointError: {error}"
+    finally:
+        os.chdir(before)
+    return "nothing was raised"
+
+
+def save_object(folder: str) -> str:
+    model, _, _ = fresh({"fsdp_version": 2})
+    try:
+        fsdplaunch.save_checkpoint(folder, model=model, extra={"model": plugin()})
+    except CheckpointError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_extra_that_could_not_be_read_back_is_refused_when_saving(two_ranks: RankPool, tmp_path: Path) -> None:
+    for message in two_ranks.run(save_object, str(tmp_path / "c")):
+        assert "extra holds more than plain values and tensors" in message
+    assert not (tmp_path / "c").exists()
+
+
+# Several models, and what other tools write
+
+
+def several(folder: str, version: int, shared: bool) -> tuple[list[float], list[float]]:
+    def make(seed: int) -> tuple[list[nn.Module], list[Any]]:
+        models: list[Any] = [build(seed), build(seed + 1, layers=2)]
+        params = [list(model.parameters()) for model in models]
+        optimizers = [adamw(params[0] + params[1])] if shared else [adamw(each) for each in params]
+        ready = fsdplaunch.prepare(*models, *optimizers, plugin=plugin(fsdp_version=version))
+        return list(ready[:2]), list(ready[2:])
+
+    def run(models: list[nn.Module], optimizers: list[Any], first: int) -> list[float]:
+        losses = []
+        for step in range(first, first + HALF):
+            ids = my_part(batch(step))
+            loss = loss_of(models[0], ids) + loss_of(models[1], ids)
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    models, optimizers = make(0)
+    run(models, optimizers, 0)
+    fsdplaunch.save_checkpoint(folder, model=models, optimizer=optimizers)
+    kept_on = run(models, optimizers, HALF)
+    models, optimizers = make(50)
+    fsdplaunch.load_checkpoint(folder, model=models, optimizer=optimizers)
+    return kept_on, run(models, optimizers, HALF)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own optimizers", "one optimizer"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_several_models_go_on_as_saved(two_ranks: RankPool, tmp_path: Path, version: int, shared: bool) -> None:
+    for kept_on, resumed in two_ranks.run(several, str(tmp_path), version, shared):
+        assert largest_difference(kept_on, resumed) < 1e-6
+    second = "pytorch_model_fsdp_1" if version == 2 else "pytorch_model_fsdp_1.bin"
+    assert (tmp_path / second).exists()
+
+
+def write_as_accelerate_does(folder: str) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+    model, optimizer, _ = fresh({"fsdp_version": 2}, seed=4)
+    train_sharded(model, optimizer, 1)
+    for name, state in (
+        ("pytorch_model_fsdp_0", {"model": get_model_state_dict(model)}),
+        ("optimizer_0", {"optimizer": get_optimizer_state_dict(model, optimizer)}),
+    ):
+        save_dcp(state, storage_writer=FileSystemWriter(Path(folder) / name))
+
+
+def load_with_optimizer(folder: str) -> tuple[int, float, Any]:
+    model, optimizer, _ = fresh({"fsdp_version": 2}, seed=99)
+    state = fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer)
+    moment = optimizer.state[model.head.weight]
+    return int(moment["step"].item()), moment["exp_avg"].full_tensor().abs().sum().item(), state["step"]
+
+
+def test_checkpoint_without_manifest_loads(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(write_as_accelerate_does, str(tmp_path))
+    steps, moment, told = two_ranks.run(load_with_optimizer, str(tmp_path))[0]
+    assert (steps, told) == (1, None)
+    assert moment > 0
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.layers[0](x))
+
+
+def unused_parameter(folder: str) -> tuple[int, int]:
+    def make() -> tuple[Any, Any]:
+        model = Unused()
+        return fsdplaunch.prepare(model, adamw(model.parameters()), plugin=plugin(fsdp_version=2))
+
+    model, optimizer = make()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    had = len(optimizer.state)
+    fsdplaunch.save_checkpoint(folder, model=model, optimizer=optimizer)
+    model, optimizer = make()
+    fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer)
+    return had, len(optimizer.state)
+
+
+def test_parameter_that_never_had_a_gradient_has_no_state_after_loading(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    assert two_ranks.run(unused_parameter, str(tmp_path))[0] == (4, 4)

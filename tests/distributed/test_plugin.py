@@ -1,0 +1,279 @@
+"""The plugin holds what the environment says, what code says on top of it, and refuses what cannot be honoured."""
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+from fsdplaunch import FullyShardedDataParallelPlugin
+from fsdplaunch.config.environment import decode, encode
+from fsdplaunch.config.keys import build_config
+from fsdplaunch.config.resolve import resolve
+from fsdplaunch.errors import ShardingError, UsageError
+from fsdplaunch.runtime.settings import settings_of
+from tests.distributed.tiny import Block, build
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No variable of a configuration, before and after."""
+    for name in [name for name in os.environ if name.startswith(("FSDP", "ACCELERATE", "PARALLELISM"))]:
+        monkeypatch.delenv(name)
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]) -> Any:
+    """Set the environment that a launch with these values, by dotted name, would set; return its configuration."""
+    config = resolve(build_config({tuple(name.split(".")): value for name, value in values.items()}))
+    for name, text in encode(config).items():
+        monkeypatch.setenv(name, text)
+    return config
+
+
+CONFIGURATIONS: list[dict[str, Any]] = [
+    {},
+    {"fsdp_config.fsdp_version": 1},
+    {"fsdp_config.fsdp_version": 1, "fsdp_config.fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"},
+    {"fsdp_config.fsdp_version": 1, "fsdp_config.fsdp_use_orig_params": False, "mixed_precision": "bf16"},
+    {"fsdp_config.fsdp_version": 1, "fsdp_config.fsdp_backward_prefetch": "NO_PREFETCH"},
+    {"fsdp_config.fsdp_version": 1, "fsdp_config.fsdp_sync_module_states": False},
+    {"fsdp_config.fsdp_version": 1, "fsdp_config.fsdp_state_dict_type": "LOCAL_STATE_DICT"},
+    {"fsdp_config.fsdp_version": 2, "fsdp_config.fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+    {"fsdp_config.fsdp_reshard_after_forward": 4, "fsdp_config.fsdp_forward_prefetch": True},
+    {"fsdp_config.fsdp_reshard_after_forward": False, "fsdp_config.fsdp_offload_params": True},
+    {"fsdp_config.fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_config.fsdp_min_num_params": 1234},
+    {"fsdp_config.fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_config.fsdp_ignored_modules": r"head|layers\.0"},
+    {"fsdp_config.fsdp_transformer_layer_cls_to_wrap": ("Block", "Norm")},
+    {"fsdp_config.fsdp_activation_checkpointing": True, "fsdp_config.fsdp_cpu_ram_efficient_loading": True},
+    {"fsdp_config.fsdp_state_dict_type": "FULL_STATE_DICT", "mixed_precision": "fp16"},
+    {
+        "precision.param": "bf16",
+        "precision.reduce": "bf16",
+        "precision.output": "fp32",
+        "precision.master": "bf16",
+    },
+    {
+        "parallelism_config.parallelism_config_dp_replicate_size": 2,
+        "parallelism_config.parallelism_config_dp_shard_size": -1,
+    },
+]
+
+
+@pytest.mark.parametrize("values", CONFIGURATIONS)
+def test_settings_of_the_plugin_are_those_of_the_file(
+    monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]
+) -> None:
+    config = launched(monkeypatch, values)
+    assert FullyShardedDataParallelPlugin().settings() == settings_of(config)
+    assert settings_of(decode()) == settings_of(config)
+
+
+def test_fields_hold_torchs_own_objects_under_version_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, {"fsdp_config.fsdp_version": 1, "mixed_precision": "bf16"})
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.sharding_strategy is ShardingStrategy.FULL_SHARD
+    assert plugin.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+    assert plugin.state_dict_type is StateDictType.FULL_STATE_DICT
+    assert isinstance(plugin.state_dict_config, FullStateDictConfig)
+    assert isinstance(plugin.optim_state_dict_config, FullOptimStateDictConfig)
+    assert plugin.cpu_offload == CPUOffload(offload_params=False)
+    assert plugin.auto_wrap_policy is transformer_auto_wrap_policy
+    assert plugin.mixed_precision_policy == MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16
+    )
+
+
+def test_fields_hold_torchs_own_objects_under_version_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, {"fsdp_config.fsdp_offload_params": True, "mixed_precision": "bf16"})
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is True
+    assert isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    assert plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
+    assert plugin.mixed_precision_policy == MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+
+
+def test_code_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(
+        monkeypatch,
+        {
+            "fsdp_config.fsdp_sharding_strategy": "SHARD_GRAD_OP",
+            "fsdp_config.fsdp_activation_checkpointing": True,
+            "mixed_precision": "bf16",
+        },
+    )
+    plugin = FullyShardedDataParallelPlugin(
+        sharding_strategy="full shard", activation_checkpointing=False, mixed_precision_policy="fp16"
+    )
+    settings = plugin.settings()
+    assert (settings.strategy, settings.reshard_after_forward) == ("FULL_SHARD", True)
+    assert settings.activation_checkpointing is False
+    assert settings.dtypes.param == torch.float16
+
+
+SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"fsdp_version": 1, "sharding_strategy": 2}, {"fsdp_version": 1, "sharding_strategy": "SHARD_GRAD_OP"}),
+    ({"fsdp_version": "1", "sharding_strategy": "2"}, {"fsdp_version": 1, "sharding_strategy": "shard_grad_op"}),
+    (
+        {"fsdp_version": 1, "sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2},
+        {"fsdp_version": 1, "reshard_after_forward": "HYBRID_SHARD_ZERO2"},
+    ),
+    (
+        {"auto_wrap_policy": "size_based_wrap", "min_num_params": "1e3"},
+        {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1000},
+    ),
+    ({"transformer_cls_names_to_wrap": "A, B"}, {"transformer_cls_names_to_wrap": ["A", "B"]}),
+    ({"cpu_offload": True}, {"cpu_offload": CPUOffloadPolicy()}),
+    ({"cpu_offload": False}, {"cpu_offload": OffloadPolicy()}),
+    ({"fsdp_version": 1, "cpu_offload": "true"}, {"fsdp_version": 1, "cpu_offload": CPUOffload(True)}),
+    ({"fsdp_version": 1, "backward_prefetch": 2}, {"fsdp_version": 1, "backward_prefetch": "backward_post"}),
+    ({"reshard_after_forward": "false"}, {"reshard_after_forward": False}),
+    ({"state_dict_type": "1"}, {"state_dict_type": StateDictType.FULL_STATE_DICT}),
+    (
+        {"mixed_precision_policy": {"param_dtype": "bf16", "reduce_dtype": torch.float32}},
+        {"mixed_precision_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    ),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_forms_of_a_value_mean_the_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert FullyShardedDataParallelPlugin(**one).settings() == FullyShardedDataParallelPlugin(**other).settings()
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"fsdp_version": 3}, "fsdp_version must be one of 1, 2, got 3"),
+    ({"sharding_strategy": "SHARDED"}, "sharding_strategy must be one of FULL_SHARD"),
+    ({"auto_wrap_policy": "auto"}, "auto_wrap_policy must be one of TRANSFORMER_BASED_WRAP"),
+    ({"cpu_offload": "maybe"}, "cpu_offload must be true or false, got 'maybe'"),
+    ({"state_dict_type": "SHARDED"}, "state_dict_type must be one of"),
+    ({"fsdp_version": 2, "state_dict_type": "LOCAL_STATE_DICT"}, "has no state_dict_type LOCAL_STATE_DICT"),
+    ({"fsdp_version": 2, "use_orig_params": False}, "has no use_orig_params=False"),
+    ({"fsdp_version": 2, "backward_prefetch": "BACKWARD_POST"}, "has no backward_prefetch BACKWARD_POST"),
+    ({"fsdp_version": 2, "reshard_after_forward": "FULL_SHARD"}, "has no reshard_after_forward FULL_SHARD"),
+    ({"fsdp_version": 1, "reshard_after_forward": True}, "has no flag for reshard_after_forward"),
+    (
+        {"fsdp_version": 1, "cpu_offload": CPUOffloadPolicy(pin_memory=False)},
+        "cpu_offload must not be CPUOffloadP",
+    ),
+    ({"fsdp_version": 2, "cpu_offload": CPUOffload(True)}, "cpu_offload must not be CPUOffload"),
+    (
+        {"fsdp_version": 1, "activation_checkpointing": True, "activation_checkpointing_offload": True},
+        "has no activation_checkpointing_offload",
+    ),
+    ({"activation_checkpointing_offload": True}, "needs activation_checkpointing"),
+    ({"mixed_precision_policy": "fp8"}, "fp8 is not supported yet"),
+    ({"mixed_precision_policy": "int8"}, "mixed_precision_policy must be one of fp32"),
+    ({"mixed_precision_policy": {"param": "bf16"}}, "mixed_precision_policy must be a name, or a mapping of"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), REFUSED)
+def test_value_that_cannot_be_honoured_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        FullyShardedDataParallelPlugin(**fields)
+    assert words in str(caught.value)
+
+
+def test_wrap_policy_is_bound_to_a_models_classes() -> None:
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap")
+    plugin.set_auto_wrap_policy(build())
+    assert plugin.auto_wrap_policy.func is transformer_auto_wrap_policy
+    assert plugin.auto_wrap_policy.keywords == {"transformer_layer_cls": {Block}}
+    sized = FullyShardedDataParallelPlugin(auto_wrap_policy="size_based_wrap", min_num_params=50)
+    sized.set_auto_wrap_policy(build())
+    assert sized.auto_wrap_policy.func is size_based_auto_wrap_policy
+    assert sized.auto_wrap_policy.keywords == {"min_num_params": 50}
+
+
+def test_wrap_policy_of_an_unknown_class_is_refused() -> None:
+    plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["LlamaDecoderLayer"])
+    with pytest.raises(ShardingError, match="no module of class LlamaDecoderLayer in TinyLM"):
+        plugin.set_auto_wrap_policy(build())
+
+
+def test_state_dict_type_may_change_and_its_options_with_it() -> None:
+    plugin = FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT")
+    assert isinstance(plugin.state_dict_config, ShardedStateDictConfig)
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    assert isinstance(plugin.state_dict_config, FullStateDictConfig)
+    assert isinstance(plugin.optim_state_dict_config, FullOptimStateDictConfig)
+    assert plugin.settings().state_dict_type == "FULL_STATE_DICT"
+    with pytest.raises(UsageError, match="has no state_dict_type LOCAL_STATE_DICT"):
+        plugin.set_state_dict_type("LOCAL_STATE_DICT")
+
+
+def test_options_given_in_code_stay() -> None:
+    options = FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
+    plugin = FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT", state_dict_config=options)
+    assert plugin.state_dict_config is options
+
+
+def test_mixed_precision_is_set_unless_a_policy_is_there() -> None:
+    plugin = FullyShardedDataParallelPlugin()
+    plugin.set_mixed_precision(torch.bfloat16)
+    assert plugin.settings().dtypes.param == torch.bfloat16
+    plugin.set_mixed_precision("fp16")
+    assert plugin.settings().dtypes.param == torch.bfloat16
+    plugin.set_mixed_precision("fp16", override=True)
+    assert plugin.settings().dtypes.param == torch.float16
+
+
+def test_buffers_stay_fp32_on_request() -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
+    plugin.set_mixed_precision("bf16", buffer_autocast=True)
+    assert plugin.mixed_precision_policy.buffer_dtype == torch.float32
+
+
+def test_policy_of_the_other_version_is_refused() -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin.mixed_precision_policy = MixedPrecision(param_dtype=torch.bfloat16)
+    with pytest.raises(UsageError, match="must be MixedPrecisionPolicy under fsdp_version 2"):
+        plugin.validate_mixed_precision_policy()
+
+
+def test_transformers_is_told_what_code_says_about_loading() -> None:
+    FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
+    FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False)
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
+
+
+def test_modules_and_functions_are_kept_as_given() -> None:
+    module = nn.Linear(2, 2)
+    plugin = FullyShardedDataParallelPlugin(
+        ignored_modules=[module], auto_wrap_policy=callable, param_init_fn=print, limit_all_gathers=False
+    )
+    settings = plugin.settings()
+    assert settings.ignored == (module,)
+    assert settings.wrap is callable
+    assert settings.param_init_fn is print
+    assert settings.limit_all_gathers is False
+
+
+def test_timeout_is_that_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, {"launch.process_group_timeout_seconds": 42.0})
+    assert FullyShardedDataParallelPlugin().process_group_timeout == timedelta(seconds=42)

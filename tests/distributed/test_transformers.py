@@ -1,0 +1,125 @@
+"""Models of transformers, with their tied weights, their own block names and their loading on rank 0 only."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdplaunch
+from fsdplaunch.runtime.names import clean_name
+from tests.distributed.pool import RankPool
+from tests.distributed.tiny import plugin
+
+pytest.importorskip("transformers", reason="transformers is a development dependency")
+
+LOADING = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+
+
+def llama(**options: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **options))
+
+
+def ids() -> torch.Tensor:
+    return torch.arange(40).reshape(2, 20) % 64
+
+
+def write(folder: str, tied: bool) -> None:
+    if dist.get_rank() == 0:
+        llama(tie_word_embeddings=tied).save_pretrained(folder)
+    dist.barrier()
+
+
+def loss(model: Any) -> float:
+    return model(input_ids=ids(), labels=ids()).loss.item()
+
+
+def loaded(folder: str, version: int) -> float:
+    """Load as transformers does under a launch; ranks but the first may be left without weights."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder)
+    return loss(fsdplaunch.prepare(model, plugin=plugin(fsdp_version=version)))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("version", [1, 2])
+def test_pretrained_weights_reach_the_model_of_all_ranks(
+    two_ranks: RankPool, tmp_path: Path, version: int, tied: bool
+) -> None:
+    two_ranks.run(write, str(tmp_path), tied)
+    expected = loss(llama(tie_word_embeddings=tied))
+    assert two_ranks.run(loaded, str(tmp_path), version, env=LOADING) == pytest.approx([expected] * 2, abs=1e-6)
+
+
+def units(version: int) -> tuple[list[str], float, float]:
+    from fsdplaunch.runtime.prepared import prepared_of
+
+    model = fsdplaunch.prepare(llama(), plugin=plugin(fsdp_version=version))
+    prepared = prepared_of(model)
+    assert prepared is not None
+    return list(prepared.units), loss(model), loss(llama())
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_blocks_are_those_the_model_names(two_ranks: RankPool, version: int) -> None:
+    names, sharded, whole = two_ranks.run(units, version)[0]
+    assert names == ["model.layers.0", "model.layers.1"]
+    assert sharded == pytest.approx(whole, abs=1e-6)
+
+
+def generated(version: int) -> tuple[list[int], list[int]]:
+    arguments = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    model = fsdplaunch.prepare(llama(), plugin=plugin(fsdp_version=version))
+    with torch.no_grad():
+        ours = model.generate(ids()[:, :4], **arguments)[0].tolist()
+        return ours, llama().generate(ids()[:, :4], **arguments)[0].tolist()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_generate_works_on_a_sharded_model(two_ranks: RankPool, version: int) -> None:
+    sharded, whole = two_ranks.run(generated, version)[0]
+    assert sharded == whole
+
+
+def trained(fields: dict[str, Any], own_checkpointing: bool) -> tuple[list[float], list[float], list[str]]:
+    def train(model: Any, optimizer: Any) -> list[float]:
+        losses = []
+        for _ in range(5):
+            out = model(input_ids=ids(), labels=ids())
+            out.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(out.loss.item())
+        return losses
+
+    alone = llama(tie_word_embeddings=True)
+    expected = train(alone, torch.optim.AdamW(alone.parameters(), lr=1e-2))
+    model = llama(tie_word_embeddings=True)
+    if own_checkpointing:
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = fsdplaunch.prepare(model, optimizer, plugin=plugin(**fields))
+    return (
+        expected,
+        train(model, optimizer),
+        [clean_name(n) for n, m in model.named_modules() if "Checkp" in repr(type(m))],
+    )
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["ours", "its own"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_checkpointing_is_the_models_own_or_ours_never_both(two_ranks: RankPool, version: int, own: bool) -> None:
+    fields = {"fsdp_version": version, "activation_checkpointing": True}
+    expected, losses, wrapped = two_ranks.run(trained, fields, own)[0]
+    assert losses == pytest.approx(expected, abs=1e-5)
+    assert bool(wrapped) is not own

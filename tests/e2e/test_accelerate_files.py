@@ -1,0 +1,144 @@
+"""Files of the installed accelerate load here and mean what they say; our files mean the same in accelerate."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from fsdplaunch.config.accelerate_file import keys_ignored_by_accelerate, to_accelerate
+from fsdplaunch.config.environment import decode, encode
+from fsdplaunch.config.load import load_config, stack
+from fsdplaunch.config.render import render
+from fsdplaunch.config.world import with_mesh, world_size
+from fsdplaunch.config.yaml_text import read_text
+
+pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+PEER = Path(__file__).with_name("accelerate_peer.py")
+
+
+def peer(*arguments, text=""):
+    command = [sys.executable, str(PEER), *map(str, arguments)]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A folder with what accelerate's wizard and `config default` write."""
+    folder = tmp_path_factory.mktemp("accelerate")
+    peer("write", folder)
+    return folder
+
+
+def load(path):
+    return load_config(path, environ={})
+
+
+def test_every_file_accelerate_writes_loads(written):
+    names = sorted(path.name for path in written.iterdir())
+    assert names == [
+        "ddp.yaml",
+        "default.yaml",
+        "fsdp1.yaml",
+        "fsdp1_hybrid.yaml",
+        "fsdp2.yaml",
+        "fsdp2_mesh.yaml",
+        "fsdp2_two_machines.yaml",
+    ]
+    for name in names:
+        loaded = load(written / name)
+        assert sum("without effect" in note for note in loaded.notes) == 1
+        assert decode(encode(loaded.config)) == loaded.config
+
+
+def test_the_strategy_of_its_version_1_wizard_is_honoured(written):
+    loaded = load(written / "fsdp1.yaml")
+    assert loaded.config.fsdp_config.fsdp_sharding_strategy == "SHARD_GRAD_OP"
+    assert encode(loaded.config)["FSDP_SHARDING_STRATEGY"] == "SHARD_GRAD_OP"
+    assert any("runs FULL_SHARD whatever" in line for line in keys_ignored_by_accelerate(loaded))
+    hybrid = load(written / "fsdp1_hybrid.yaml").config
+    assert hybrid.fsdp_config.fsdp_sharding_strategy == "HYBRID_SHARD"
+    assert hybrid.fsdp_config.fsdp_transformer_layer_cls_to_wrap == ("LlamaDecoderLayer", "LlamaRMSNorm")
+    assert (hybrid.num_machines, hybrid.machine_rank, hybrid.main_process_port) == (2, 1, 29501)
+
+
+def test_pressing_enter_for_the_block_names_means_the_models_own(written):
+    assert "fsdp_transformer_layer_cls_to_wrap: ''" in (written / "fsdp2.yaml").read_text()
+    config = load(written / "fsdp2.yaml").config
+    assert config.fsdp_config.fsdp_transformer_layer_cls_to_wrap == ()
+    assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in encode(config)
+
+
+def test_the_rendezvous_of_its_file_is_honoured(written):
+    assert load(written / "fsdp2_two_machines.yaml").config.rdzv_backend == "static"
+
+
+def test_json_in_a_yaml_file_loads(written):
+    config = load(written / "default.yaml").config
+    assert (config.distributed_type, config.mixed_precision, config.use_cpu) == ("NO", "bf16", True)
+
+
+OURS = {
+    "version 1": "fsdp_config: {fsdp_version: 1, sharding_strategy: SHARD_GRAD_OP, offload_params: true}\n",
+    "version 1 by reshard": "fsdp_config: {fsdp_version: 1, fsdp_reshard_after_forward: NO_SHARD}\n",
+    "version 1, prefetch": (
+        "fsdp_config: {fsdp_version: 1, backward_prefetch: 2, forward_prefetch: true, use_orig_params: false,"
+        " sync_module_states: false, state_dict_type: 2}\n"
+    ),
+    "version 2": "fsdp_config: {fsdp_version: 2}\n",
+    "version 2, gathered": "fsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: SHARD_GRAD_OP}\n",
+    "version 2, size": "fsdp_config: {auto_wrap_policy: SIZE_BASED_WRAP, min_num_params: 1e6}\n",
+    "version 2, names": (
+        "fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: [Block, Other]\n"
+        "  fsdp_activation_checkpointing: true\n  fsdp_activation_checkpointing_offload: true\n"
+        "  fsdp_ignored_modules: 'lm_.*'\n  fsdp_cpu_ram_efficient_loading: true\n"
+        "  fsdp_state_dict_type: FULL_STATE_DICT\n"
+    ),
+    "version 2, no wrap": "fsdp_config: {auto_wrap_policy: NO_WRAP}\n",
+    "version 2, mesh": "parallelism_config: {dp_replicate_size: 2, dp_shard_size: 2}\n",
+    "version 2, hybrid": "num_machines: 2\nfsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: HYBRID_SHARD}\n",
+}
+
+
+@pytest.fixture(scope="module")
+def read_back(tmp_path_factory):
+    """What accelerate makes of each of OURS, rendered and converted, and of our own environment for it."""
+    folder = tmp_path_factory.mktemp("ours")
+    requests, names = [], []
+    for name, text in OURS.items():
+        loaded = stack(read_text(f"mixed_precision: bf16\nnum_processes: 4\n{text}", "x"))
+        config = with_mesh(loaded.config, world_size(loaded.config))
+        texts = {"converted": to_accelerate(loaded).text}
+        if "forward_prefetch: true" not in text or config.fsdp_config.fsdp_version == 1:
+            texts["rendered"] = render(config)
+        for kind, made in texts.items():
+            path = folder / f"{name} {kind}.yaml"
+            path.write_text(made)
+            requests.append({"file": str(path), "env": encode(config)})
+            names.append((name, kind))
+    answers = json.loads(peer("read", text=json.dumps(requests)))
+    return dict(zip(names, answers, strict=True))
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("kind", ["rendered", "converted"])
+def test_our_file_makes_the_same_plugin_under_accelerate(read_back, name, kind):
+    answer = read_back[name, kind]
+    assert answer["theirs"] == answer["ours"]
+    assert answer["env"]["use_fsdp"] == "True"
+    assert answer["env"]["num_processes"] == "4"
+    assert answer["env"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
+def test_the_plugin_says_what_the_file_says(read_back):
+    """Guards the comparison above: both sides would also agree on plugins that say nothing."""
+    assert read_back["version 1", "rendered"]["theirs"]["sharding_strategy"].endswith("SHARD_GRAD_OP")
+    assert read_back["version 2, gathered", "rendered"]["theirs"]["reshard_after_forward"] == "False"
+    assert read_back["version 2, size", "rendered"]["theirs"]["min_num_params"] == "1000000"
+    assert read_back["version 2, mesh", "rendered"]["theirs"]["mesh"] == "2 x 2 x 1 x 1"
+    assert read_back["version 2, hybrid", "converted"]["theirs"]["mesh"] == "2 x 2 x 1 x 1"
+    assert "Block" in read_back["version 2, names", "rendered"]["theirs"]["transformer_cls_names_to_wrap"]

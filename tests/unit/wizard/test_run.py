@@ -1,0 +1,413 @@
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdplaunch.config.keys import all_keys, value_at
+from fsdplaunch.config.load import load_config
+from fsdplaunch.config.problems import ConfigError
+from fsdplaunch.config.resolve import resolve
+from fsdplaunch.errors import UsageError
+from fsdplaunch.wizard.questions import QUESTIONS, flags
+from fsdplaunch.wizard.run import describe_facts, run_wizard
+from fsdplaunch.wizard.suggest import suggest
+
+
+class Silent:
+    def say(self, text):
+        raise AssertionError(text)
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write(facts, answers=None, **remarks):
+    remarks = {"interactive": False, "yes": True} | remarks
+    return run_wizard(facts=facts, out=Silent(), answers=answers or {}, **remarks)
+
+
+def said(result):
+    """What a file's reader gets that is not the default."""
+    Path("read-back.yaml").write_text(result.text)
+    config = load_config(Path("read-back.yaml"), environ={}).config
+    plain = resolve(type(config)())
+    return {
+        key.name: value_at(config, key.path)
+        for key in all_keys()
+        if value_at(config, key.path) != value_at(plain, key.path)
+    }
+
+
+MACHINES = ["laptop", "one_t4", "eight_h100", "slurm_2x8", "small_container"]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_run_wizard_yes_is_the_suggestion(machines, machine):
+    facts = machines[machine]
+    expected = resolve(suggest(facts.hardware, facts.cluster).config)
+    result = write(facts)
+    assert resolve(result.config) == expected
+    Path("f.yaml").write_text(result.text)
+    assert load_config(Path("f.yaml"), environ={}).config == expected
+
+
+@pytest.mark.parametrize(
+    ("machine", "answers", "expected"),
+    [
+        ("laptop", {}, {"use_cpu": True, "num_processes": 2}),
+        ("laptop", {"workers-per-node": "4"}, {"use_cpu": True, "num_processes": 4}),
+        ("laptop", {"workers-per-node": "auto"}, {"use_cpu": True, "workers_per_node": "auto"}),
+        ("laptop", {"where": "here"}, {"workers_per_node": "auto"}),
+        ("laptop", {"where": "here", "workers-per-node": "4"}, {"num_processes": 4}),
+        ("eight_h100", {"where": "cpu"}, {"use_cpu": True, "num_processes": 2}),
+        (
+            "laptop",
+            {"where": "machines", "nodes": "3", "rendezvous": "node1"},
+            {
+                "num_machines": 3,
+                "main_process_ip": "node1",
+                "main_process_port": 29500,
+                "workers_per_node": "auto",
+            },
+        ),
+        (
+            "eight_h100",
+            {"where": "machines", "nodes": "2", "rendezvous": "[fe80::1]:29400", "goal": "hybrid"},
+            {
+                "num_machines": 2,
+                "num_processes": 16,
+                "main_process_ip": "fe80::1",
+                "main_process_port": 29400,
+                "mixed_precision": "bf16",
+                "fsdp_sharding_strategy": "HYBRID_SHARD",
+                "parallelism_config_dp_replicate_size": 2,
+                "parallelism_config_dp_shard_size": 8,
+                "param": "bf16",
+                "reduce": "fp32",
+                "master": "fp32",
+            },
+        ),
+        (
+            "one_t4",
+            {"goal": "fastest", "wrap": "GPT2Block, T5Block", "checkpoint-dir": "/scratch/ckpt"},
+            {
+                "num_processes": 1,
+                "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+                "fsdp_reshard_after_forward": False,
+                "fsdp_transformer_layer_cls_to_wrap": ("GPT2Block", "T5Block"),
+                "dir": "/scratch/ckpt",
+            },
+        ),
+        (
+            "one_t4",
+            {"goal": "biggest", "wrap": "size:20m"},
+            {
+                "num_processes": 1,
+                "fsdp_offload_params": True,
+                "fsdp_activation_checkpointing": True,
+                "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+                "fsdp_min_num_params": 20_000_000,
+            },
+        ),
+        ("one_t4", {"wrap": "none"}, {"num_processes": 1, "fsdp_auto_wrap_policy": "NO_WRAP"}),
+        (
+            "slurm_2x8",
+            {"precision": "no", "workers-per-node": "4"},
+            {"num_machines": 2, "num_processes": 8},
+        ),
+        ("slurm_2x8", {"where": "here", "precision": "no"}, {"num_processes": 8}),
+    ],
+)
+def test_run_wizard_answers_write_exactly_these_keys(machines, machine, answers, expected):
+    assert said(write(machines[machine], answers)) == expected
+
+
+CASES = [
+    ("laptop", {}, ()),
+    ("one_t4", {"goal": "biggest", "wrap": "size:20m"}, ("max_restarts=3",)),
+    (
+        "eight_h100",
+        {"where": "machines", "nodes": "4", "rendezvous": "a-b.c:1", "goal": "hybrid", "model": "8b"},
+        (),
+    ),
+    ("slurm_2x8", {"goal": "fastest", "checkpoint-dir": "my ckpt"}, ("launch.env={A: 'x, y'}", "fsdp_version=1")),
+    ("small_container", {"model": "70b"}, ("fsdp_ignored_modules=.*[.]head", "show_ranks=0,1")),
+    ("eight_h100", {}, ("num_processes=4", "mixed_precision=fp16")),
+]
+
+
+@pytest.mark.parametrize(("machine", "answers", "overrides"), CASES)
+def test_run_wizard_command_writes_the_same_text_again(machines, machine, answers, overrides):
+    first = write(machines[machine], answers, overrides=overrides)
+    again, settings = parse(first.command)
+    assert write(machines[machine], again, overrides=settings).text == first.text
+
+
+def parse(command):
+    """Answers and `--set` texts of a command, by the exported table of options."""
+    words = shlex.split(command)
+    assert words[:2] == ["fsdplaunch", "config"]
+    assert words[-1] == "--yes"
+    names = {flag.flag: flag.name for flag in flags()}
+    answers, settings, rest = {}, [], iter(words[2:-1])
+    for word in rest:
+        if word.startswith("--set="):
+            settings.append(word.removeprefix("--set="))
+        elif word != "--overwrite":
+            answers[names[word]] = next(rest)
+    return answers, settings
+
+
+def test_run_wizard_command_names_another_file_and_says_overwrite(machines):
+    Path("other.yaml").write_text("")
+    result = write(machines["laptop"], path=Path("other.yaml"), overwrite=True)
+    assert result.command.endswith(" --output other.yaml --overwrite --yes")
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_run_wizard_answers_it_reports_include_every_question_that_applies(machines, machine):
+    answers = write(machines[machine]).answers
+    several = machine == "slurm_2x8"
+    skipped = {"rendezvous"} | (set() if several else {"nodes"})
+    assert set(answers) == {question.name for question in QUESTIONS} - skipped
+
+
+@pytest.mark.parametrize(
+    ("machine", "answers", "message"),
+    [
+        ("laptop", {"where": "moon"}, "--where must be one of here, machines, slurm, cpu, got 'moon'"),
+        ("laptop", {"nodes": "2"}, "--nodes has no meaning with --where cpu"),
+        ("eight_h100", {"rendezvous": "a:1"}, "--rendezvous has no meaning with --where here"),
+        ("eight_h100", {"where": "machines", "nodes": "1"}, "--nodes must be a whole number from 2, got '1'"),
+        ("eight_h100", {"where": "slurm", "nodes": "0"}, "--nodes must be a whole number from 1, got '0'"),
+        ("eight_h100", {"workers-per-node": "9"}, "--workers-per-node this machine has 8 visible GPUs, got 9"),
+        (
+            "eight_h100",
+            {"workers-per-node": "0"},
+            "--workers-per-node must be a whole number from 1, or auto, got '0'",
+        ),
+        ("eight_h100", {"model": "nowhere"}, "--model model folder nowhere does not exist"),
+        (
+            "eight_h100",
+            {"goal": "hybrid"},
+            "--goal must be one of balanced, fastest, biggest, got 'hybrid'",
+        ),
+        ("one_t4", {"precision": "bf16"}, "--precision bf16 is not possible: a GPU here does not compute it"),
+        ("laptop", {"precision": "fp16"}, "--precision fp16 is not possible: CPUs do not train in it"),
+        (
+            "one_t4",
+            {"wrap": "Llama Decoder"},
+            "--wrap must be auto, none, size:N or class names separated by commas, got 'Llama Decoder'",
+        ),
+        (
+            "one_t4",
+            {"wrap": "size:big"},
+            "--wrap must be size:N with a number of parameters such as size:100m, got 'size:big'",
+        ),
+        ("one_t4", {"checkpoint-dir": " "}, "--checkpoint-dir must be a folder's name"),
+        ("one_t4", {"colour": "red"}, "colour is not a question of the wizard"),
+    ],
+)
+def test_run_wizard_answer_that_is_none_names_the_option(machines, machine, answers, message):
+    with pytest.raises(UsageError) as caught:
+        write(machines[machine], answers)
+    assert caught.value.message == message
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("n1", "n1", 29500),
+        ("n1:1", "n1", 1),
+        ("10.0.0.1:65535", "10.0.0.1", 65535),
+        ("[::1]", "::1", 29500),
+        ("[::1]:5", "::1", 5),
+    ],
+)
+def test_run_wizard_rendezvous_is_read_as_host_and_port(machines, text, host, port):
+    config = write(machines["eight_h100"], {"where": "machines", "rendezvous": text}).config
+    assert (config.main_process_ip, config.main_process_port) == (host, port)
+
+
+@pytest.mark.parametrize("text", ["", ":29500", "a:0", "a:65536", "a:b", "a b:1", "::1", "a:1:2", "http://a"])
+def test_run_wizard_rendezvous_that_is_no_address_is_refused(machines, text):
+    with pytest.raises(UsageError, match="--rendezvous"):
+        write(machines["eight_h100"], {"where": "machines", "rendezvous": text})
+
+
+def test_run_wizard_model_that_does_not_fit_disables_the_goal_with_its_numbers(machines):
+    with pytest.raises(UsageError) as caught:
+        write(machines["one_t4"], {"model": "8b", "goal": "balanced"})
+    assert caught.value.message.startswith("--goal balanced is not possible: needs ")
+    assert "of 15 GiB per GPU" in caught.value.message
+
+
+def test_run_wizard_yes_with_a_model_that_does_not_fit_offloads(machines):
+    config = write(machines["one_t4"], {"model": "8b"}).config
+    assert (config.fsdp_config.fsdp_offload_params, config.fsdp_config.fsdp_activation_checkpointing) == (
+        True,
+        True,
+    )
+
+
+def test_run_wizard_fewer_workers_make_the_suggestion_smaller(machines):
+    """Eight GPUs hold 16 billion parameters, one does not."""
+    facts = machines["eight_h100"]
+    assert write(facts, {"model": "16b"}).answers["goal"] == "balanced"
+    assert write(facts, {"model": "16b", "workers-per-node": "1"}).answers["goal"] == "biggest"
+
+
+def test_run_wizard_not_interactive_takes_what_was_detected(machines):
+    facts = machines["eight_h100"]
+    assert write(facts, yes=False).text == write(facts).text
+
+
+def test_run_wizard_not_interactive_without_a_gpu_asks_for_the_place(machines):
+    with pytest.raises(UsageError) as caught:
+        write(machines["laptop"], yes=False)
+    assert caught.value.message == "cannot answer without asking: Where will this run?"
+    assert caught.value.hint == "pass --where here|machines|slurm|cpu, or --yes, which takes --where cpu"
+    assert write(machines["laptop"], {"where": "cpu"}, yes=False).config.use_cpu
+
+
+def test_run_wizard_not_interactive_names_every_option_that_is_missing(machines):
+    with pytest.raises(UsageError) as caught:
+        write(machines["eight_h100"], {"where": "machines"}, yes=False)
+    assert "pass --nodes N --rendezvous HOST:PORT, or --yes" in caught.value.hint
+
+
+def test_run_wizard_existing_file_needs_overwrite(machines):
+    Path("fsdp.yaml").write_text("num_processes: 3\n")
+    with pytest.raises(UsageError) as caught:
+        write(machines["laptop"])
+    assert caught.value.message == "fsdp.yaml exists"
+    assert "--overwrite" in caught.value.hint
+    assert write(machines["laptop"], overwrite=True).config.num_processes == 2
+    assert Path("fsdp.yaml").read_text() == "num_processes: 3\n"
+
+
+def test_run_wizard_notes_of_the_machine_are_told_once(machines):
+    """They stand in the description of the machine, which is said first."""
+    facts = machines["one_t4"]
+    noted = replace(facts, hardware=replace(facts.hardware, notes=("one of two GPUs is visible",)))
+    assert "Note          one of two GPUs is visible" in describe_facts(noted)
+    assert write(noted).notes == write(facts).notes != ()
+
+
+def test_run_wizard_writes_nothing(machines):
+    write(machines["laptop"])
+    assert list(Path().iterdir()) == []
+
+
+def test_run_wizard_override_wins_and_stands_in_the_file(machines):
+    result = write(machines["eight_h100"], overrides=["mixed_precision=fp16", "launch.max_restarts=2"])
+    assert (result.config.mixed_precision, result.config.launch.max_restarts) == ("fp16", 2)
+    assert "max_restarts: 2" in result.text
+
+
+def test_run_wizard_override_of_workers_counts_in_later_answers(machines):
+    result = write(machines["eight_h100"], overrides=["num_processes=4"])
+    assert result.answers["workers-per-node"] == "4"
+
+
+def test_run_wizard_override_and_option_for_the_same_key_are_refused(machines):
+    with pytest.raises(UsageError, match="--precision and --set mixed_precision decide the same"):
+        write(machines["eight_h100"], {"precision": "no"}, overrides=["mixed_precision=fp16"])
+
+
+def test_run_wizard_override_that_is_no_key_is_refused(machines):
+    with pytest.raises(ConfigError, match="no_such_key"):
+        write(machines["laptop"], overrides=["no_such_key=1"])
+
+
+def test_run_wizard_overrides_against_a_rule_are_refused(machines):
+    with pytest.raises(ConfigError) as caught:
+        write(machines["eight_h100"], overrides=["fsdp_config.fsdp_state_dict_type=LOCAL_STATE_DICT"])
+    assert [problem.id for problem in caught.value.problems] == ["local-state-dict"]
+
+
+def test_run_wizard_version_1_writes_no_key_of_version_2(machines):
+    result = write(machines["eight_h100"], {"goal": "fastest"}, overrides=["fsdp_version=1"])
+    fsdp = result.config.fsdp_config
+    assert (fsdp.fsdp_version, fsdp.fsdp_sharding_strategy, fsdp.fsdp_reshard_after_forward) == (
+        1,
+        "SHARD_GRAD_OP",
+        None,
+    )
+
+
+def test_run_wizard_starting_from_a_file_keeps_what_no_answer_changes(machines):
+    Path("start.yaml").write_text(
+        "distributed_type: FSDP\nnum_processes: 4\nmixed_precision: fp16\n"
+        "fsdp_config:\n  fsdp_version: 2\n  fsdp_reshard_after_forward: 2\n  fsdp_forward_prefetch: true\n"
+    )
+    result = write(machines["eight_h100"], {"precision": "bf16"}, start_from=Path("start.yaml"))
+    fsdp = result.config.fsdp_config
+    assert (result.config.num_processes, result.config.mixed_precision) == (4, "bf16")
+    assert (fsdp.fsdp_reshard_after_forward, fsdp.fsdp_forward_prefetch) == (2, True)
+    assert result.answers["goal"] == "keep"
+
+
+def test_run_wizard_starting_from_a_file_command_needs_the_file_no_more(machines):
+    Path("start.yaml").write_text(
+        "fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: 2}\nnum_processes: 8\n"
+    )
+    first = write(machines["eight_h100"], start_from=Path("start.yaml"))
+    again, settings = parse(first.command)
+    assert "fsdp_config.fsdp_reshard_after_forward=2" in settings
+    assert resolve(write(machines["eight_h100"], again, overrides=settings).config) == resolve(first.config)
+
+
+def test_run_wizard_starting_from_an_accelerate_file_stays_version_1(machines):
+    Path("start.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\n"
+        "fsdp_config:\n  fsdp_sharding_strategy: 2\n  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n"
+        "  fsdp_min_num_params: 1000\n"
+    )
+    result = write(machines["eight_h100"], start_from=Path("start.yaml"))
+    assert result.config.fsdp_config.fsdp_version == 1
+    assert (result.answers["goal"], result.answers["wrap"]) == ("fastest", "size:1000")
+
+
+def test_run_wizard_starting_from_a_broken_file_is_refused(machines):
+    Path("start.yaml").write_text("num_proceses: 4\n")
+    with pytest.raises(ConfigError, match="num_proceses"):
+        write(machines["laptop"], start_from=Path("start.yaml"))
+
+
+def test_flags_offer_every_question_once_with_help():
+    table = flags()
+    assert [flag.name for flag in table] == [question.name for question in QUESTIONS]
+    assert len(table) + 1 <= 10
+    assert all(flag.flag == f"--{flag.name}" and flag.help.endswith(".") and flag.metavar for flag in table)
+
+
+def test_questions_no_key_is_decided_by_two():
+    keys = [path for question in QUESTIONS for path in question.keys]
+    assert len(keys) == len(set(keys))
+
+
+def test_describe_facts_names_machine_and_job(machines):
+    text = describe_facts(machines["slurm_2x8"])
+    assert text.splitlines() == [
+        "This machine  8 x NVIDIA H100 80GB HBM3 (80 GiB, sm_90)   2048 GiB of memory   96 processors",
+        "Job           SLURM job 7   2 nodes   8 GPUs on each   (gpu-[1-2])",
+    ]
+
+
+def test_run_wizard_not_interactive_imports_neither_prompts_nor_torch():
+    code = (
+        "import os, sys\n"
+        "from fsdplaunch.wizard.run import read_facts, run_wizard\n"
+        "result = run_wizard(facts=read_facts(os.environ), out=None, interactive=False, yes=True)\n"
+        "print([name for name in ('torch', 'questionary', 'prompt_toolkit', 'rich') if name in sys.modules])\n"
+        "print(len(result.text) > 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split("\n")[:2] == ["[]", "True"]
