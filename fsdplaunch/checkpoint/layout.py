@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdplaunch.checkpoint.index import INDEX_NAME
-from fsdplaunch.checkpoint.unpickle import short
+from fsdplaunch.checkpoint.refusal import short
 from fsdplaunch.errors import CheckpointError, LaunchError, UsageError
 
 MANIFEST_NAME = "fsdplaunch.json"
