@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fsdplaunch.checkpoint.unpickle import RefusedError
+from fsdplaunch.checkpoint.refusal import RefusedError
 
 MAX_DIMENSIONS = 64
 LARGEST = 2**63 - 1

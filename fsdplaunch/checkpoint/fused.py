@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdplaunch.checkpoint.boxes import Box
 from fsdplaunch.checkpoint.counts import LARGEST, check_counts
-from fsdplaunch.checkpoint.unpickle import Machine
+from fsdplaunch.checkpoint.machine import Machine
 
 _INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
 _REF = rb"(?:h.|j.{4})"

@@ -7,7 +7,8 @@ from fsdplaunch.checkpoint.boxes import Box
 from fsdplaunch.checkpoint.counts import LARGEST, check_count, check_counts
 from fsdplaunch.checkpoint.dtypes import DTYPES, Dtype
 from fsdplaunch.checkpoint.fused import fuse_chunk, fuse_index, fuse_info
-from fsdplaunch.checkpoint.unpickle import Fuse, Maker, Record, RefusedError
+from fsdplaunch.checkpoint.machine import Fuse, Maker, Record
+from fsdplaunch.checkpoint.refusal import RefusedError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"

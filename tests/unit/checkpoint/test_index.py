@@ -11,9 +11,9 @@ import pytest
 
 from fsdplaunch.checkpoint.boxes import Box
 from fsdplaunch.checkpoint.index import parse_index, read_index
+from fsdplaunch.checkpoint.machine import Maker
 from fsdplaunch.checkpoint.merge import MergeOptions, merge
 from fsdplaunch.checkpoint.records import NAMES
-from fsdplaunch.checkpoint.unpickle import Maker
 from fsdplaunch.errors import CheckpointError
 
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"

@@ -6,7 +6,7 @@ import zipfile
 import pytest
 
 from fsdplaunch.checkpoint.item import Item, read_item
-from fsdplaunch.checkpoint.unpickle import RefusedError
+from fsdplaunch.checkpoint.refusal import RefusedError
 
 DATA = bytes(range(48))
 
