@@ -60,18 +60,28 @@ def run(argv: list[str]) -> int:
         app(args=_expanded(argv), prog_name="fsdplaunch")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except LaunchError as error:
-        if os.environ.get("FSDPLAUNCH_TRACEBACK"):
-            raise
-        Output().error(error)
-        return error.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         # The reader of our output has gone (| head): end quietly, and keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except Exception as error:
+        return _refuse(error)
     return 0
+
+
+def _refuse(error: Exception) -> int:
+    """Say an error in one line and return its status; FSDPLAUNCH_TRACEBACK=1 lets it through."""
+    if os.environ.get("FSDPLAUNCH_TRACEBACK"):
+        raise error
+    if isinstance(error, OSError):
+        error = LaunchError(f"{error.strerror}: {error.filename}" if error.filename else str(error))
+    if not isinstance(error, LaunchError):
+        hint = "this is a bug in fsdplaunch; FSDPLAUNCH_TRACEBACK=1 shows where"
+        error = LaunchError(f"{type(error).__name__}: {error}", hint=hint)
+    Output().error(error)
+    return error.exit_code
 
 
 def _expanded(argv: list[str]) -> list[str]:
@@ -99,6 +109,14 @@ def _own_options() -> tuple[set[str], set[str]]:
 def _print_version(wanted: bool) -> None:
     if wanted:
         Output().data(f"fsdplaunch {__version__}")
+        raise typer.Exit
+
+
+def _print_all_options(wanted: bool) -> None:
+    if wanted:
+        from fsdplaunch.cli.key_options import list_options
+
+        Output().data(list_options())
         raise typer.Exit
 
 
@@ -281,6 +299,12 @@ def launch(
     ] = False,
     allow_unsharded: Annotated[
         bool, typer.Option("--allow-unsharded", help="Accept a script that never shards a model")
+    ] = False,
+    help_all: Annotated[
+        bool,
+        typer.Option(
+            "--help-all", callback=_print_all_options, is_eager=True, help="List every key's option and exit"
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

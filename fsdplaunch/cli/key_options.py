@@ -40,6 +40,26 @@ def keys_by_option() -> dict[str, KeySpec]:
     return {spec.dotted: spec for spec in all_keys()} | short
 
 
+def list_options() -> str:
+    """Every configuration key as an option of `launch`, by section, with what it takes and what it does."""
+    import textwrap
+
+    shortest: dict[str, str] = {}
+    for name, spec in keys_by_option().items():
+        shortest[spec.dotted] = min(shortest.get(spec.dotted, name), name, key=len)
+    lines: list[str] = []
+    section = None
+    for spec in all_keys():
+        name = shortest[spec.dotted]
+        home = spec.path[0] if len(spec.path) > 1 else "top level"
+        if home != section:
+            lines += ["", f"{home}:"]
+            section = home
+        lines.append(f"  --{name.replace('_', '-')}  {spec.key.kind.expects}")
+        lines += textwrap.wrap(spec.key.summary, 92, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines).strip()
+
+
 def expand(argv: Sequence[str], *, own_flags: set[str], own_options: set[str]) -> list[str]:
     """Rewrite key options of a `launch` command line to `--set`.
 

@@ -57,10 +57,10 @@ def launch_script(
 def check_script(script: str) -> None:
     """Refuse a script that is not there before anything is started."""
     path = Path(script)
-    if path.is_dir():
+    if path.is_dir() and not (path / "__main__.py").is_file():
         msg = f"{script} is a folder, not a script"
         raise UsageError(msg, hint="name the .py file, or use -m for a module")
-    if not path.is_file():
+    if not path.exists():
         msg = f"script not found: {script}"
         raise UsageError(msg, hint=f"looked in {Path.cwd()}")
 

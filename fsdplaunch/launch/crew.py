@@ -102,13 +102,21 @@ class Crew:
         self._attempt += 1
         self.workers = []
         self._open = True
-        self._nursery.wait_until_ready()
+        self._wait_for_nursery()
         cold = self.job.cold or self._nursery.obstacle is not None
         for local_rank in sorted(variables):
             worker = self._start_one(local_rank, dict(variables[local_rank]), cold)
             self.workers.append(worker)
             if self.stop.number is not None:  # it came while this worker was not yet known
                 worker.send(self.stop.number)
+
+    def _wait_for_nursery(self) -> None:
+        if self._attempt == 0:
+            self._nursery.wait_until_ready()
+            obstacle = self._nursery.obstacle
+            late = [f"{obstacle}: workers start as fresh interpreters"] if obstacle else []
+            for note in (*self._nursery.notes, *late):
+                self.pump.say(note)
 
     def _start_one(self, local_rank: int, variables: dict[str, str], cold: bool) -> Worker:
         rank = int(variables["RANK"])

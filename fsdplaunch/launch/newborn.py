@@ -63,6 +63,7 @@ def settle(order: Order, *, streams: Sequence[int], parent: int) -> None:
     _set_environ(order.environ)
     _renew_streams()
     _renew_randomness()
+    sys.orig_argv = list(order.shown_as)
     show_as(order.shown_as)
     gc.enable()
 
@@ -97,7 +98,11 @@ def _renew_streams() -> None:
         _install(name, io.TextIOWrapper(cast("BinaryIO", raw), **manner, newline="\n", write_through=True), "w")
     raw = io.FileIO(0, "r", closefd=False)
     raw.name = "<stdin>"
-    _install("stdin", io.TextIOWrapper(io.BufferedReader(raw), **_manner(sys.stdin), newline="\n"), "r")
+    _install(
+        "stdin",
+        io.TextIOWrapper(io.BufferedReader(raw), **_manner(sys.stdin), newline="\n", write_through=True),
+        "r",
+    )
 
 
 def _manner(old: TextIO | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from fsdplaunch.config.environment import ALLOW_UNSHARDED, RUN_DIR, encode
 from fsdplaunch.config.schema import Config
+from fsdplaunch.config.world import with_mesh
 from fsdplaunch.errors import MachineError, UsageError
 
 BOOTSTRAP = "fsdplaunch.runtime.bootstrap"
@@ -224,7 +225,7 @@ def _rendezvous(config: Config, run_id: str) -> list[str]:
 def _environment(
     config: Config, machine: Machine, run_dir: Path, workers: int, allow_unsharded: bool
 ) -> dict[str, str]:
-    env = encode(config)
+    env = encode(with_mesh(config, workers * config.num_machines))  # other libraries want sizes as numbers
     env[RUN_DIR] = str(run_dir)
     if allow_unsharded:
         env[ALLOW_UNSHARDED] = "1"

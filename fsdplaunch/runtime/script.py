@@ -54,19 +54,20 @@ def run_target(target: Target) -> None:
 
 
 def _script(name: str) -> tuple[ModuleType, CodeType]:
-    path = Path(os.path.abspath(name))  # noqa: PTH100  (as python does: absolute, links in the name kept)
+    file = os.path.join(os.getcwd(), name)  # noqa: PTH109, PTH118  (as python does: absolute, and otherwise as written)
+    path = Path(file)
     if path.is_dir() or zipfile.is_zipfile(path):
         _set_first_path(str(path))
         return _found(importlib.machinery.PathFinder.find_spec("__main__", [str(path)]), name)
     try:
-        with io.open_code(str(path)) as file:
-            source = file.read()
+        with io.open_code(file) as stream:
+            source = stream.read()
     except OSError as error:
         msg = f"cannot read script {name}: {error.strerror}"
         raise UsageError(msg, hint="give the path of a Python file, or a module after -m") from None
     _set_first_path(str(path.resolve().parent))
-    loader = importlib.machinery.SourceFileLoader("__main__", str(path))
-    return _main_module(file=str(path), loader=loader), compile(source, str(path), "exec", dont_inherit=True)
+    loader = importlib.machinery.SourceFileLoader("__main__", file)
+    return _main_module(file=file, loader=loader), compile(source, file, "exec", dont_inherit=True)
 
 
 def _module(name: str) -> tuple[ModuleType, CodeType]:
@@ -91,7 +92,9 @@ def _found(spec: importlib.machinery.ModuleSpec | None, name: str) -> tuple[Modu
 
 def _main_module(*, file: str | None, loader: Any) -> ModuleType:
     module = ModuleType("__main__")
-    module.__dict__.update(__file__=file, __loader__=loader, __builtins__=builtins, __cached__=None)
+    module.__dict__.update(
+        __file__=file, __loader__=loader, __builtins__=builtins, __cached__=None, __annotations__={}
+    )
     return module
 
 

@@ -4,6 +4,7 @@ A model built with another seed on each rank, or with weights on rank 0 only, wo
 of several models without any error.
 """
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,12 +76,12 @@ class Aligner:
         self.device = device
         self.master = master
         self.frozen_too = frozen_too
-        self.init_fn = init_fn or getattr(model, "_init_weights", None)
+        self.init_fn = init_fn or _own_init(model)
         self.groups = groups_from_first(mesh)
         self.entries = entries_of(model)
         self.ignored = {below for module in ignored for below in module.modules()}
-        self.send = send
         self.sources = self._agree()
+        self.send = send or self._someone_lacks()
 
     def _agree(self) -> Specs:
         """Fetch rank 0's names, shapes, formats and whether each has storage; refuse another model than its."""
@@ -89,17 +90,23 @@ class Aligner:
         for group in self.groups:
             dist.broadcast_object_list(box, src=_first(group), group=group)
         theirs: Specs = box[0]
-        self._raise_together(_difference(mine, theirs))
-        return theirs
-
-    def _raise_together(self, difference: str | None) -> None:
-        """Raise on all ranks if any found a difference, so that none waits for one that has given up."""
-        for group in self.groups:
-            found: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(found, difference, group=group)
-            difference = next((each for each in found if each is not None), None)
+        difference = self._anyones(_difference(mine, theirs))
         if difference is not None:
             raise ShardingError(difference, hint="build the same model on every rank")
+        return theirs
+
+    def _someone_lacks(self) -> bool:
+        """Whether a rank has no storage for a tensor that rank 0 has values of: those must be sent in any case."""
+        lacking = [e.name for e in self.entries if e.tensor.is_meta and self.sources[e.name][2]]
+        return self._anyones(lacking[0] if lacking else None) is not None
+
+    def _anyones(self, word: str | None) -> str | None:
+        """The first word that any rank has to say: all ranks go on alike, and none waits for one that gave up."""
+        for group in self.groups:
+            said: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(said, word, group=group)
+            word = next((each for each in said if each is not None), None)
+        return word
 
     def settle(self, module: nn.Module) -> None:
         """Settle every tensor that `module` or a module below it holds and that is not settled yet."""
@@ -171,6 +178,14 @@ def _difference(mine: Specs, theirs: Specs) -> str | None:
         if here is None or there is None or here[0] != there[0]:
             return f"{name} is {_words(there)} on rank 0 and {_words(here)} on rank {dist.get_rank()}"
     return None
+
+
+def _own_init(model: nn.Module) -> Callable[[nn.Module], Any] | None:
+    """A model's `_init_weights(module)`, as transformers has it; None if it has none or one of another form."""
+    init = getattr(model, "_init_weights", None)
+    if init is None or len(inspect.signature(init).parameters) != 1:
+        return None
+    return init  # type: ignore[no-any-return]
 
 
 def _first(group: dist.ProcessGroup | None) -> int:

@@ -42,6 +42,12 @@ def fsdplaunch(tmp_path: Path) -> Run:
 
 
 @pytest.fixture
+def environ() -> dict[str, str]:
+    """The variables a launch starts with."""
+    return clean_environ()
+
+
+@pytest.fixture
 def examples() -> Path:
     """The folder with the example scripts."""
     return ROOT / "scripts" / "examples"
@@ -109,7 +115,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
             (tmp_path / "t.py").write_text(text)
         environ = clean_environ() | popen.pop("env", {})
         defaults = ("--distributed-type", "MULTI_CPU", "--num-processes", "2") if plain else ()
-        command = [sys.executable, "-m", "fsdplaunch", "launch", *defaults, *options]
+        # -P: like the installed command, and unlike `python -m`, leave the current folder out of the module path.
+        command = [sys.executable, "-P", "-m", "fsdplaunch", "launch", *defaults, *options]
         command += ["t.py", *arguments] if text is not None else arguments
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | popen
         process = subprocess.Popen(command, cwd=tmp_path, env=environ, text=not binary, **streams)

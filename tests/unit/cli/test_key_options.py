@@ -3,7 +3,7 @@
 import pytest
 
 from fsdplaunch.cli.app import _expanded
-from fsdplaunch.cli.key_options import expand, keys_by_option
+from fsdplaunch.cli.key_options import expand, keys_by_option, list_options
 from fsdplaunch.config.keys import all_keys
 from fsdplaunch.errors import UsageError
 
@@ -17,6 +17,12 @@ def test_every_key_is_an_option_under_its_own_name(spec):
         dashed = "--" + name.replace("_", "-")
         assert expand([f"{dashed}=X", "t.py"], **OWN) == ["--set", f"{spec.dotted}=X", "t.py"]
     assert spec.dotted in names
+
+
+def test_list_of_options_names_every_key_once():
+    words = [line.split()[0] for line in list_options().splitlines() if line.startswith("  --")]
+    taken = [keys_by_option()[word.removeprefix("--").replace("-", "_")] for word in words]
+    assert taken == list(all_keys())
 
 
 def test_values_are_taken_from_the_next_word():
