@@ -15,8 +15,8 @@ from fsdplaunch.config.keys import all_keys, build_config, keys_by_path, value_a
 from fsdplaunch.config.load import check, stack
 from fsdplaunch.config.render import render, spoken_values
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema import Config, PrecisionSection
 from fsdplaunch.config.rules import find_faults, view_of
+from fsdplaunch.config.schema import Config, PrecisionSection
 from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
 
