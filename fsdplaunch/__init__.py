@@ -16,6 +16,19 @@ _HOMES = {
     "save_checkpoint": "fsdplaunch.runtime.state",
     "load_checkpoint": "fsdplaunch.runtime.state",
     "merge_fsdp_weights": "fsdplaunch.checkpoint.merge",
+    "DistModule": "fsdplaunch.runtime.reference",
+    "apply_fsdp2": "fsdplaunch.runtime.reference",
+    "disable_fsdp_ram_efficient_loading": "fsdplaunch.runtime.reference",
+    "enable_fsdp_ram_efficient_loading": "fsdplaunch.runtime.reference",
+    "fsdp2_load_full_state_dict": "fsdplaunch.runtime.reference",
+    "fsdp2_prepare_auto_wrap_policy": "fsdplaunch.runtime.reference",
+    "fsdp2_prepare_model": "fsdplaunch.runtime.reference",
+    "fsdp2_switch_optimizer_parameters": "fsdplaunch.runtime.reference",
+    "load_state_dict": "fsdplaunch.runtime.reference",
+    "full_optim_state_dict": "fsdplaunch.runtime.optim_states",
+    "rekey_optim_state_dict": "fsdplaunch.runtime.optim_states",
+    "scatter_full_optim_state_dict": "fsdplaunch.runtime.optim_states",
+    "shard_full_optim_state_dict": "fsdplaunch.runtime.optim_states",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604  (names of the lazy table)
@@ -23,8 +36,25 @@ __all__ = ["__version__", *_HOMES]  # noqa: PLE0604  (names of the lazy table)
 if TYPE_CHECKING:
     from fsdplaunch.checkpoint.merge import merge_fsdp_weights
     from fsdplaunch.runtime.gradients import clip_grad_norm_, no_sync
+    from fsdplaunch.runtime.optim_states import (
+        full_optim_state_dict,
+        rekey_optim_state_dict,
+        scatter_full_optim_state_dict,
+        shard_full_optim_state_dict,
+    )
     from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
     from fsdplaunch.runtime.prepare import prepare
+    from fsdplaunch.runtime.reference import (
+        DistModule,
+        apply_fsdp2,
+        disable_fsdp_ram_efficient_loading,
+        enable_fsdp_ram_efficient_loading,
+        fsdp2_load_full_state_dict,
+        fsdp2_prepare_auto_wrap_policy,
+        fsdp2_prepare_model,
+        fsdp2_switch_optimizer_parameters,
+        load_state_dict,
+    )
     from fsdplaunch.runtime.state import load_checkpoint, save_checkpoint
 
 

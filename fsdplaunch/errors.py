@@ -19,6 +19,8 @@ class LaunchError(Exception):
     """
 
     exit_code = EXIT_FAILED
+    located = False
+    """Whether each line of the message begins with its own place, as editors and problem matchers read it."""
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)

@@ -5,9 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fsdplaunch.checkpoint.counts import check_counts
 from fsdplaunch.checkpoint.dtypes import STORAGES, Dtype
-from fsdplaunch.checkpoint.records import SIZE_NAMES, check_counts
-from fsdplaunch.checkpoint.unpickle import Maker, Record, RefusedError, short, unpickle
+from fsdplaunch.checkpoint.machine import Maker, Record
+from fsdplaunch.checkpoint.records import SIZE_NAMES
+from fsdplaunch.checkpoint.refusal import RefusedError, short
+from fsdplaunch.checkpoint.unpickle import unpickle
 from fsdplaunch.errors import CheckpointError
 
 # Wrapper classes whose one inner tensor of the same shape and dtype is the weight.

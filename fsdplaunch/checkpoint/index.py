@@ -14,7 +14,8 @@ from pathlib import Path
 from fsdplaunch.checkpoint.boxes import Box, find_tiling_fault
 from fsdplaunch.checkpoint.dtypes import Dtype
 from fsdplaunch.checkpoint.records import NAMES, Index, Info, Meta, TensorEntry, ValueEntry
-from fsdplaunch.checkpoint.unpickle import short, unpickle
+from fsdplaunch.checkpoint.refusal import short
+from fsdplaunch.checkpoint.unpickle import unpickle
 from fsdplaunch.errors import CheckpointError
 
 INDEX_NAME = ".metadata"

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fsdplaunch.checkpoint.description import Description, read_description
-from fsdplaunch.checkpoint.unpickle import RefusedError, short
+from fsdplaunch.checkpoint.refusal import RefusedError, short
 
 Read = Callable[[int, int], bytes]  # (offset in the item, length) -> exactly that many bytes
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdplaunch.checkpoint.index import INDEX_NAME
-from fsdplaunch.checkpoint.unpickle import short
+from fsdplaunch.checkpoint.refusal import short
 from fsdplaunch.errors import CheckpointError, LaunchError, UsageError
 
 MANIFEST_NAME = "fsdplaunch.json"
@@ -170,20 +170,36 @@ def _entries(folder: Path, *, follow: bool) -> tuple[list[str], list[Path]]:
 
 
 def _check_manifest(folder: Path, parent: Path) -> None:
-    """Refuse a checkpoint whose own manifest says that it is not complete."""
-    for place in (folder, parent):
-        path = place / MANIFEST_NAME
-        try:
-            text = path.read_text(encoding="utf-8") if path.stat().st_size <= _MAX_MANIFEST else ""
-            manifest = json.loads(text)
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, RecursionError):
-            msg = f"{path} is not readable as a manifest"
-            raise CheckpointError(msg, hint="the save did not finish, or the file is damaged") from None
-        if isinstance(manifest, dict) and manifest.get("complete") is False:
-            msg = f"{place} is not complete: its save did not finish"
-            raise CheckpointError(msg, hint="use an older checkpoint")
+    """Check the model's folder against the manifest beside it, if our own save wrote one."""
+    path = parent / MANIFEST_NAME
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8") if path.stat().st_size <= _MAX_MANIFEST else "")
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, RecursionError):
+        manifest = None
+    files = manifest.get("files", {}) if isinstance(manifest, dict) else None
+    if not isinstance(manifest, dict) or not isinstance(files, dict):
+        msg = f"{path} is not readable as a manifest"
+        raise CheckpointError(msg, hint="the save did not finish, or the file is damaged")
+    if manifest.get("complete") is not True:
+        msg = f"{parent} is not complete: its save did not finish"
+        raise CheckpointError(msg, hint="use an older checkpoint")
+    for name, size in files.items():
+        if name.rpartition("/")[0] == folder.name:
+            _check_listed(folder / name.rpartition("/")[2], size)
+
+
+def _check_listed(path: Path, size: object) -> None:
+    """Check one file of the model against its size in the manifest."""
+    try:
+        found = path.stat().st_size
+    except OSError:
+        msg = f"{path} is missing, the checkpoint was written with it"
+        raise CheckpointError(msg, hint="copy the checkpoint again, or use an older one") from None
+    if found != size:
+        msg = f"{path} has {found} bytes, it was written with {size}"
+        raise CheckpointError(msg, hint="copy the checkpoint again, or use an older one")
 
 
 def _several(given: Path, models: list[Path], unfinished: list[Path]) -> LaunchError:

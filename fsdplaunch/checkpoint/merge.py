@@ -169,7 +169,7 @@ def _merge_to_safetensors(
 ) -> MergeResult:
     prepared = _prepare(source, target, index, sources, options)
     plan, verify = prepared.plan, options.verify or options.remove_checkpoint_dir
-    with staged(target) as partial:
+    with staged(target, overwrite=options.overwrite) as partial:
         write_plan(plan, sources, partial, Meter("copy", plan.tensor_bytes, progress))
         if verify:
             verify_merge(plan, sources, partial, Meter("verify", plan.tensor_bytes, progress))
@@ -201,7 +201,7 @@ def _merge_to_torch(
     paths = torch_format.torch_paths(index, strip_wrappers=options.strip_wrappers)
     check_space(target, torch_format.total_bytes(index))
     meter = Meter("copy", sum(tensor.nbytes for tensor in index.tensors), progress)
-    with staged(target) as partial:
+    with staged(target, overwrite=options.overwrite) as partial:
         torch_format.write_torch_file(index, paths, sources, partial, meter)
         size = (partial / torch_format.FILE_NAME).stat().st_size
     return MergeResult(

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fsdplaunch.checkpoint.index import CheckpointIndex, NamePath, StoredTensor, StoredValue
-from fsdplaunch.checkpoint.unpickle import short
+from fsdplaunch.checkpoint.refusal import short
 from fsdplaunch.errors import CheckpointError
 
 MAX_NAME = 4096

@@ -10,6 +10,7 @@ from fsdplaunch.checkpoint.dtypes import Dtype
 from fsdplaunch.checkpoint.index import Place, StoredChunk, StoredTensor
 from fsdplaunch.checkpoint.item import Item
 from fsdplaunch.checkpoint.names import Selection
+from fsdplaunch.checkpoint.refusal import short
 from fsdplaunch.checkpoint.safetensors_file import (
     INDEX_NAME,
     Entry,
@@ -18,7 +19,6 @@ from fsdplaunch.checkpoint.safetensors_file import (
     index_bytes,
     split_into_files,
 )
-from fsdplaunch.checkpoint.unpickle import short
 from fsdplaunch.errors import CheckpointError
 
 _FLOATS = {"float64", "float32", "float16", "bfloat16"}

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdplaunch.checkpoint.boxes import Box
+from fsdplaunch.checkpoint.counts import LARGEST, check_count, check_counts
 from fsdplaunch.checkpoint.dtypes import DTYPES, Dtype
-from fsdplaunch.checkpoint.unpickle import Maker, Record, RefusedError
+from fsdplaunch.checkpoint.fused import fuse_chunk, fuse_index, fuse_info
+from fsdplaunch.checkpoint.machine import Fuse, Maker, Record
+from fsdplaunch.checkpoint.refusal import RefusedError
 
-MAX_DIMENSIONS = 64
-_LARGEST = 2**63 - 1
 _METADATA = "torch.distributed.checkpoint.metadata"
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
 
@@ -18,21 +19,6 @@ def _fields(state: Any, known: tuple[str, ...], owner: str) -> dict[str, Any]:
         msg = f"{owner} has a state that is not its own"
         raise RefusedError(msg)
     return state
-
-
-def _count(value: Any, what: str) -> int:
-    if type(value) is not int or not 0 <= value <= _LARGEST:
-        msg = f"{what} is {value if type(value) is int and abs(value) < 2**128 else type(value).__name__}"
-        raise RefusedError(msg)
-    return value
-
-
-def check_counts(value: Any, what: str) -> tuple[int, ...]:
-    """Return `value` when it is a tuple of sizes or offsets that fit a file."""
-    if type(value) is not tuple or len(value) > MAX_DIMENSIONS:
-        msg = f"{what} is not a short tuple"
-        raise RefusedError(msg)
-    return tuple(_count(item, what) for item in value)
 
 
 class Properties(Record):
@@ -145,9 +131,9 @@ class Info(Record):
             msg = "a file name is not text"
             raise RefusedError(msg)
         self.relative_path = fields["relative_path"]
-        self.offset = _count(fields.get("offset"), "an item's place")
-        self.length = _count(fields.get("length"), "an item's length")
-        if self.offset + self.length > _LARGEST:
+        self.offset = check_count(fields.get("offset"), "an item's place")
+        self.length = check_count(fields.get("length"), "an item's length")
+        if self.offset + self.length > LARGEST:
             msg = "an item ends beyond any file"
             raise RefusedError(msg)
         transforms = fields.get("transform_descriptors") or ()
@@ -222,8 +208,13 @@ SIZE_NAMES: dict[tuple[str, str], Any] = {
 }
 
 
+_FUSED: dict[Callable[[], Record], Fuse] = {Chunk: fuse_chunk, Index: fuse_index, Info: fuse_info}
+
+
 def _records(module: str, makers: dict[str, Callable[[], Record]]) -> dict[tuple[str, str], Any]:
-    return {(module, name): Maker(f"{module}.{name}", new=make) for name, make in makers.items()}
+    return {
+        (module, name): Maker(f"{module}.{name}", new=make, fuse=_FUSED.get(make)) for name, make in makers.items()
+    }
 
 
 NAMES: dict[tuple[str, str], Any] = {

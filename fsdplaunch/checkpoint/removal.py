@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from fsdplaunch.checkpoint.index import INDEX_NAME, CheckpointIndex
-from fsdplaunch.checkpoint.unpickle import short
+from fsdplaunch.checkpoint.refusal import short
 from fsdplaunch.errors import UsageError
 
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")

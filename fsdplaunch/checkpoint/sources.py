@@ -11,7 +11,7 @@ from typing import Self
 from fsdplaunch.checkpoint.index import INDEX_NAME, CheckpointIndex, Place, StoredChunk, StoredTensor
 from fsdplaunch.checkpoint.item import Item, read_item
 from fsdplaunch.checkpoint.plan import Piece
-from fsdplaunch.checkpoint.unpickle import RefusedError, short
+from fsdplaunch.checkpoint.refusal import RefusedError, short
 from fsdplaunch.errors import CheckpointError
 
 # Fewer than the usual limit of 1024, which checkpoints of large jobs exceed.

@@ -3,9 +3,7 @@
 import errno
 import os
 import re
-import secrets
 import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +13,7 @@ from fsdplaunch.errors import CheckpointError, UsageError
 # The files that a merge writes; only these are replaced when an output folder is overwritten.
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _SPARE = 2**20
+_NAME_PART = 30  # characters; a file name has 255 bytes, a character up to 4
 # linux/fcntl.h and linux/fs.h
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -89,20 +88,20 @@ def readable(count: float) -> str:
 
 
 @contextmanager
-def staged(target: Path) -> Iterator[Path]:
+def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """Give an empty hidden folder beside `target` that becomes `target` when the block ends well.
 
     On any exception, Ctrl-C included, the hidden folder is removed and `target` is left as it was.
     """
     new_parents = [parent for parent in target.parents if not parent.exists()]
-    prefix = f".{target.name[:150]}.partial-{_host()}-{os.getpid()}-"
-    partial = target.parent / (prefix + secrets.token_hex(4))
+    prefix = _prefix(target) + f"{os.getpid()}-"
+    partial = target.parent / (prefix + os.urandom(4).hex())
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
         partial.mkdir()
         yield partial
-        _publish(partial, target)
+        _publish(partial, target, overwrite=overwrite)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         with suppress(OSError):
@@ -123,9 +122,10 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _publish(partial: Path, target: Path) -> None:
+def _publish(partial: Path, target: Path, *, overwrite: bool) -> None:
     """Rename the finished folder into place, keeping other files of a folder that is overwritten."""
     sync_folder(partial)
+    _check_free(target, target, overwrite=overwrite)  # another program may have made it meanwhile
     entries = sorted(target.iterdir()) if target.is_dir() else []
     if not entries:
         partial.rename(target)
@@ -172,13 +172,18 @@ def _exchange(one: Path, other: Path) -> bool:
     return result == 0
 
 
+def _prefix(target: Path) -> str:
+    """Start of the hidden names for this output, made on this machine."""
+    return f".{target.name[:_NAME_PART]}.partial-{_host()}-"
+
+
 def _host() -> str:
-    return re.sub(r"[^A-Za-z0-9_]", "_", socket.gethostname())[:40]
+    return re.sub(r"[^A-Za-z0-9_]", "_", os.uname().nodename)[:40]
 
 
 def _remove_leftovers(target: Path) -> None:
     """Remove hidden folders that a killed merge of this machine left for the same output."""
-    pattern = re.compile(re.escape(f".{target.name[:150]}.partial-{_host()}-") + r"(\d+)-[0-9a-f]{8}")
+    pattern = re.compile(re.escape(_prefix(target)) + r"(\d+)-[0-9a-f]{8}")
     for path in target.parent.iterdir():
         found = pattern.fullmatch(path.name)
         if found and not _is_running(int(found[1])):

@@ -12,8 +12,8 @@ from fsdplaunch.checkpoint.index import CheckpointIndex, NamePath, StoredTensor,
 from fsdplaunch.checkpoint.names import final_names
 from fsdplaunch.checkpoint.options import Meter
 from fsdplaunch.checkpoint.plan import PlannedTensor, plan_piece
+from fsdplaunch.checkpoint.refusal import short
 from fsdplaunch.checkpoint.sources import Sources, read_items
-from fsdplaunch.checkpoint.unpickle import short
 from fsdplaunch.errors import CheckpointError
 
 FILE_NAME = "pytorch_model.bin"

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 from fsdplaunch.checkpoint.assemble import blocks_of, gather_block
 from fsdplaunch.checkpoint.options import Meter
 from fsdplaunch.checkpoint.plan import MergePlan, Piece, PlannedFile, PlannedTensor
+from fsdplaunch.checkpoint.refusal import short
 from fsdplaunch.checkpoint.safetensors_file import INDEX_NAME, MAX_HEADER, file_shape
 from fsdplaunch.checkpoint.sources import Sources
-from fsdplaunch.checkpoint.unpickle import short
 from fsdplaunch.errors import CheckpointError
 
 _PIECE = 4 * 2**20

@@ -10,7 +10,7 @@ import typer.models
 
 from fsdplaunch import __version__
 from fsdplaunch.cli.output import Output
-from fsdplaunch.errors import EXIT_FAILED, LaunchError
+from fsdplaunch.errors import LaunchError
 
 app = typer.Typer(
     name="fsdplaunch",
@@ -60,33 +60,28 @@ def run(argv: list[str]) -> int:
         app(args=_expanded(argv), prog_name="fsdplaunch")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except LaunchError as error:
-        if os.environ.get("FSDPLAUNCH_TRACEBACK"):
-            raise
-        Output().error(error)
-        return error.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         # The reader of our output has gone (| head): end quietly, and keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        return _refuse(
-            error, f"{error.strerror or error}: {error.filename}" if error.filename else str(error), None
-        )
-    except Exception as error:  # a bug of ours: said in one line, shown whole on request
-        hint = "this is a bug in fsdplaunch; FSDPLAUNCH_TRACEBACK=1 shows where"
-        return _refuse(error, f"{type(error).__name__}: {error}", hint)
+    except Exception as error:
+        return _refuse(error)
     return 0
 
 
-def _refuse(error: Exception, message: str, hint: str | None) -> int:
-    """Say an unexpected error in one line; FSDPLAUNCH_TRACEBACK=1 lets it through."""
+def _refuse(error: Exception) -> int:
+    """Say an error in one line and return its status; FSDPLAUNCH_TRACEBACK=1 lets it through."""
     if os.environ.get("FSDPLAUNCH_TRACEBACK"):
         raise error
-    Output().error(LaunchError(message, hint=hint))
-    return EXIT_FAILED
+    if isinstance(error, OSError):
+        error = LaunchError(f"{error.strerror}: {error.filename}" if error.filename else str(error))
+    if not isinstance(error, LaunchError):
+        hint = "this is a bug in fsdplaunch; FSDPLAUNCH_TRACEBACK=1 shows where"
+        error = LaunchError(f"{type(error).__name__}: {error}", hint=hint)
+    Output().error(error)
+    return error.exit_code
 
 
 def _expanded(argv: list[str]) -> list[str]:

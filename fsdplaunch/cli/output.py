@@ -36,7 +36,7 @@ class Output:
 
     def error(self, error: LaunchError) -> None:
         """Print an error and its hint, on stderr."""
-        self.say(f"{self._paint('error:', _RED)} {error.message}")
+        self.say(error.message if error.located else f"{self._paint('error:', _RED)} {error.message}")
         if error.hint:
             self.say(f"{self._paint('hint:', _YELLOW)}  {error.hint}")
 

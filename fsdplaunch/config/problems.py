@@ -100,6 +100,7 @@ class ConfigError(LaunchError):
     """
 
     exit_code = EXIT_USAGE
+    located = True
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(sorted(problems, key=_order))

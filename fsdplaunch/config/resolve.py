@@ -25,6 +25,8 @@ def resolve(config: Config) -> Config:
     version = config.fsdp_config.fsdp_version or default_version(config)
     fill = _version_1 if version == 1 else _version_2
     fsdp = replace(config.fsdp_config, fsdp_version=version, **fill(config.fsdp_config))
+    if fsdp.fsdp_cpu_ram_efficient_loading is None:
+        fsdp = replace(fsdp, fsdp_cpu_ram_efficient_loading=fsdp.fsdp_sync_module_states is not False)
     return replace(
         config, fsdp_config=fsdp, parallelism_config=_mesh(config, fsdp), precision=_precision(config, version)
     )

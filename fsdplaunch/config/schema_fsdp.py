@@ -115,11 +115,12 @@ class FsdpConfig:
         env="FSDP_USE_ORIG_PARAMS",
         versions=(1,),
     )
-    fsdp_cpu_ram_efficient_loading: bool = key(
+    fsdp_cpu_ram_efficient_loading: bool | None = key(
         v.FLAG,
-        False,
+        None,
         """Only rank 0 loads pretrained weights; the other ranks build empty models and receive them when sharding.
-        Saves host memory with transformers' from_pretrained.""",
+        Saves host memory with transformers' from_pretrained. Left out, true unless fsdp_sync_module_states is
+        false. Turn off for scripts that use a pretrained model without preparing it.""",
         env="FSDP_CPU_RAM_EFFICIENT_LOADING",
         pinned=(1, 2),
     )

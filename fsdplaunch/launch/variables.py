@@ -5,6 +5,7 @@ from pathlib import Path
 
 from fsdplaunch.config.environment import ALLOW_UNSHARDED, RUN_DIR, encode
 from fsdplaunch.config.schema import Config
+from fsdplaunch.config.world import with_mesh
 
 LAUNCHER = "FSDPLAUNCH_LAUNCHER"
 """Contract variable, not a key: the process id of the launcher that its agent must not outlive."""
@@ -34,7 +35,7 @@ def worker_variables(
         run_dir: The run's folder.
         allow_unsharded: Let a script end without having sharded a model.
     """
-    env = encode(config)
+    env = encode(with_mesh(config, workers * config.num_machines))  # other libraries want sizes as numbers
     env[RUN_DIR] = str(run_dir)
     if allow_unsharded:
         env[ALLOW_UNSHARDED] = "1"

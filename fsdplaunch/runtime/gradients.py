@@ -79,8 +79,11 @@ def _wrapper_of(parameters: Parameters) -> FullyShardedDataParallel | None:
     """The version 1 model that was given, itself or as its parameters."""
     if isinstance(parameters, FullyShardedDataParallel):
         return parameters
-    if isinstance(parameters, nn.Module):
-        return None
+    if isinstance(parameters, nn.Module) and any(
+        isinstance(m, FullyShardedDataParallel) for m in parameters.modules()
+    ):
+        msg = f"only a part of {type(parameters).__name__} is sharded by version 1, so its norm is not known"
+        raise ShardingError(msg, hint="give clip_grad_norm_ the sharded model itself")
     given = {id(param) for param in _listed(parameters)}
     for model in models_of(FullyShardedDataParallel):
         own = {id(param) for param in model.parameters()}

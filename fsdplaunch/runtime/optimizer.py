@@ -25,19 +25,37 @@ _ORIGIN = "fsdplaunch_origin"
 State = dict[str, Any]
 
 
+@dataclass(slots=True)
+class Home:
+    """The model that holds full parameters sharded; None until it is."""
+
+    model: "weakref.ref[nn.Module] | None" = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """What a full parameter was called in which model, and its shape there."""
 
     name: str
     shape: torch.Size
-    model: "weakref.ref[nn.Module]"
+    home: Home
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The sharded model, if it is alive."""
+        return None if self.home.model is None else self.home.model()
 
 
-def note_origins(full: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size], model: nn.Module) -> None:
-    """Remember on each full parameter, given by clean name, that `model` now holds it sharded."""
+def note_origins(full: Mapping[str, torch.Tensor]) -> Home:
+    """Remember on each full parameter, given by clean name, what it is called and shaped, before it is sharded.
+
+    Returns:
+        Where to put the sharded model when there is one. The parameters themselves are not kept.
+    """
+    home = Home()
     for name, tensor in full.items():
-        setattr(tensor, _ORIGIN, Origin(name=name, shape=shapes[name], model=weakref.ref(model)))
+        setattr(tensor, _ORIGIN, Origin(name=name, shape=tensor.shape, home=home))
+    return home
 
 
 def repoint(optimizer: Optimizer, known: Mapping[int, str]) -> None:
@@ -58,7 +76,7 @@ def repoint(optimizer: Optimizer, known: Mapping[int, str]) -> None:
     pending: dict[nn.Module, dict[str, State]] = {}
     for param, state in held.values():
         origin: Origin | None = getattr(param, _ORIGIN, None)
-        model = None if origin is None else origin.model()
+        model = None if origin is None else origin.model
         if origin is None or model is None:
             optimizer.state[param] = state
         elif (isinstance(model, Wrapper) and param.shape != origin.shape) or id(param) not in known:
@@ -89,7 +107,7 @@ class _Moves:
         if id(param) in self.known:
             return [param]
         origin: Origin | None = getattr(param, _ORIGIN, None)
-        model = None if origin is None else origin.model()
+        model = None if origin is None else origin.model
         if origin is None or model is None:
             msg = f"the optimizer trains {where}, of shape {tuple(param.shape)}, that no prepared model holds"
             raise ShardingError(msg, hint="pass the model it belongs to to fsdplaunch.prepare, before or with it")

@@ -163,6 +163,8 @@ class FullyShardedDataParallelPlugin:
         self.cpu_offload = _offload(self.cpu_offload, on=fsdp.fsdp_offload_params, one=one)
         if self.ignored_modules is None:
             self.ignored_modules = fsdp.fsdp_ignored_modules
+        elif not isinstance(self.ignored_modules, str):
+            self.ignored_modules = list(self.ignored_modules)
         if not _is_function(self.auto_wrap_policy):
             self.auto_wrap_policy = _POLICIES[fsdp.fsdp_auto_wrap_policy]
 

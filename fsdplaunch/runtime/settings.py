@@ -103,7 +103,7 @@ def settings_of(config: Config) -> Settings:
         forward_prefetch=fsdp.fsdp_forward_prefetch,
         state_dict_type=fsdp.fsdp_state_dict_type or "SHARDED_STATE_DICT",
         use_orig_params=fsdp.fsdp_use_orig_params,
-        ram_efficient=fsdp.fsdp_cpu_ram_efficient_loading,
+        ram_efficient=bool(fsdp.fsdp_cpu_ram_efficient_loading),
         sync_module_states=True if sync is None else sync,
         activation_checkpointing=fsdp.fsdp_activation_checkpointing,
         activation_offload=fsdp.fsdp_activation_checkpointing_offload,

@@ -2,6 +2,7 @@
 
 import os
 import re
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -106,13 +107,12 @@ def shard_model(model: nn.Module, plugin: FullyShardedDataParallelPlugin, place:
         send=settings.sync_module_states or settings.ram_efficient,
     )
     kinds = [type(unit).__name__ for unit in units.values()]
-    full = {entry.name: entry.tensor for entry in aligner.entries}
-    shapes = {name: tensor.shape for name, tensor in full.items()}  # version 1 changes the tensors themselves
+    home = note_origins({entry.name: entry.tensor for entry in aligner.entries})
     if settings.activation_checkpointing:
         units = checkpoint_blocks(model, units, settings, place.device)
     shard = fsdp1.shard if settings.version == 1 else fsdp2.shard
     sharded = shard(model, units, settings=settings, mesh=place.mesh, aligner=aligner, ignored=ignored)
-    note_origins(full, shapes, sharded)
+    home.model = weakref.ref(sharded)
     prepared = Prepared(
         plugin=plugin,
         settings=settings,

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.agreement import together
+from fsdplaunch.runtime.optim_states import unshare_counts
 from fsdplaunch.runtime.plain_files import read_plain, write_bytes
 from fsdplaunch.runtime.safe_reader import SafePlanner, SafeReader
 
@@ -87,7 +88,7 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, kind: str, folder: Pa
     with _quiet():
         if kind == "FULL_STATE_DICT":
             state = get_optimizer_state_dict(model, optimizer, options=_full(model))
-            _write_full(state, folder / f"{_stem(OPTIMIZER, index)}.bin")
+            _write_full(unshare_counts(state), folder / f"{_stem(OPTIMIZER, index)}.bin")
         else:
             state = get_optimizer_state_dict(model, optimizer)
             _write_sharded({"optimizer": state}, folder / f"{OPTIMIZER}_{index}")

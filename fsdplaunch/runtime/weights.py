@@ -4,6 +4,7 @@ A model built with another seed on each rank, or with weights on rank 0 only, wo
 of several models without any error.
 """
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,10 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.mesh import groups_from_first
 from fsdplaunch.runtime.names import clean_name
 
+Spec = tuple[tuple[int, ...], torch.dtype, bool]
+"""Shape, number format, whether it has storage."""
+Specs = dict[str, Spec]
+
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
@@ -24,20 +29,28 @@ class Entry:
 
     Attributes:
         name: Its first clean name.
-        tensor: The tensor as the user built it, kept so that its id stays its own.
+        spec: Its shape and number format here, and whether it has storage.
         places: Each module that holds it, and under which attribute.
         settled: Whether it has storage on the device and rank 0's values.
     """
 
     name: str
-    tensor: torch.Tensor
+    spec: Spec
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     settled: bool = False
 
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What the modules hold now. Not kept here: a full tensor must go as soon as its shards are made."""
+        module, attribute = self.places[0]
+        tensor: torch.Tensor = getattr(module, attribute)
+        return tensor
 
-Spec = tuple[tuple[int, ...], torch.dtype, bool]
-"""Shape, number format, whether it has storage."""
-Specs = dict[str, Spec]
+    def exchange(self, tensor: torch.Tensor) -> None:
+        """Put another tensor in all places."""
+        for module, attribute in self.places:
+            table: dict[str, Any] = module._parameters if attribute in module._parameters else module._buffers
+            table[attribute] = tensor
 
 
 def entries_of(model: nn.Module) -> list[Entry]:
@@ -48,7 +61,8 @@ def entries_of(model: nn.Module) -> list[Entry]:
             if tensor is None:
                 continue
             name = clean_name(f"{prefix}.{attribute}" if prefix else attribute)
-            found.setdefault(id(tensor), Entry(name=name, tensor=tensor)).places.append((module, attribute))
+            spec = (tuple(tensor.shape), tensor.dtype, not tensor.is_meta)
+            found.setdefault(id(tensor), Entry(name=name, spec=spec)).places.append((module, attribute))
     return list(found.values())
 
 
@@ -75,31 +89,37 @@ class Aligner:
         self.device = device
         self.master = master
         self.frozen_too = frozen_too
-        self.init_fn = init_fn or getattr(model, "_init_weights", None)
+        self.init_fn = init_fn or _own_init(model)
         self.groups = groups_from_first(mesh)
         self.entries = entries_of(model)
         self.ignored = {below for module in ignored for below in module.modules()}
-        self.send = send
         self.sources = self._agree()
+        self.send = send or self._someone_lacks()
 
     def _agree(self) -> Specs:
         """Fetch rank 0's names, shapes, formats and whether each has storage; refuse another model than its."""
-        mine = {e.name: (tuple(e.tensor.shape), e.tensor.dtype, not e.tensor.is_meta) for e in self.entries}
+        mine = {entry.name: entry.spec for entry in self.entries}
         box: list[Any] = [mine]
         for group in self.groups:
             dist.broadcast_object_list(box, src=_first(group), group=group)
         theirs: Specs = box[0]
-        self._raise_together(_difference(mine, theirs))
-        return theirs
-
-    def _raise_together(self, difference: str | None) -> None:
-        """Raise on all ranks if any found a difference, so that none waits for one that has given up."""
-        for group in self.groups:
-            found: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(found, difference, group=group)
-            difference = next((each for each in found if each is not None), None)
+        difference = self._anyones(_difference(mine, theirs))
         if difference is not None:
             raise ShardingError(difference, hint="build the same model on every rank")
+        return theirs
+
+    def _someone_lacks(self) -> bool:
+        """Whether a rank has no storage for a tensor that rank 0 has values of: those must be sent in any case."""
+        lacking = [e.name for e in self.entries if self.sources[e.name][2] and not e.spec[2]]
+        return self._anyones(lacking[0] if lacking else None) is not None
+
+    def _anyones(self, word: str | None) -> str | None:
+        """The first word that any rank has to say: all ranks go on alike, and none waits for one that gave up."""
+        for group in self.groups:
+            said: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(said, word, group=group)
+            word = next((each for each in said if each is not None), None)
+        return word
 
     def settle(self, module: nn.Module) -> None:
         """Settle every tensor that `module` or a module below it holds and that is not settled yet."""
@@ -116,19 +136,24 @@ class Aligner:
             entry.settled = True
 
     def _give_storage(self, entry: Entry) -> None:
+        """Make the tensor one on the device, in rank 0's number format.
+
+        A tensor from elsewhere is exchanged for a new one, not moved: an optimizer that was built on it would keep
+        the moved one alive, and with it the full model on the device.
+        """
         shape, dtype, _ = self.sources[entry.name]
-        module, attribute = entry.places[0]
-        tensor = getattr(module, attribute)
-        if not tensor.is_meta:
+        tensor = entry.tensor
+        if tensor.device == self.device or type(tensor) not in (nn.Parameter, torch.Tensor):
             tensor.data = tensor.data.to(self.device, dtype).contiguous()
             return
-        new = torch.empty(shape, dtype=dtype, device=self.device)
+        if tensor.is_meta:
+            new = torch.empty(shape, dtype=dtype, device=self.device)
+        else:
+            new = tensor.data.to(self.device, dtype).contiguous()
         if isinstance(tensor, nn.Parameter):
             new = nn.Parameter(new, requires_grad=tensor.requires_grad)
         new.__dict__.update(tensor.__dict__)
-        for holder, name in entry.places:
-            table = holder._parameters if name in holder._parameters else holder._buffers
-            table[name] = new  # type: ignore[assignment]
+        entry.exchange(new)
 
     def _initialise(self, empty: list[Entry]) -> None:
         for module in dict.fromkeys(module for entry in empty for module, _ in entry.places):
@@ -143,7 +168,7 @@ class Aligner:
     def _receive(self, due: list[Entry]) -> None:
         for group in self.groups:
             works = [
-                dist.broadcast(self._now(entry).data, src=_first(group), group=group, async_op=True)
+                dist.broadcast(_as_bytes(entry.tensor.data), src=_first(group), group=group, async_op=True)
                 for entry in due
                 if entry.tensor.numel()
             ]
@@ -152,17 +177,16 @@ class Aligner:
                     work.wait()
 
     def _to_master(self, entry: Entry) -> None:
-        tensor = self._now(entry)
+        tensor = entry.tensor
         ours = any(module in self.ignored for module, _ in entry.places)  # left as they are
         due = isinstance(tensor, nn.Parameter) and (tensor.requires_grad or self.frozen_too)
         if self.master is not None and due and not ours and tensor.is_floating_point():
             tensor.data = tensor.data.to(self.master)
 
-    @staticmethod
-    def _now(entry: Entry) -> torch.Tensor:
-        module, attribute = entry.places[0]
-        tensor: torch.Tensor = getattr(module, attribute)
-        return tensor
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a contiguous tensor's storage that every backend can send, whatever the number format is."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _difference(mine: Specs, theirs: Specs) -> str | None:
@@ -171,6 +195,14 @@ def _difference(mine: Specs, theirs: Specs) -> str | None:
         if here is None or there is None or here[0] != there[0]:
             return f"{name} is {_words(there)} on rank 0 and {_words(here)} on rank {dist.get_rank()}"
     return None
+
+
+def _own_init(model: nn.Module) -> Callable[[nn.Module], Any] | None:
+    """A model's `_init_weights(module)`, as transformers has it; None if it has none or one of another form."""
+    init = getattr(model, "_init_weights", None)
+    if init is None or len(inspect.signature(init).parameters) != 1:
+        return None
+    return init  # type: ignore[no-any-return]
 
 
 def _first(group: dist.ProcessGroup | None) -> int:

@@ -203,32 +203,6 @@ def test_nothing_to_run_is_said_in_one_sentence(tmp_path: Path, argv: list[str],
     assert "Traceback" not in done.stderr
 
 
-def test_rank_that_is_not_shown_writes_to_its_files(tmp_path: Path) -> None:
-    write(
-        tmp_path / "script.py",
-        """
-        import os, subprocess, sys
-        print("from python")
-        sys.stdout.flush()
-        subprocess.run(["echo", "from a child"])
-        print("an error", file=sys.stderr)
-        """,
-    )
-    run_dir = tmp_path / "run"
-    for shown, rank, seen in (("0", "1", False), ("0,1", "1", True), ("all", "5", True)):
-        done = alone(
-            "script.py",
-            cwd=tmp_path,
-            RANK=rank,
-            FSDPLAUNCH_RUN_DIR=str(run_dir),
-            FSDPLAUNCH_LAUNCH_SHOW_RANKS=shown,
-        )
-        assert done.stdout == ("from python\nfrom a child\n" if seen else "")
-        assert done.stderr == ("an error\n" if seen else "")
-    assert (run_dir / "ranks" / "1" / "stdout.log").read_text() == "from python\nfrom a child\n"
-    assert (run_dir / "ranks" / "1" / "stderr.log").read_text() == "an error\n"
-
-
 def test_worker_dies_with_its_parent(tmp_path: Path) -> None:
     write(
         tmp_path / "script.py",
@@ -291,8 +265,7 @@ def test_training_script_runs_shards_and_leaves_its_marks(tmp_path: Path) -> Non
     run_dir = tmp_path / "run"
     done = workers("train.py", "--lr", "1", cwd=tmp_path, FSDPLAUNCH_RUN_DIR=str(run_dir))
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "rank 0 of 2 ['--lr', '1'] gloo\n"
-    assert (run_dir / "ranks" / "1" / "stdout.log").read_text() == "rank 1 of 2 ['--lr', '1'] gloo\n"
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 2 ['--lr', '1'] gloo" for rank in (0, 1)]
     assert "kept the process group that the launcher made" in done.stderr
     assert done.stderr.count("sharded Sequential: 2 x Linear, 40 parameters, FSDP2 FULL_SHARD over 2 ranks") == 1
     assert all((run_dir / "ranks" / str(rank) / "sharded").exists() for rank in (0, 1))
@@ -306,10 +279,9 @@ def test_script_that_never_shards_fails_with_a_sentence(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     done = workers("train.py", cwd=tmp_path, FSDPLAUNCH_RUN_DIR=str(run_dir))
     assert done.returncode == 1
-    assert done.stdout == "trained\n"
-    assert NEVER in done.stderr
+    assert done.stdout == "trained\ntrained\n"
+    assert done.stderr.count(NEVER) == 2
     assert "fsdplaunch.prepare(model, ...)" in done.stderr
-    assert NEVER in (run_dir / "ranks" / "1" / "stderr.log").read_text()
     assert not (run_dir / "ranks" / "0" / "sharded").exists()
 
 

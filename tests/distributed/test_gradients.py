@@ -69,6 +69,26 @@ def test_norm_of_some_version_1_parameters_is_refused(two_ranks: RankPool) -> No
     assert "only some parameters" in two_ranks.run(part_of_a_model)[0]
 
 
+class Outer(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+def around_a_model() -> str:
+    model = fsdplaunch.prepare(build(), plugin=plugin(fsdp_version=1))
+    loss_of(model, my_part(batch(0))).backward()
+    try:
+        fsdplaunch.clip_grad_norm_(Outer(model), 1.0)
+    except ShardingError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_norm_of_a_module_around_a_version_1_model_is_refused(two_ranks: RankPool) -> None:
+    assert "only a part of Outer is sharded" in two_ranks.run(around_a_model)[0]
+
+
 def limited(version: int) -> tuple[float, float]:
     model = fsdplaunch.prepare(build(), plugin=plugin(fsdp_version=version))
     loss_of(model, my_part(batch(0))).backward()

@@ -335,3 +335,55 @@ def test_one_rank_trains_as_alone(version: int) -> None:
         assert pool.run(on_one_rank, version)[0] < 1e-5
     finally:
         pool.stop()
+
+
+# Tensors of every kind, and what is left of the full ones
+
+
+class Odd(nn.Module):
+    """Buffers in formats that not every backend sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        for number, dtype in enumerate(
+            [torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn, torch.int64]
+        ):
+            self.register_buffer(
+                f"odd{number}", torch.ones(3).to(dtype) if dist.get_rank() else torch.zeros(3).to(dtype)
+            )
+        self.register_buffer("single", torch.tensor(dist.get_rank(), dtype=torch.int16))
+        self.register_buffer("spread", torch.full((1, 3), dist.get_rank()).expand(2, 3))
+        self.register_buffer("none", torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.layers[0](x))
+
+
+def odd_buffers(version: int) -> list[float]:
+    model = fsdplaunch.prepare(Odd(), plugin=plugin(fsdp_version=version))
+    return [buffer.to(torch.complex64).abs().sum().item() for buffer in model.buffers()]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_buffers_of_every_format_reach_all_ranks(two_ranks: RankPool, version: int) -> None:
+    for sums in two_ranks.run(odd_buffers, version):
+        assert sums == [0.0] * 8
+
+
+def full_tensors_left(version: int) -> int:
+    """How many of the full parameters are alive after sharding, with nothing of the user's holding them."""
+    import gc
+    import weakref
+
+    model = build()
+    old = [weakref.ref(param) for param in model.parameters()]
+    model = fsdplaunch.prepare(model, plugin=plugin(fsdp_version=version))
+    gc.collect()
+    kept = {id(param) for param in model.parameters()}
+    return sum(ref() is not None and id(ref()) not in kept for ref in old)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_no_full_parameter_outlives_sharding(two_ranks: RankPool, version: int) -> None:
+    assert two_ranks.run(full_tensors_left, version) == [0, 0]

@@ -172,3 +172,61 @@ def test_output_format_applies_to_the_model_not_to_its_blocks(two_ranks: RankPoo
 def test_reduce_format_of_the_environment_reaches_every_unit(two_ranks: RankPool) -> None:
     env = {"ACCELERATE_MIXED_PRECISION": "bf16", "FSDPLAUNCH_PRECISION_REDUCE": "bf16"}
     assert two_ranks.run(output_format, env=env)[0] == (torch.bfloat16, torch.bfloat16, torch.bfloat16)
+
+
+def prefetching(version: int) -> tuple[float, bool]:
+    alone = train_alone(build(), STEPS)
+    model = build()
+    fields = {"fsdp_version": version, "forward_prefetch": True}
+    model, optimizer = fsdplaunch.prepare(model, adamw(model.parameters()), plugin=plugin(**fields))
+    if isinstance(model, FullyShardedDataParallel):
+        ahead = model.forward_prefetch
+    else:
+        ahead = all(
+            one._get_fsdp_state()._states_to_forward_prefetch == [following._get_fsdp_state()]
+            for one, following in zip(model.layers, model.layers[1:], strict=False)
+        )
+    return largest_difference(alone, train_sharded(model, optimizer, STEPS)), ahead
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_forward_prefetch_names_the_next_unit(two_ranks: RankPool, version: int) -> None:
+    difference, ahead = two_ranks.run(prefetching, version)[0]
+    assert difference < 1e-5
+    assert ahead
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_offload_on_a_machine_without_gpus_trains_all_the_same(two_ranks: RankPool, version: int) -> None:
+    result = two_ranks.run(run, {"fsdp_version": version, "cpu_offload": True})[0]
+    assert largest_difference(result["alone"], result["sharded"]) < 1e-5
+
+
+def unsynchronised(version: int, empty: bool) -> tuple[float, float]:
+    """Largest difference of rank 1's first weight to its own seed's and to rank 0's."""
+    if empty and dist.get_rank() == 1:
+        with torch.device("meta"):
+            model = build()
+    else:
+        model = build(seed=dist.get_rank())
+    fields = {"fsdp_version": version, "sync_module_states": False, "sharding_strategy": "NO_SHARD"}
+    model = fsdplaunch.prepare(model, plugin=plugin(**fields))
+    weight = next(model.parameters())
+    weight = weight.to_local() if isinstance(weight, DTensor) else weight
+    sources = [next(build(seed).parameters()).reshape(weight.shape) for seed in (dist.get_rank(), 0)]
+    own, first = [(weight - source).abs().max().item() for source in sources]
+    return own, first
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_ranks_keep_their_own_weights_when_asked_to(two_ranks: RankPool, version: int) -> None:
+    own, first = two_ranks.run(unsynchronised, version, False)[1]
+    assert own == 0.0
+    assert first > 0.0
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_rank_without_weights_gets_rank_0s_even_then(two_ranks: RankPool, version: int) -> None:
+    own, first = two_ranks.run(unsynchronised, version, True)[1]
+    assert own > 0.0
+    assert first == 0.0

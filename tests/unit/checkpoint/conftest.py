@@ -33,7 +33,7 @@ class Named:
     name: str
 
 
-@dataclass
+@dataclass(eq=False)  # hashed by identity, so that it can be a key
 class Made:
     """An object of a class, pickled as NEWOBJ and BUILD."""
 
@@ -61,15 +61,23 @@ class PersistentId:
     key: tuple
 
 
+# One object per name and text, so that the memo finds it again.
+KNOWN: dict[tuple[str, str], Named] = {}
+TEXTS: dict[str, str] = {}
+
+
 class Writer(pickle._Pickler):
     """A pickler that writes the stand-ins above."""
 
     def save(self, obj, save_persistent_id=True):
-        if isinstance(obj, Named):
-            self.write(b"c" + obj.module.encode() + b"\n" + obj.name.encode() + b"\n")
+        if isinstance(obj, Made | Called) and id(obj) in self.memo:
+            self.write(self.get(self.memo[id(obj)][0]))
+        elif isinstance(obj, Named):
+            self.save_name(obj)
         elif isinstance(obj, Made):
             self.save(obj.cls)
             self.write(b")\x81")
+            self.memoize(obj)
             if obj.state is not None:
                 self.save(obj.state)
                 self.write(b"b")
@@ -77,6 +85,7 @@ class Writer(pickle._Pickler):
             self.save(obj.callee)
             self.save(obj.arguments)
             self.write(b"R")
+            self.memoize(obj)
         elif isinstance(obj, PersistentId):
             self.save(obj.key)
             self.write(b"Q")
@@ -84,6 +93,20 @@ class Writer(pickle._Pickler):
             self.write(obj.opcodes)
         else:
             super().save(obj, save_persistent_id)
+
+    def save_name(self, obj):
+        """Write a name as the C pickler does: by lines up to protocol 3, then by two texts."""
+        obj = KNOWN.setdefault((obj.module, obj.name), obj)
+        if id(obj) in self.memo:
+            self.write(self.get(self.memo[id(obj)][0]))
+            return
+        if self.proto < 4:
+            self.write(b"c" + obj.module.encode() + b"\n" + obj.name.encode() + b"\n")
+        else:
+            self.save(TEXTS.setdefault(obj.module, obj.module))
+            self.save(TEXTS.setdefault(obj.name, obj.name))
+            self.write(b"\x93")
+        self.memoize(obj)
 
 
 def dumps(obj, protocol=4) -> bytes:
@@ -196,7 +219,7 @@ class Draft:
         state = {
             "state_dict_metadata": self.entries,
             "planner_data": self.planner,
-            "storage_data": Pairs(self.storage),
+            "storage_data": dict(self.storage),
             "storage_meta": Made(Named(METADATA, "StorageMeta"), {"checkpoint_id": None, "modules": []}),
             "version": "1.0.0",
             **self.extra,
@@ -212,21 +235,6 @@ class Draft:
             (folder / name).write_bytes(content)
         (folder / ".metadata").write_bytes(self.index())
         return folder
-
-
-def Pairs(pairs) -> Raw:  # noqa: N802  (reads as a class where it is used)
-    """A dictionary of pairs, whatever its keys."""
-    body = b"".join(fragment(key) + fragment(value) for key, value in pairs)
-    return Raw(b"}(" + body + b"u")
-
-
-def fragment(obj) -> bytes:
-    """The opcodes of one object, without memo: fragments are put together freely."""
-    stream = io.BytesIO()
-    writer = Writer(stream, 4)
-    writer.fast = True
-    writer.save(obj)
-    return stream.getvalue()
 
 
 def tensor_entry(dtype, shape, boxes) -> Made:
@@ -288,7 +296,6 @@ def dcp() -> SimpleNamespace:
         Raw=Raw,
         PersistentId=PersistentId,
         Draft=Draft,
-        Pairs=Pairs,
         dumps=dumps,
         described=described,
         zipped=zipped,

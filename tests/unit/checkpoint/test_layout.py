@@ -181,14 +181,30 @@ def test_permission_errors_below_are_said(model, tmp_path, monkeypatch):
 def test_checkpoint_whose_manifest_is_not_complete_is_refused(model, below, tmp_path):
     folder = model.save(tmp_path / "ckpt" / "pytorch_model_fsdp_0")
     manifest = tmp_path / "ckpt" / "fsdplaunch.json"
-    manifest.write_text(json.dumps({"complete": False}))
-    with pytest.raises(CheckpointError, match="is not complete: its save did not finish"):
-        find_model(folder if below else tmp_path / "ckpt")
+    for text in ({"complete": False}, {}):
+        manifest.write_text(json.dumps(text))
+        with pytest.raises(CheckpointError, match="is not complete: its save did not finish"):
+            find_model(folder if below else tmp_path / "ckpt")
     manifest.write_text(json.dumps({"complete": True}))
     assert find_model(tmp_path / "ckpt").folder == folder
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\xff"])
+def test_model_that_differs_from_its_manifest_is_refused(model, tmp_path):
+    folder = model.save(tmp_path / "ckpt" / "pytorch_model_fsdp_0")
+    sizes = {f"{folder.name}/{path.name}": path.stat().st_size for path in folder.iterdir()}
+    manifest = {"complete": True, "files": {**sizes, "optimizer_0/.metadata": 5}}
+    (tmp_path / "ckpt" / "fsdplaunch.json").write_text(json.dumps(manifest))
+    assert find_model(tmp_path / "ckpt").folder == folder
+    data = folder / "__0_0.distcp"
+    data.write_bytes(data.read_bytes() + b"x")
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp has \d+ bytes, it was written with \d+"):
+        find_model(folder)
+    data.unlink()
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp is missing"):
+        find_model(tmp_path / "ckpt")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 3}', "[" * 100_000, "\xff"])
 def test_manifest_that_is_not_one_is_refused(model, text, tmp_path):
     model.save(tmp_path / "ckpt" / "pytorch_model_fsdp_0")
     (tmp_path / "ckpt" / "fsdplaunch.json").write_bytes(text.encode("latin-1"))

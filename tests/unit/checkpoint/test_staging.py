@@ -135,6 +135,29 @@ def test_any_failure_while_writing_leaves_nothing(checkpoint, moment, error, dcp
     assert dcp.names(tmp_path) == ["run"]
 
 
+@pytest.mark.parametrize("content", ["model.safetensors", "mine/"])
+def test_output_that_another_program_made_meanwhile_is_kept(checkpoint, content, dcp, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+
+    def make_meanwhile(_):
+        if not out.exists():
+            out.mkdir()
+            (out / content).mkdir() if content.endswith("/") else (out / content).write_text("theirs")
+
+    options = OVERWRITE if content.endswith("/") else None
+    with pytest.raises(UsageError, match=r"the output .* (exists and holds 1 files|holds 'mine')"):
+        merge(checkpoint, out, options=options, progress=make_meanwhile)
+    assert dcp.tree(out) == ({} if content.endswith("/") else {content: b"theirs"})
+    assert dcp.names(tmp_path) == ["out", "run"]
+
+
+@pytest.mark.parametrize("name", ["x" * 250, "\u00e9" * 120, "\U0001f600" * 60, " ", "-", "a\nb", "-rf", "*"])
+def test_output_of_any_name_is_made(checkpoint, name, tmp_path):
+    result = merge(checkpoint, tmp_path / name)
+    assert result.output == tmp_path / name
+    assert result.files[0].is_file()
+
+
 def test_failure_in_the_last_rename_leaves_nothing(checkpoint, dcp, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(16, "Device or resource busy")

@@ -2,6 +2,10 @@
 
 import errno
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -86,6 +90,48 @@ def test_merge_without_kernel_copies_gives_the_same_file(dcp, rows, tmp_path, mo
     monkeypatch.setattr(os, "sendfile", unsupported)
     merge(checkpoint, tmp_path / "buffer", options=MergeOptions(verify=True))
     assert dcp.tree(tmp_path / "kernel") == dcp.tree(tmp_path / "buffer")
+
+
+def other_disk(folder: Path) -> Path | None:
+    """A writable folder on another file system than `folder`, if this machine has one."""
+    places = (Path("/dev/shm"), Path("/run/user") / str(os.getuid()), Path("/var/tmp"))
+    usable = (place for place in places if place.is_dir() and os.access(place, os.W_OK))
+    return next((place for place in usable if place.stat().st_dev != folder.stat().st_dev), None)
+
+
+def test_merge_to_another_file_system_gives_the_same_file(dcp, rows, tmp_path):
+    place = other_disk(tmp_path)
+    if place is None:
+        pytest.skip("this machine has no second writable file system")
+    checkpoint = rows.save(tmp_path / "ckpt")
+    merge(checkpoint, tmp_path / "here")
+    with tempfile.TemporaryDirectory(dir=place) as other:
+        merge(checkpoint, Path(other) / "there", options=MergeOptions(verify=True))
+        assert dcp.tree(Path(other) / "there") == dcp.tree(tmp_path / "here")
+
+
+MEASURED = """
+import re, sys
+from pathlib import Path
+from fsdplaunch.checkpoint.merge import MergeOptions, merge
+merge(Path(sys.argv[1]), Path(sys.argv[2]), options=MergeOptions(verify=True))
+print(re.search("VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+"""
+
+
+def test_memory_does_not_grow_with_the_checkpoint(dcp, tmp_path):
+    peaks = []
+    for megabytes in (1, 96):
+        count = megabytes * 2**18 // 2
+        draft = dcp.Draft().add("rows", (count,), data=bytes(4 * count))
+        halves = [((0, 0), (64, count // 128)), ((0, count // 128), (64, count // 128))]
+        draft.add("columns", (64, count // 64), halves, data=bytes(4 * count))
+        folder = draft.save(tmp_path / f"ckpt{megabytes}")
+        command = [sys.executable, "-c", MEASURED, str(folder), str(tmp_path / f"out{megabytes}")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        peaks.append(int(done.stdout))
+        shutil.rmtree(folder)
+    assert peaks[1] - peaks[0] < 40_000  # KiB
 
 
 def test_merge_opens_few_files_at_a_time(dcp, tmp_path, monkeypatch):

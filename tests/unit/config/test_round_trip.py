@@ -16,6 +16,7 @@ from fsdplaunch.config.load import check, stack
 from fsdplaunch.config.render import render, spoken_values
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.rules import find_faults, view_of
+from fsdplaunch.config.schema import Config, PrecisionSection
 from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
 
@@ -164,3 +165,9 @@ def test_every_value_reaches_the_worker(spec, data):
     environ = encode(config)
     assert all(text and "\0" not in text for text in environ.values())
     assert decode(environ) == config
+
+
+def test_a_number_format_of_version_1_needs_no_sharding_key_where_nothing_is_sharded():
+    config = resolve(Config(distributed_type="NO", precision=PrecisionSection(buffer="fp32")))
+    assert {path[0] for path in spoken_values(config)} == {"distributed_type", "mixed_precision", "precision"}
+    assert read(render(config)) == config

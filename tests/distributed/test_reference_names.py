@@ -1,0 +1,253 @@
+"""The functions of the reference documents, under their names, for both versions where they apply."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, OptimStateKeyType, fully_shard
+from torch.distributed.tensor import DTensor
+
+import fsdplaunch
+from fsdplaunch.errors import CheckpointError, UsageError
+from tests.distributed.pool import RankPool
+from tests.distributed.tiny import Block, adamw, build, plugin, train_alone, train_sharded
+
+KINDS: dict[str, dict[str, Any]] = {
+    "1": {"fsdp_version": 1},
+    "1 flat": {"fsdp_version": 1, "use_orig_params": False},
+    "2": {"fsdp_version": 2},
+}
+
+
+def trained(fields: dict[str, Any]) -> tuple[nn.Module, Any]:
+    model = build()
+    model, optimizer = fsdplaunch.prepare(model, adamw(model.parameters()), plugin=plugin(**fields))
+    train_sharded(model, optimizer, 3)
+    return model, optimizer
+
+
+def alone() -> tuple[nn.Module, Any]:
+    model = build()
+    made: list[Any] = []
+
+    def make(params: Any) -> Any:
+        made.append(adamw(params))
+        return made[0]
+
+    train_alone(model, 3, make=make)
+    return model, made[0]
+
+
+def equal_to_alone(fields: dict[str, Any]) -> tuple[float, list[int]]:
+    """Largest difference of a gathered state to an unsharded run's, and the sizes each kind of call returns."""
+    model, optimizer = trained(fields)
+    whole = fsdplaunch.full_optim_state_dict(model, optimizer)
+    everywhere = fsdplaunch.full_optim_state_dict(model, optimizer, rank0_only=False)
+    plain, plain_optimizer = alone()
+    named = fsdplaunch.rekey_optim_state_dict(plain_optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, plain)
+    assert set(named["state"]) == set(everywhere["state"])
+    difference = max(
+        (everywhere["state"][name][key] - value).abs().max().item()
+        for name, values in named["state"].items()
+        for key, value in values.items()
+    )
+    return difference, [len(whole), len(everywhere)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_state_is_that_of_the_unsharded_run(two_ranks: RankPool, kind: str) -> None:
+    results = two_ranks.run(equal_to_alone, KINDS[kind])
+    assert max(difference for difference, _ in results) < 1e-5
+    assert [sizes for _, sizes in results] == [[2, 2], [0, 2]]
+
+
+def handed_on(fields: dict[str, Any], how: str) -> tuple[list[float], list[float]]:
+    """Go on with a new model and optimizer that got the old ones' whole state."""
+    model, optimizer = trained(fields)
+    everywhere = fsdplaunch.full_optim_state_dict(model, optimizer, rank0_only=False)
+    on_first = fsdplaunch.full_optim_state_dict(model, optimizer)
+    weights = alone()[0].state_dict()
+    fresh = build(seed=7)
+    fresh.load_state_dict(weights)
+    fresh, new = fsdplaunch.prepare(fresh, adamw(fresh.parameters()), plugin=plugin(**fields))
+    if how == "shard":
+        state = fsdplaunch.shard_full_optim_state_dict(everywhere, fresh, optim=new)
+    else:
+        state = fsdplaunch.scatter_full_optim_state_dict(on_first or None, fresh, optim=new)
+    new.load_state_dict(state)
+    return train_sharded(model, optimizer, 4, first=3), train_sharded(fresh, new, 4, first=3)
+
+
+@pytest.mark.parametrize("how", ["shard", "scatter"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_state_goes_on_in_another_sharded_model(two_ranks: RankPool, kind: str, how: str) -> None:
+    kept_on, resumed = two_ranks.run(handed_on, KINDS[kind], how)[0]
+    assert resumed == pytest.approx(kept_on, abs=1e-5)
+
+
+def to_plain(fields: dict[str, Any]) -> tuple[list[float], list[float]]:
+    model, optimizer = trained(fields)
+    named = fsdplaunch.full_optim_state_dict(model, optimizer, rank0_only=False)
+    plain, _ = alone()
+    moved = adamw(plain.parameters())
+    moved.load_state_dict(fsdplaunch.rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, plain))
+    ours = train_alone(plain, 4, make=lambda _: moved, first=3)
+    other, other_optimizer = alone()
+    return ours, train_alone(other, 4, make=lambda _: other_optimizer, first=3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_state_goes_on_in_a_plain_model(two_ranks: RankPool, kind: str) -> None:
+    moved, kept_on = two_ranks.run(to_plain, KINDS[kind])[0]
+    assert moved == pytest.approx(kept_on, abs=1e-5)
+
+
+def test_state_of_a_stranger_is_not_rekeyed() -> None:
+    state = {"state": {"layers.9.weight": {}}, "param_groups": [{"params": ["layers.9.weight"]}]}
+    with pytest.raises(UsageError, match=r"has 'layers\.9\.weight', which TinyLM does not have"):
+        fsdplaunch.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, build())
+
+
+def loaded_from_rank_0(how: str) -> float:
+    """Load rank 0's weights into a model of other ones; the largest difference to them."""
+    source = build(3).state_dict()
+    model = build(8)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if how == "apply_fsdp2":
+        fsdplaunch.apply_fsdp2(model, mesh)
+    else:
+        fully_shard(model, mesh=mesh)
+    given = source if dist.get_rank() == 0 else {}
+    if how == "DistModule":
+        keys = fsdplaunch.DistModule(model).load_state_dict(given)
+        assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
+    else:
+        fsdplaunch.fsdp2_load_full_state_dict(model, given)
+    assert isinstance(model, FSDPModule)
+    params = dict(model.named_parameters())
+    return max((params[name].full_tensor() - tensor).abs().max().item() for name, tensor in source.items())
+
+
+@pytest.mark.parametrize("how", ["fully_shard", "apply_fsdp2", "DistModule"])
+def test_whole_weights_of_rank_0_reach_every_shard(two_ranks: RankPool, how: str) -> None:
+    assert two_ranks.run(loaded_from_rank_0, how) == [0.0, 0.0]
+
+
+def test_dist_module_is_the_wrapped_module_to_its_user() -> None:
+    model = build()
+    wrapped = fsdplaunch.DistModule(model)
+    wrapped.eval()
+    wrapped.note = "set through the wrapper"
+    assert (model.training, model.layers[0].training, wrapped.training) == (False, False, False)
+    assert model.note == wrapped.note
+    assert [name for name, _ in wrapped.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert set(wrapped.state_dict()) == set(model.state_dict())
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    assert torch.equal(wrapped(ids), model(ids))
+
+
+def switched() -> tuple[list[float], list[float]]:
+    expected = train_alone(build(), 5)
+    model = build()
+    optimizer = adamw(model.parameters())
+    addresses = {name: param.data_ptr() for name, param in model.named_parameters()}
+    keep = list(model.parameters())
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    mapping = {addresses[name]: param for name, param in model.named_parameters()}
+    old = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = [
+        Pointer(param, addresses[name]) for param, name in zip(old, addresses, strict=True)
+    ]
+    del keep
+    fsdplaunch.fsdp2_switch_optimizer_parameters(optimizer, mapping)
+    return expected, train_sharded(model, optimizer, 5)
+
+
+class Pointer:
+    """Stands for a parameter whose storage is gone, with the address it had, as accelerate's placeholders do."""
+
+    def __init__(self, param: torch.Tensor, address: int) -> None:
+        self.shape = param.shape
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def test_switched_optimizer_trains_the_shards(two_ranks: RankPool) -> None:
+    expected, losses = two_ranks.run(switched)[0]
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_parameter_without_successor_is_a_key_error() -> None:
+    optimizer = adamw([nn.Parameter(torch.ones(2, 3))])
+    with pytest.raises(KeyError, match=r"of shape \(2, 3\)"):
+        fsdplaunch.fsdp2_switch_optimizer_parameters(optimizer, {})
+
+
+def prepared_by_name() -> bool:
+    model = fsdplaunch.fsdp2_prepare_model(build())
+    return isinstance(model, FSDPModule) and isinstance(model.head.weight, DTensor)
+
+
+def test_model_is_prepared_under_the_reference_name(two_ranks: RankPool) -> None:
+    assert two_ranks.run(prepared_by_name) == [True, True]
+
+
+def test_model_is_not_prepared_under_that_name_with_version_1() -> None:
+    with pytest.raises(UsageError, match="needs fsdp_version 2, the plugin says 1"):
+        fsdplaunch.fsdp2_prepare_model(build(), plugin(fsdp_version=1))
+
+
+def test_wrap_policy_says_yes_to_units_only() -> None:
+    model = build()
+    policy = fsdplaunch.fsdp2_prepare_auto_wrap_policy(plugin(fsdp_version=2), model)
+    assert policy is not None
+    assert [m for m in model.modules() if policy(m)] == [m for m in model.modules() if isinstance(m, Block)]
+    whole = plugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")
+    assert fsdplaunch.fsdp2_prepare_auto_wrap_policy(whole, model) is None
+
+
+def test_loading_switches_are_what_transformers_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    from os import environ
+
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        monkeypatch.setenv(name, "x")
+        monkeypatch.delenv(name)
+    fsdplaunch.enable_fsdp_ram_efficient_loading()
+    assert (environ["ACCELERATE_USE_FSDP"], environ["FSDP_CPU_RAM_EFFICIENT_LOADING"]) == ("true", "true")
+    fsdplaunch.disable_fsdp_ram_efficient_loading()
+    assert environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_file_of_weights_is_read_to_the_places_asked_for(tmp_path: Path, suffix: str) -> None:
+    from safetensors.torch import save_file
+
+    state = {"a.weight": torch.ones(2), "b.c.weight": torch.zeros(3)}
+    path = tmp_path / f"weights{suffix}"
+    save_file(state, path) if suffix == ".safetensors" else torch.save(state, path)
+    read = fsdplaunch.load_state_dict(str(path))
+    assert all(torch.equal(read[name], tensor) for name, tensor in state.items())
+    moved = fsdplaunch.load_state_dict(str(path), device_map={"": "cpu", "b": "meta"})
+    assert [moved[name].device.type for name in state] == ["cpu", "meta"]
+    assert fsdplaunch.load_state_dict(str(path), device_map="meta")["a.weight"].is_meta
+
+
+def read_everywhere(path: str) -> int:
+    return len(fsdplaunch.load_state_dict(path))
+
+
+def test_file_of_weights_is_read_on_rank_0_only(two_ranks: RankPool, tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "weights.bin")
+    assert two_ranks.run(read_everywhere, str(tmp_path / "weights.bin")) == [1, 0]
+
+
+def test_damaged_file_of_weights_is_named(tmp_path: Path) -> None:
+    (tmp_path / "weights.safetensors").write_bytes(b"nothing of the kind")
+    with pytest.raises(CheckpointError, match=r"cannot read .*weights\.safetensors"):
+        fsdplaunch.load_state_dict(str(tmp_path / "weights.safetensors"))
