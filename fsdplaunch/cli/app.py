@@ -297,6 +297,13 @@ def launch(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the environment and the command; start nothing")
     ] = False,
+    check_only: Annotated[
+        bool, typer.Option("--check-only", help="Check that this machine can run it; start nothing")
+    ] = False,
+    no_python: Annotated[
+        bool,
+        typer.Option("--no-python", "--no_python", help="SCRIPT is a program of its own, not run in Python"),
+    ] = False,
     allow_unsharded: Annotated[
         bool, typer.Option("--allow-unsharded", help="Accept a script that never shards a model")
     ] = False,
@@ -309,18 +316,18 @@ def launch(
     as_json: JsonOption = False,
 ) -> None:
     """Run a training script on every worker, sharded as the YAML says."""
-    from fsdplaunch.cli.launch_cmd import launch_script
+    from fsdplaunch.cli.launch_cmd import Wishes, launch_script
 
-    status = launch_script(
-        script,
-        context.args,
-        file=config,
-        overrides=overrides or [],
+    wishes = Wishes(
         module=module,
+        no_python=no_python,
         dry_run=dry_run,
+        check_only=check_only,
         allow_unsharded=allow_unsharded,
         as_json=as_json,
-        out=Output(),
+    )
+    status = launch_script(
+        script, context.args, file=config, overrides=overrides or [], wishes=wishes, out=Output()
     )
     raise typer.Exit(status)
 
