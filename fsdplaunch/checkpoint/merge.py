@@ -57,6 +57,7 @@ class Prepared:
         return {
             "source": str(self.folder),
             "skipped": list(self.selection.skipped),
+            "excluded": list(self.selection.excluded),
             "renamed": [list(pair) for pair in self.selection.renamed],
             **self.plan.to_dict(),
         }
@@ -149,11 +150,18 @@ def _reported(source: Path, output: Path | None) -> Iterator[None]:
 def _prepare(
     source: Path, target: Path | None, index: CheckpointIndex, sources: Sources, options: MergeOptions
 ) -> Prepared:
-    selection = select_weights(index, where=str(source), strip_wrappers=options.strip_wrappers)
+    selection = select_weights(
+        index,
+        where=str(source),
+        strip_wrappers=options.strip_wrappers,
+        only=options.only,
+        exclude=options.exclude,
+        renames=options.rename,
+    )
     if options.remove_checkpoint_dir:
-        check_removal(source, selection.skipped)
+        check_removal(source, selection.skipped, selection.excluded)
     items = read_items(sources, (tensor for _, tensor in selection.tensors))
-    plan = build_plan(selection, items, max_shard_size=options.max_shard_size)
+    plan = build_plan(selection, items, max_shard_size=options.max_shard_size, dtype=options.dtype)
     if target is not None:
         check_space(target, plan.nbytes)
     return Prepared(folder=source, selection=selection, plan=plan)
@@ -181,8 +189,9 @@ def _merge_to_safetensors(
         tensors=len(plan.tensors),
         nbytes=plan.nbytes,
         seconds=0.0,
-        dtypes=dict(Counter(tensor.dtype.name for tensor in plan.tensors)),
+        dtypes=dict(Counter(tensor.written.name for tensor in plan.tensors)),
         skipped=prepared.selection.skipped,
+        excluded=prepared.selection.excluded,
         renamed=prepared.selection.renamed,
         verified=verify,
     )

@@ -68,7 +68,9 @@ def _load_tensor(tensor: StoredTensor, sources: Sources, meter: Meter) -> Any:
         return torch.empty(tensor.shape, dtype=dtype)
     items = read_items(sources, [tensor])
     pieces = tuple(plan_piece(tensor, chunk, items[chunk.place]) for chunk in tensor.chunks)
-    planned = PlannedTensor(tensor.name, tensor.name, tensor.dtype, tensor.shape, 0, tensor.nbytes, pieces)
+    planned = PlannedTensor(
+        tensor.name, tensor.name, tensor.dtype, tensor.shape, 0, tensor.nbytes, pieces, tensor.dtype
+    )
     data, position = bytearray(tensor.nbytes), 0
     for block in blocks_of(tensor.shape, tensor.dtype.size):
         part = gather_block(planned, block, sources.read_piece)
