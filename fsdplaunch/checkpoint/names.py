@@ -25,12 +25,14 @@ class Selection:
     Attributes:
         root: The keys under which the weights were found, for example `("model",)`.
         tensors: Final name and stored tensor of each weight.
+        plain: The weights' names without wrappers, before they were renamed.
         skipped: Full names of everything that is no weight of the model.
         excluded: Full names of the weights that were left out on request.
     """
 
     root: NamePath
     tensors: tuple[tuple[str, StoredTensor], ...]
+    plain: tuple[str, ...]
     skipped: tuple[str, ...]
     excluded: tuple[str, ...] = ()
 
@@ -73,7 +75,8 @@ def select_weights(
         raise CheckpointError(msg, hint="give the folder of the model's own checkpoint")
     names = final_names([tensor.path[depth:] for tensor in tensors], strip_wrappers=strip_wrappers)
     wanted = pick(names, only=only, exclude=exclude)
-    final = rename([name for name, keep in zip(names, wanted, strict=True) if keep], renames)
+    plain = [name for name, keep in zip(names, wanted, strict=True) if keep]
+    final = rename(plain, renames)
     kept = [tensor for tensor, keep in zip(tensors, wanted, strict=True) if keep]
     named = tuple(zip(final, kept, strict=True))
     _check_names(named, where, _RENAME_HINT if renames else _KEEP_HINT)
@@ -81,7 +84,7 @@ def select_weights(
     chosen = {tensor.name for tensor in tensors}
     everything: list[StoredTensor | StoredValue] = [*index.tensors, *index.values]
     skipped = tuple(entry.name for entry in everything if entry.name not in chosen)
-    return Selection(root=root, tensors=named, skipped=skipped, excluded=excluded)
+    return Selection(root=root, tensors=named, plain=tuple(plain), skipped=skipped, excluded=excluded)
 
 
 def find_root(paths: Sequence[NamePath], where: str) -> NamePath:

@@ -38,6 +38,8 @@ class MergeOptions:
         only: Merge only the weights that fit one of these patterns; see `filters.py`.
         exclude: Leave out the weights that fit one of these patterns.
         rename: OLD and NEW leading parts of names.
+        keep_tied: Write a weight with several names under each of them instead of once.
+        copy_from: The model's own folder: configuration, tokenizer and the like are copied from there.
     """
 
     safe_serialization: bool = True
@@ -50,6 +52,8 @@ class MergeOptions:
     only: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     rename: tuple[tuple[str, str], ...] = ()
+    keep_tied: bool = False
+    copy_from: Path | None = None
 
     def __post_init__(self) -> None:
         if self.max_shard_size < 1:
@@ -59,7 +63,7 @@ class MergeOptions:
             msg = "the checkpoint is removed only after a merge to safetensors, which can be verified"
             raise UsageError(msg, hint="merge first, then remove the checkpoint yourself")
         check_target(self.dtype)
-        chosen = [name for name in ("dtype", "only", "exclude", "rename") if getattr(self, name)]
+        chosen = [name for name in ("dtype", "only", "exclude", "rename", "copy_from") if getattr(self, name)]
         if chosen and not self.safe_serialization:
             msg = f"{chosen[0]} works only in a merge to safetensors"
             raise UsageError(msg, hint="merge to safetensors, or leave it out")
@@ -97,6 +101,8 @@ class MergeResult:
         skipped: Names of entries that are not in the result: values that are not tensors, other parts.
         excluded: Names of weights that were left out on request.
         renamed: Stored and final name of weights that lost a wrapper's name or were renamed.
+        tied: Names that are not written because another name holds the same weight: left out, and kept.
+        copied: Files that came from the model's folder.
         verified: The result was read back and compared with the source.
         removed: The checkpoint was deleted.
     """
@@ -111,6 +117,8 @@ class MergeResult:
     skipped: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    tied: tuple[tuple[str, str], ...] = ()
+    copied: tuple[Path, ...] = ()
     verified: bool = False
     removed: bool = False
 

@@ -157,7 +157,12 @@ class MergePlan:
 
 
 def build_plan(
-    selection: Selection, items: Mapping[Place, Item], *, max_shard_size: int, dtype: str | None = None
+    selection: Selection,
+    items: Mapping[Place, Item],
+    *,
+    max_shard_size: int,
+    dtype: str | None = None,
+    aliases: Mapping[str, str] | None = None,
 ) -> MergePlan:
     """Return the plan that merges the selected tensors.
 
@@ -166,6 +171,7 @@ def build_plan(
         items: Where each chunk's bytes are.
         max_shard_size: Bytes of tensors in one file; more are split over several.
         dtype: `bf16`, `fp16` or `fp32` to convert floating-point weights to.
+        aliases: Names that are not written, with the name that holds their weight; the files' metadata says so.
 
     Raises:
         CheckpointError: When a tensor's element type has no safetensors code.
@@ -173,7 +179,7 @@ def build_plan(
     stored = dict(selection.tensors)
     entries = [_entry(name, tensor, dtype) for name, tensor in selection.tensors]
     groups = split_into_files(entries, max_shard_size)
-    files = tuple(_plan_file(name, group, stored, items) for name, group in groups)
+    files = tuple(_plan_file(name, group, stored, items, aliases or {}) for name, group in groups)
     return MergePlan(files=files, index=index_bytes(dict(groups)) if len(groups) > 1 else None)
 
 
@@ -186,9 +192,14 @@ def _entry(name: str, tensor: StoredTensor, target: str | None) -> Entry:
 
 
 def _plan_file(
-    name: str, entries: list[Entry], stored: Mapping[str, StoredTensor], items: Mapping[Place, Item]
+    name: str,
+    entries: list[Entry],
+    stored: Mapping[str, StoredTensor],
+    items: Mapping[Place, Item],
+    aliases: Mapping[str, str],
 ) -> PlannedFile:
-    header = header_bytes(entries)
+    here = {entry.name for entry in entries}
+    header = header_bytes(entries, {alias: kept for alias, kept in aliases.items() if kept in here})
     offset = len(header)
     tensors = []
     for entry in entries:
@@ -200,6 +211,14 @@ def _plan_file(
         tensors.append(planned)
         offset += entry.nbytes
     return PlannedFile(name, header, tuple(tensors))
+
+
+def plan_alone(tensor: StoredTensor, items: Mapping[Place, Item]) -> PlannedTensor:
+    """Return how a tensor is put together by itself, starting at byte 0."""
+    pieces = tuple(plan_piece(tensor, chunk, items[chunk.place]) for chunk in tensor.chunks)
+    return PlannedTensor(
+        tensor.name, tensor.name, tensor.dtype, tensor.shape, 0, tensor.nbytes, pieces, tensor.dtype
+    )
 
 
 def plan_piece(tensor: StoredTensor, chunk: StoredChunk, item: Item) -> Piece:

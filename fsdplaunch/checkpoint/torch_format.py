@@ -11,7 +11,7 @@ from fsdplaunch.checkpoint.assemble import blocks_of, gather_block
 from fsdplaunch.checkpoint.index import CheckpointIndex, NamePath, StoredTensor, StoredValue
 from fsdplaunch.checkpoint.names import final_names
 from fsdplaunch.checkpoint.options import Meter
-from fsdplaunch.checkpoint.plan import PlannedTensor, plan_piece
+from fsdplaunch.checkpoint.plan import plan_alone
 from fsdplaunch.checkpoint.refusal import short
 from fsdplaunch.checkpoint.sources import Sources, read_items
 from fsdplaunch.errors import CheckpointError
@@ -67,10 +67,7 @@ def _load_tensor(tensor: StoredTensor, sources: Sources, meter: Meter) -> Any:
     if not tensor.nbytes:
         return torch.empty(tensor.shape, dtype=dtype)
     items = read_items(sources, [tensor])
-    pieces = tuple(plan_piece(tensor, chunk, items[chunk.place]) for chunk in tensor.chunks)
-    planned = PlannedTensor(
-        tensor.name, tensor.name, tensor.dtype, tensor.shape, 0, tensor.nbytes, pieces, tensor.dtype
-    )
+    planned = plan_alone(tensor, items)
     data, position = bytearray(tensor.nbytes), 0
     for block in blocks_of(tensor.shape, tensor.dtype.size):
         part = gather_block(planned, block, sources.read_piece)

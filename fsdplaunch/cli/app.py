@@ -360,6 +360,12 @@ def merge_weights(
     rename: Annotated[
         list[str] | None, typer.Option(metavar="OLD=NEW", help="Replace the leading parts OLD of names by NEW")
     ] = None,
+    keep_tied: Annotated[
+        bool, typer.Option("--keep-tied", help="Write a weight with several names under each of them")
+    ] = False,
+    copy_from: Annotated[
+        Path | None, typer.Option(metavar="MODEL_DIR", help="Copy config, tokenizer and the like from this folder")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be written; write nothing")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -377,5 +383,7 @@ def merge_weights(
         only=tuple(only or ()),
         exclude=tuple(exclude or ()),
         rename=tuple(map(parse_rename, rename or ())),
+        keep_tied=keep_tied,
+        copy_from=copy_from,
     )
     merge_command(checkpoint, output, options=options, dry_run=dry_run, as_json=as_json, out=Output())

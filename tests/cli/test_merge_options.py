@@ -29,6 +29,22 @@ def test_merge_weights_takes_dtype_patterns_and_names(cli, checkpoint, tmp_path)
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
 
 
+def test_merge_weights_copies_the_model_folder_and_names_tied_weights(cli, tmp_path):
+    same = torch.ones(4, 2)
+    state = {"model.embed_tokens.weight": same, "lm_head.weight": same.clone()}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text("{}")
+    done = cli("merge-weights", "ckpt", "out", "--copy-from", "base")
+    assert done.returncode == 0, done.stderr
+    assert "tied, written once: lm_head.weight is model.embed_tokens.weight" in done.stderr
+    assert "copied config.json" in done.stderr
+    assert sorted(load_file(tmp_path / "out/model.safetensors")) == ["model.embed_tokens.weight"]
+    done = cli("merge-weights", "ckpt", "both", "--keep-tied", "--json")
+    assert json.loads(done.stdout)["tied"] == []
+    assert sorted(load_file(tmp_path / "both/model.safetensors")) == sorted(state)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
