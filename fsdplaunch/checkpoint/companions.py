@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdplaunch.checkpoint.staging import sync_folder
 from fsdplaunch.errors import UsageError
 
 CONFIG_NAME = "config.json"
@@ -62,4 +61,3 @@ def copy_companions(companions: Sequence[Companion], folder: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
-    sync_folder(folder)

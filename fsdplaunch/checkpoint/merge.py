@@ -14,13 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdplaunch.checkpoint.companions import copy_companions
-from fsdplaunch.checkpoint.index import CheckpointIndex, read_index
 from fsdplaunch.checkpoint.layout import find_model
+from fsdplaunch.checkpoint.opened import Opened, open_checkpoint
 from fsdplaunch.checkpoint.options import MergeOptions, MergeProgress, MergeResult, Meter, Progress
 from fsdplaunch.checkpoint.prepared import Prepared, prepare
 from fsdplaunch.checkpoint.removal import remove_checkpoint
 from fsdplaunch.checkpoint.safetensors_file import INDEX_NAME
-from fsdplaunch.checkpoint.sources import Sources, open_sources
 from fsdplaunch.checkpoint.staging import check_output, check_space, staged
 from fsdplaunch.checkpoint.verify import verify_merge
 from fsdplaunch.checkpoint.writing import write_plan
@@ -58,9 +57,8 @@ def prepare_merge(
     with _reported(checkpoint, output):
         source = find_model(checkpoint).folder
         target = None if output is None else _check_output(checkpoint, source, output, options)
-        index = read_index(source)
-        with open_sources(source, index) as sources:
-            return prepare(source, target, index, sources, options)
+        with open_checkpoint(source) as opened:
+            return prepare(opened, target, options)
 
 
 def merge(
@@ -84,19 +82,18 @@ def merge(
     with _reported(checkpoint, output):
         source = find_model(checkpoint).folder
         target = _check_output(checkpoint, source, output, options)
-        index = read_index(source)
-        with open_sources(source, index) as sources:
+        with open_checkpoint(source) as opened:
             write = _merge_to_safetensors if options.safe_serialization else _merge_to_torch
-            result = write(source, target, index, sources, options, progress)
-    removed = options.remove_checkpoint_dir and _remove(source, index, target)
+            result = write(opened, target, options, progress)
+    removed = options.remove_checkpoint_dir and _remove(opened, target)
     return replace(result, removed=removed, seconds=time.monotonic() - started)
 
 
-def _remove(source: Path, index: CheckpointIndex, target: Path) -> bool:
+def _remove(opened: Opened, target: Path) -> bool:
     try:
-        return remove_checkpoint(source, index)
+        return remove_checkpoint(opened.folder, opened.index)
     except OSError as problem:
-        msg = f"{source} could not be removed: {problem.strerror or problem}"
+        msg = f"{opened.folder} could not be removed: {problem.strerror or problem}"
         raise CheckpointError(
             msg, hint=f"the merged weights are complete in {target}; remove the rest yourself"
         ) from None
@@ -126,25 +123,20 @@ def _reported(source: Path, output: Path | None) -> Iterator[None]:
 
 
 def _merge_to_safetensors(
-    source: Path,
-    target: Path,
-    index: CheckpointIndex,
-    sources: Sources,
-    options: MergeOptions,
-    progress: Progress | None,
+    opened: Opened, target: Path, options: MergeOptions, progress: Progress | None
 ) -> MergeResult:
-    prepared = prepare(source, target, index, sources, options)
+    prepared = prepare(opened, target, options)
     plan, verify = prepared.plan, options.verify or options.remove_checkpoint_dir
     with staged(target, overwrite=options.overwrite) as partial:
         copy_companions(prepared.companions, partial)
-        write_plan(plan, sources, partial, Meter("copy", plan.tensor_bytes, progress))
+        write_plan(plan, opened.sources, partial, Meter("copy", plan.tensor_bytes, progress))
         if verify:
-            verify_merge(plan, sources, partial, Meter("verify", plan.tensor_bytes, progress))
+            verify_merge(plan, opened.sources, partial, Meter("verify", plan.tensor_bytes, progress))
     names = [*(file.name for file in plan.files), *([INDEX_NAME] if plan.index else [])]
     return MergeResult(
         output=target,
         files=tuple(target / name for name in names),
-        source=source,
+        source=opened.folder,
         tensors=len(plan.tensors),
         nbytes=plan.nbytes,
         seconds=0.0,
@@ -158,26 +150,20 @@ def _merge_to_safetensors(
     )
 
 
-def _merge_to_torch(
-    source: Path,
-    target: Path,
-    index: CheckpointIndex,
-    sources: Sources,
-    options: MergeOptions,
-    progress: Progress | None,
-) -> MergeResult:
+def _merge_to_torch(opened: Opened, target: Path, options: MergeOptions, progress: Progress | None) -> MergeResult:
     from fsdplaunch.checkpoint import torch_format
 
+    index = opened.index
     paths = torch_format.torch_paths(index, strip_wrappers=options.strip_wrappers)
     check_space(target, torch_format.total_bytes(index))
     meter = Meter("copy", sum(tensor.nbytes for tensor in index.tensors), progress)
     with staged(target, overwrite=options.overwrite) as partial:
-        torch_format.write_torch_file(index, paths, sources, partial, meter)
+        torch_format.write_torch_file(opened, paths, partial, meter)
         size = (partial / torch_format.FILE_NAME).stat().st_size
     return MergeResult(
         output=target,
         files=(target / torch_format.FILE_NAME,),
-        source=source,
+        source=opened.folder,
         tensors=len(index.tensors),
         nbytes=size,
         seconds=0.0,

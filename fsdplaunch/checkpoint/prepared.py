@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.checkpoint.companions import Companion, find_companions
-from fsdplaunch.checkpoint.index import CheckpointIndex
 from fsdplaunch.checkpoint.names import Selection, select_weights
+from fsdplaunch.checkpoint.opened import Opened
 from fsdplaunch.checkpoint.options import MergeOptions
 from fsdplaunch.checkpoint.plan import MergePlan, build_plan
 from fsdplaunch.checkpoint.removal import check_removal
-from fsdplaunch.checkpoint.sources import Sources, read_items
 from fsdplaunch.checkpoint.staging import check_space
 from fsdplaunch.checkpoint.tied import find_tied, known_ties, without
 
@@ -46,25 +45,22 @@ class Prepared:
         }
 
 
-def prepare(
-    source: Path, target: Path | None, index: CheckpointIndex, sources: Sources, options: MergeOptions
-) -> Prepared:
+def prepare(opened: Opened, target: Path | None, options: MergeOptions) -> Prepared:
     """Choose, name and plan; only headers are read, and the weights that are known to be tied.
 
     Args:
-        source: The checkpoint folder.
+        opened: The checkpoint.
         target: The output folder, when its disk is to be checked.
-        index: What the checkpoint says.
-        sources: Its data files.
         options: How to merge.
 
     Raises:
         UsageError: When the options ask for what is not there.
         CheckpointError: When the checkpoint cannot be merged, or the disk is too full.
     """
+    source = opened.folder
     companions = () if options.copy_from is None else find_companions(options.copy_from)
     selection = select_weights(
-        index,
+        opened.index,
         where=str(source),
         strip_wrappers=options.strip_wrappers,
         only=options.only,
@@ -73,9 +69,9 @@ def prepare(
     )
     if options.remove_checkpoint_dir:
         check_removal(source, selection.skipped, selection.excluded)
-    items = read_items(sources, (tensor for _, tensor in selection.tensors))
+    items = opened.items((tensor for _, tensor in selection.tensors))
     groups = [] if options.keep_tied else known_ties(source, options.copy_from, selection.plain)
-    tied = find_tied(selection, groups, items, sources)
+    tied = find_tied(selection, groups, items, opened.sources)
     selection = without(selection, {left_out for left_out, _ in tied})
     plan = build_plan(
         selection, items, max_shard_size=options.max_shard_size, dtype=options.dtype, aliases=dict(tied)

@@ -33,7 +33,7 @@ def remove_checkpoint(folder: Path, index: CheckpointIndex) -> bool:
     Returns:
         Whether the folder is gone.
     """
-    (folder / INDEX_NAME).unlink()
+    (folder / INDEX_NAME).unlink(missing_ok=True)  # sharded safetensors have none
     for path in sorted(folder.iterdir()):
         if path.name in index.files or _DATA_FILE.fullmatch(path.name):
             path.unlink()
