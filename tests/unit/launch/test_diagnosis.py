@@ -50,7 +50,8 @@ def test_gpu_memory_that_another_process_holds_is_named(worker):
 
 def test_host_memory_is_told_from_the_kernels_counter(worker):
     killed = worker(code=-9, peak_bytes=31 * 2**30)
-    found = seen(killed, config=Config(), memory_kills=1, memory_limit=32 * 2**30)
+    config = Config(fsdp_config=FsdpConfig(fsdp_cpu_ram_efficient_loading=False))
+    found = seen(killed, config=config, memory_kills=1, memory_limit=32 * 2**30)
     assert (
         found.why
         == "the kernel killed it: the memory limit of 32.0 GiB was reached; this rank held up to 31.0 GiB"
