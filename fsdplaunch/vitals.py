@@ -16,6 +16,10 @@ LAYOUT = struct.Struct("<QQQ")
 """Process id, optimizer steps made, time of the last one in nanoseconds."""
 STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 """A signal nobody else uses; its default would end a process, so only workers that have a heartbeat get it."""
+MARKED = "FSDPLAUNCH_MARKED"
+"""Contract variable, not a key: `1` for a worker whose error output passes through the agent to a launcher."""
+BEGIN_HIDDEN, END_HIDDEN = b"\0\1fsdplaunch\0", b"\0\2fsdplaunch\0"
+"""Around what such a worker writes for its file only, because the launcher will say it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

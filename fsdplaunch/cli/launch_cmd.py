@@ -202,7 +202,7 @@ def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output) -
     if as_json:
         out.json({"run_id": plan.run_id, "run_dir": str(plan.run_dir), **result.to_dict()})
     if result.failure is not None:
-        out.failure(failure_lines(result, run_dir=_short(plan.run_dir)))
+        out.failure(failure_lines(result, run_dir=_short(plan.run_dir), folder=str(Path.cwd())))
     else:
         out.say(end_line(result, workers=plan.world_size))
 

@@ -28,7 +28,7 @@ from fsdplaunch.launch.cause import failure_status, signal_name
 from fsdplaunch.launch.command import BOOTSTRAP
 from fsdplaunch.launch.crew import Crew
 from fsdplaunch.launch.departure import register_last, skip_shared_destructors
-from fsdplaunch.launch.job import is_warm, make_job
+from fsdplaunch.launch.job import Job, is_warm, make_job
 from fsdplaunch.launch.newborn import Order
 from fsdplaunch.launch.nursery import Nursery, open_nursery
 from fsdplaunch.launch.run_folder import AGENT_LOG, agent_record, write_json
@@ -50,6 +50,7 @@ def main(argv: Sequence[str]) -> None:
         argv: torchrun's options, each in one word, and then the workers' command.
     """
     register_last()
+    is_reported = LAUNCHER in os.environ
     launcher = int(os.environ.pop(LAUNCHER, os.getppid()))
     die_with_parent(signal.SIGTERM, parent=launcher)
     open_missing_streams()
@@ -63,7 +64,11 @@ def main(argv: Sequence[str]) -> None:
         importlib.import_module(BOOTSTRAP).main(list(hatched.argv))
         return
     # Nothing that torch started in this process is needed any more, and taking it apart takes time.
-    os._exit(lead(hatched, config, options, command, launcher=launcher))
+    run_dir = Path(os.environ[RUN_DIR])
+    run_dir.mkdir(parents=True, exist_ok=True)
+    workers = next(int(word.partition("=")[2]) for word in options if word.startswith("--nproc-per-node="))
+    job = make_job(config, command, run_dir=run_dir, workers=workers, is_reported=is_reported)
+    os._exit(lead(hatched, job, options, launcher=launcher, nodes_vary=config.num_machines > 1))
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -80,18 +85,21 @@ def preload_lists(config: Config, command: Sequence[str]) -> tuple[tuple[str, ..
     return _TORCH, (BOOTSTRAP, *sharding, *config.launch.preload)
 
 
-def lead(nursery: Nursery, config: Config, options: list[str], command: list[str], *, launcher: int) -> int:
-    """Run the workers to their end and return the status to exit with."""
-    run_dir = Path(os.environ[RUN_DIR])
-    run_dir.mkdir(parents=True, exist_ok=True)
-    pump = Pump(_take_over_output(run_dir / AGENT_LOG))
-    stop = Stop(config.launch.shutdown_grace_seconds)
-    workers = next(int(word.partition("=")[2]) for word in options if word.startswith("--nproc-per-node="))
-    job = make_job(config, command, run_dir=run_dir, workers=workers)
-    crew = Crew(job, nursery, pump, stop)
-    record = Record(run_dir, crew)
+def lead(nursery: Nursery, job: Job, options: list[str], *, launcher: int, nodes_vary: bool) -> int:
+    """Run the workers to their end and return the status to exit with.
+
+    Args:
+        nursery: Where they come from.
+        job: What they are to do.
+        options: torchrun's.
+        launcher: Process id of our parent.
+        nodes_vary: More than one machine takes part, or may.
+    """
+    pump = Pump(_take_over_output(job.run_dir / AGENT_LOG))
+    crew = Crew(job, nursery, pump, Stop(job.launch.shutdown_grace_seconds))
+    record = Record(crew)
     _handle_signals(crew, launcher)
-    code = _run(crew, options, config, record)
+    code = _run(crew, options, record, nodes_vary=nodes_vary)
     crew.finish()
     nursery.close()
     record.write(code)
@@ -101,8 +109,8 @@ def lead(nursery: Nursery, config: Config, options: list[str], command: list[str
 class Record:
     """What this agent has to tell, in a file."""
 
-    def __init__(self, run_dir: Path, crew: Crew) -> None:
-        self._path = agent_record(run_dir)
+    def __init__(self, crew: Crew) -> None:
+        self._path = agent_record(crew.job.run_dir)
         self._crew = crew
         self._start = time.time_ns()
         self._kills = memory_kills()
@@ -129,11 +137,11 @@ class Record:
         )
 
 
-def _run(crew: Crew, options: list[str], config: Config, record: Record) -> int:
+def _run(crew: Crew, options: list[str], record: Record, *, nodes_vary: bool) -> int:
     from fsdplaunch.launch import elastic
 
     try:
-        elastic.run_elastic(options, crew, nodes_vary=config.num_machines > 1)
+        elastic.run_elastic(options, crew, nodes_vary=nodes_vary)
     except elastic.ChildFailedError:
         return _failure_status(crew)
     except elastic.SignalException:

@@ -20,7 +20,8 @@ from fsdplaunch.launch.run_folder import error_file, rank_folder, rank_log, read
 from fsdplaunch.launch.stall import Watchdog
 from fsdplaunch.launch.stop import Stop
 from fsdplaunch.launch.streams import Pump, Source, open_log, open_way
-from fsdplaunch.vitals import read_heartbeat
+from fsdplaunch.launch.veil import Veil
+from fsdplaunch.vitals import MARKED, read_heartbeat
 
 DRAIN_SECONDS = 1.0
 """How long to wait for more output of a worker that has ended; its own children may hold its pipes for ever."""
@@ -120,6 +121,8 @@ class Crew:
         errors = error_file(self.job.run_dir, rank, self._attempt)
         errors.parent.mkdir(parents=True, exist_ok=True)
         variables |= {"TORCHELASTIC_ERROR_FILE": str(errors), **self.job.variables.get(local_rank, {})}
+        if self.job.is_reported and self.job.is_shown(rank, local_rank, "stderr"):
+            variables[MARKED] = "1"
         files = [self._way(rank, local_rank, stream) for stream in ("stdout", "stderr")]
         command = self.job.cold_command if cold else self.job.command
         cpus = self.job.cpus.get(local_rank, ())
@@ -148,7 +151,10 @@ class Crew:
         screen = self.pump.screens[stream]
         ours, theirs, is_terminal = open_way(screen)
         prefix = f"[{rank}] ".encode() if self._prefixed else b""
-        self.pump.add(Source(end=ours, file=file, screen=screen, prefix=prefix, is_terminal=is_terminal))
+        veil = Veil() if stream == "stderr" else None
+        self.pump.add(
+            Source(end=ours, file=file, screen=screen, prefix=prefix, is_terminal=is_terminal, veil=veil)
+        )
         return theirs
 
     def look(self) -> None:
@@ -199,7 +205,7 @@ class Crew:
             self._wait(KILL_SECONDS)
         if unwanted:
             self._sweep()
-        self.pump.drain(DRAIN_SECONDS)
+        self.pump.drain(DRAIN_SECONDS, failed=unwanted)
         self.attempts.append(self._record())
 
     def _wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:

@@ -24,6 +24,7 @@ class Job:
         cold: Execute the command instead of forking a preloaded interpreter.
         cpus: By local rank, the processors it may use; empty for no change.
         variables: By local rank, variables that only that worker gets.
+        is_reported: A launcher waits that will report the failure.
     """
 
     run_dir: Path
@@ -32,6 +33,7 @@ class Job:
     cold: bool
     cpus: Mapping[int, Sequence[int]] = field(default_factory=dict)
     variables: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    is_reported: bool = True
 
     @property
     def cold_command(self) -> tuple[str, ...]:
@@ -43,7 +45,7 @@ class Job:
         return is_shown(self.launch, rank=rank, local_rank=local_rank, stream=stream)
 
 
-def make_job(config: Config, command: Sequence[str], *, run_dir: Path, workers: int) -> Job:
+def make_job(config: Config, command: Sequence[str], *, run_dir: Path, workers: int, is_reported: bool) -> Job:
     """Decide what each worker of this machine gets.
 
     Args:
@@ -51,6 +53,7 @@ def make_job(config: Config, command: Sequence[str], *, run_dir: Path, workers: 
         command: The workers' command, from the agent's own command line.
         run_dir: The run's folder.
         workers: Workers on this machine.
+        is_reported: A launcher waits that will report the failure.
     """
     rest = tuple(command[2:]) if is_python(command) else tuple(command)
     warm = is_warm(config, command)
@@ -60,6 +63,7 @@ def make_job(config: Config, command: Sequence[str], *, run_dir: Path, workers: 
         command=rest if warm or not is_python(command) else python_command(rest),
         cold=not warm,
         cpus=_bind(config, workers),
+        is_reported=is_reported,
         variables=_own_gpus(workers) if config.launch.virtual_local_rank else {},
     )
 

@@ -1,6 +1,7 @@
 """The lines that say how a run ended. Pure: prints nothing."""
 
 import re
+from itertools import pairwise
 
 from fsdplaunch.launch.result import Failure, RunResult
 
@@ -26,19 +27,25 @@ def duration(seconds: float) -> str:
     return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE:02} m"
 
 
-def user_frames(traceback: str) -> list[str]:
-    """The traceback's last frames outside installed libraries and this package, `file:line in name  code`."""
-    lines = traceback.rstrip().splitlines()
-    frames: list[str] = []
-    for number, line in enumerate(lines):
-        match = _FRAME.match(line)
-        if match is None or _is_installed(match["file"]):
-            continue
-        code = (
-            lines[number + 1].strip() if number + 1 < len(lines) and lines[number + 1].startswith("    ") else ""
-        )
-        frames.append(f"{match['file']}:{match['line']} in {match['name']}" + (f"   {code}" if code else ""))
-    return frames[-FRAME_LIMIT:]
+def user_frames(traceback: str, *, folder: str = "") -> list[str]:
+    """The traceback's last frames outside installed libraries and this package, `file:line in name   code`.
+
+    Where there are none, the innermost of all.
+
+    Args:
+        traceback: As Python prints it.
+        folder: What files inside it are named by their path from here.
+    """
+    lines = [*traceback.rstrip().splitlines(), ""]
+    found = [(match, code) for line, code in pairwise(lines) if (match := _FRAME.match(line))]
+    own = [pair for pair in found if not _is_installed(pair[0]["file"])] or found[-1:]
+    return [_frame(match, code, folder) for match, code in own[-FRAME_LIMIT:]]
+
+
+def _frame(match: re.Match[str], code: str, folder: str) -> str:
+    file = match["file"].removeprefix(folder.rstrip("/") + "/") if folder else match["file"]
+    text = f"   {code.strip()}" if code.startswith("    ") else ""
+    return f"{file}:{match['line']} in {match['name']}{text}"
 
 
 def _is_installed(file: str) -> bool:
@@ -47,19 +54,20 @@ def _is_installed(file: str) -> bool:
     )
 
 
-def failure_lines(result: RunResult, *, run_dir: str) -> list[str]:
+def failure_lines(result: RunResult, *, run_dir: str, folder: str = "") -> list[str]:
     """Say which rank failed, of what, where in the user's code, why, what to try, and where the log is.
 
     Args:
         result: The end of the run.
         run_dir: The run's folder as it is to be shown.
+        folder: The current folder.
     """
     failure = result.failure
     if failure is None:
         return []
     if failure.rank is None:
         return _agent_lines(failure, run_dir)
-    lines = [_head(failure), *_place(failure), *_exception(failure)]
+    lines = [_head(failure), *_place(failure), *_exception(failure, folder)]
     lines += [f"  {words}" for words in failure.others]
     lines += [f"  {_again(result)}"] if len(result.attempts) > 1 else []
     diagnosis = result.diagnosis
@@ -94,13 +102,13 @@ def _place(failure: Failure) -> list[str]:
     return [f"  {text}"] if text else []
 
 
-def _exception(failure: Failure) -> list[str]:
+def _exception(failure: Failure, folder: str) -> list[str]:
     if failure.message is None:
         return [f"    {line}" for line in failure.tail[-TAIL_LIMIT:]]
     message = failure.message.partition("\nhint: ")[0].splitlines()
     lines = [f"  {line}" for line in message[:MESSAGE_LIMIT]]
     lines += ["  ..."] if len(message) > MESSAGE_LIMIT else []
-    return [*lines, *(f"    {frame}" for frame in user_frames(failure.traceback or ""))]
+    return [*lines, *(f"    {frame}" for frame in user_frames(failure.traceback or "", folder=folder))]
 
 
 def _again(result: RunResult) -> str:

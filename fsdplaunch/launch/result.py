@@ -1,5 +1,6 @@
 """What came of a run, as plain values read from the agent's record. Pure: reads no clock, prints nothing."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 from fsdplaunch.launch.cause import Worker, brief, has_failed, shell_status
 from fsdplaunch.launch.diagnosis import Diagnosis
 
+_SOURCE = re.compile(r"\[\S+\.(cc|cpp|cu):\d+\] ?")
+"""Where in torch's C++ code a message comes from, which helps nobody here."""
 _STUBBORN = "did not stop when asked and was killed"
 
 
@@ -170,7 +173,8 @@ def describe_others(cause: Worker, workers: Sequence[Worker]) -> list[str]:
     groups: dict[str, list[int]] = {}
     for worker in workers:
         if worker["rank"] != cause["rank"]:
-            groups.setdefault(_end_of(worker), []).append(worker["rank"])
+            same = has_failed(worker) and _message(worker) == _message(cause) is not None
+            groups.setdefault("failed in the same way" if same else _end_of(worker), []).append(worker["rank"])
     return [_sentence(ranks, end) for end, ranks in groups.items()]
 
 
@@ -180,9 +184,14 @@ def _sentence(ranks: Sequence[int], end: str) -> str:
     return f"{_ranks(ranks)} {end}"
 
 
+def _message(worker: Worker) -> str | None:
+    return (worker["error"] or {}).get("message")
+
+
 def _end_of(worker: Worker) -> str:
     if has_failed(worker):
-        words = brief(worker).partition(" ")[2].partition(" ")[2]  # without its own number
+        words = _SOURCE.sub("", brief(worker).partition(" ")[2].partition(" ")[2])  # without its own number
+        words = words.partition(". ")[0]
         return words if len(words) < 100 else words[:97] + "..."  # noqa: PLR2004
     if worker["code"] == 0:
         return "ended well"

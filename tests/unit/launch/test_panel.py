@@ -36,6 +36,17 @@ def test_user_frames_leave_out_libraries_and_this_package():
     ]
 
 
+def test_user_frames_are_named_from_the_current_folder():
+    text = '  File "/home/me/job/train.py", line 7, in f\n  File "/home/me/other.py", line 8, in g\n    x()\n'
+    assert user_frames(text, folder="/home/me/job") == ["train.py:7 in f", "/home/me/other.py:8 in g   x()"]
+
+
+def test_innermost_frame_stands_in_where_none_is_the_users():
+    text = '  File "/v/site-packages/a.py", line 1, in f\n  File "/v/site-packages/b.py", line 2, in g\n    x()\n'
+    assert user_frames(text) == ["/v/site-packages/b.py:2 in g   x()"]
+    assert user_frames("") == []
+
+
 def test_panel_names_rank_place_exception_frames_others_reason_and_log(worker, record):
     cause = worker(1, at=252, steps=318, message="ValueError: x\nsecond line", traceback=TRACEBACK)
     result = read_result(record(worker(0, code=-15, sent=[15]), cause), exit_code=1, gpus=("0", "1"))

@@ -48,6 +48,17 @@ def test_others_are_told_together(worker):
     ]
 
 
+def test_others_that_failed_alike_are_not_repeated(worker):
+    cause = worker(0, message="ImportError: x")
+    assert describe_others(cause, [worker(rank, message="ImportError: x") for rank in range(3)]) == [
+        "ranks 1, 2 failed in the same way"
+    ]
+    text = "RuntimeError: [/pytorch/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:3. This is typical."
+    assert describe_others(cause, [worker(1, message=text)]) == [
+        "rank 1 failed: RuntimeError: Connection closed by peer [127.0.0.1]:3"
+    ]
+
+
 def test_many_alike_are_counted(worker):
     cause = worker(0)
     others = [worker(rank, code=-15, sent=[15]) for rank in range(1, 12)]
