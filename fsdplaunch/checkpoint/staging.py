@@ -131,7 +131,7 @@ def _publish(partial: Path, target: Path, *, overwrite: bool) -> None:
         partial.rename(target)
     else:
         for path in entries:
-            if not _WEIGHTS.fullmatch(path.name):
+            if not _WEIGHTS.fullmatch(path.name) and not (partial / path.name).exists():
                 _carry_over(path, partial / path.name)
         shutil.copymode(target, partial)
         sync_folder(partial)

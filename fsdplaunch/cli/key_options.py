@@ -16,8 +16,20 @@ SHORTHANDS: Mapping[str, str] = {
     "use_fsdp": "distributed_type=FSDP",
     "multi_gpu": "distributed_type=MULTI_GPU",
     "cpu": "use_cpu=true",
+    "standalone": "num_machines=1",
+    "no_preload": "launch.preload=none",
 }
-"""accelerate's bare switches, and the key each one sets."""
+"""Bare switches of accelerate, of torchrun and our own, and the key each one sets."""
+
+_LETTERS: Mapping[str, str] = {"-r": "redirects", "-t": "tee"}
+"""torchrun's options of one letter."""
+
+_START_METHODS: Mapping[str, tuple[str, ...]] = {
+    "spawn": ("--set", "launch.preload=none"),
+    "fork": (),
+    "forkserver": (),
+}
+"""What torchrun's `--start-method` comes to here: fresh interpreters, or forks of a preloaded one as ever."""
 
 _FSDP_WORDS: Mapping[str, str] = {
     "full_shard": "fsdp_config.fsdp_sharding_strategy=FULL_SHARD",
@@ -38,6 +50,11 @@ def keys_by_option() -> dict[str, KeySpec]:
         names.setdefault(spec.name, []).append(spec)
     short = {name: specs[0] for name, specs in names.items() if len(specs) == 1}
     return {spec.dotted: spec for spec in all_keys()} | short
+
+
+def keys_by_alias() -> dict[str, KeySpec]:
+    """Every key by its other names, torchrun's among them, underscored."""
+    return {alias: spec for spec in all_keys() for alias in spec.key.aliases}
 
 
 def list_options() -> str:
@@ -71,13 +88,13 @@ def expand(argv: Sequence[str], *, own_flags: set[str], own_options: set[str]) -
     Raises:
         UsageError: A key's option stands without its value.
     """
-    table = keys_by_option()
+    table = keys_by_alias() | keys_by_option()
     rest = list(argv)
     done: list[str] = []
     while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
         word = rest.pop(0)
         option, has_value, value = word.partition("=")
-        name = option.removeprefix("--").replace("-", "_")
+        name = _LETTERS.get(option) or option.removeprefix("--").replace("-", "_")
         if option in own_flags:
             done.append(word)
         elif option in own_options:
@@ -89,11 +106,26 @@ def expand(argv: Sequence[str], *, own_flags: set[str], own_options: set[str]) -
         elif name in ("fsdp", "fsdp_config"):
             value = value if has_value else _take(option, rest)
             done += _words(value) if name == "fsdp" else ["--config", _file(value)]
-        elif option.startswith("--") and name in table:
-            done += ["--set", f"{table[name].dotted}={value if has_value else _value(option, table[name], rest)}"]
+        elif name == "start_method":
+            done += _start_method(value if has_value else _take(option, rest))
+        elif (option.startswith("--") or option in _LETTERS) and name in table:
+            value = value if has_value else _value(option, table[name], rest)
+            done += ["--set", f"{_dotted(name, table[name], value)}={value}"]
         else:
             done.append(word)  # typer says what is wrong with it
     return done + rest
+
+
+def _dotted(name: str, spec: KeySpec, value: str) -> str:
+    """The key an option sets; torchrun's `--nnodes` says a number or a range."""
+    return "launch.nodes" if name == "nnodes" and ":" in value else spec.dotted
+
+
+def _start_method(value: str) -> tuple[str, ...]:
+    if value not in _START_METHODS:
+        msg = f"--start-method must be one of {', '.join(_START_METHODS)}, got {value!r}"
+        raise UsageError(msg)
+    return _START_METHODS[value]
 
 
 def _take(option: str, rest: list[str]) -> str:

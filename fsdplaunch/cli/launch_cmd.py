@@ -1,19 +1,46 @@
-"""`fsdplaunch launch`: load -> plan -> (dry run) -> run -> report."""
+"""`fsdplaunch launch`: load -> plan -> (check, dry run) -> run -> report."""
 
 import os
 import secrets
 import shlex
+import signal
+import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from fsdplaunch import __version__
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load import Loaded, load_config
-from fsdplaunch.errors import UsageError
-from fsdplaunch.launch.plan import LaunchPlan, Machine, build_plan
-from fsdplaunch.launch.result import RunResult, failure_lines
-from fsdplaunch.probe.hardware import read_hardware
+from fsdplaunch.errors import EXIT_MACHINE, MachineError, UsageError
+from fsdplaunch.launch.panel import end_line, failure_lines
+from fsdplaunch.launch.plan import LaunchPlan, Machine, Target, build_plan
+from fsdplaunch.launch.ports import find_holder, meeting_port
+from fsdplaunch.launch.preflight import Finding, find_obstacles, torch_version
+from fsdplaunch.launch.result import RunResult
+from fsdplaunch.probe.hardware import Hardware, read_hardware
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What the command line asks for, beside the configuration.
+
+    Attributes:
+        module: The target is a module, as in `python -m`.
+        no_python: The target is a program of its own.
+        dry_run: Print the plan; start nothing.
+        check_only: Check this machine; start nothing.
+        allow_unsharded: Accept a script that never shards a model.
+        as_json: Print one JSON object on stdout, and nothing else there.
+    """
+
+    module: bool = False
+    no_python: bool = False
+    dry_run: bool = False
+    check_only: bool = False
+    allow_unsharded: bool = False
+    as_json: bool = False
 
 
 def launch_script(
@@ -22,10 +49,7 @@ def launch_script(
     *,
     file: Path | None,
     overrides: Sequence[str],
-    module: bool,
-    dry_run: bool,
-    allow_unsharded: bool,
-    as_json: bool,
+    wishes: Wishes,
     out: Output,
 ) -> int:
     """Run a script on every worker, or show what would be run.
@@ -39,19 +63,20 @@ def launch_script(
     if script is None:
         msg = "no script given"
         raise UsageError(msg, hint="fsdplaunch launch train.py [its own arguments]")
-    if not module:
+    target = Target(
+        name=script, arguments=tuple(arguments), is_module=wishes.module, is_python=not wishes.no_python
+    )
+    if target.is_python and not target.is_module:
         check_script(script)
     loaded = load_config(file, overrides=overrides)
-    plan = plan_for_this_machine(loaded, script, arguments, module=module, allow_unsharded=allow_unsharded)
-    if dry_run:
-        show_plan(plan, loaded, as_json=as_json, out=out)
+    hardware = read_hardware(os.environ)
+    plan = plan_for_this_machine(loaded, hardware, target, allow_unsharded=wishes.allow_unsharded)
+    if wishes.dry_run:
+        show_plan(plan, loaded, as_json=wishes.as_json, out=out)
         return 0
-    announce(plan, loaded, out)
-    from fsdplaunch.launch.runner import run_plan
-
-    result = run_plan(plan)
-    report(result, plan, as_json=as_json, out=out)
-    return result.exit_code
+    if not pass_checks(plan, hardware, wishes, out):
+        return EXIT_MACHINE
+    return 0 if wishes.check_only else run_and_report(plan, loaded, as_json=wishes.as_json, out=out)
 
 
 def check_script(script: str) -> None:
@@ -66,17 +91,21 @@ def check_script(script: str) -> None:
 
 
 def plan_for_this_machine(
-    loaded: Loaded, script: str, arguments: Sequence[str], *, module: bool, allow_unsharded: bool
+    loaded: Loaded, hardware: Hardware, target: Target, *, allow_unsharded: bool
 ) -> LaunchPlan:
     """Build the plan with this machine's facts, a fresh run id and an absolute run folder."""
-    hardware = read_hardware(os.environ)
     run_id = f"{time.strftime('%Y-%m-%d_%H%M%S')}-{secrets.token_hex(2)}"
+    machine = Machine(
+        gpus=len(hardware.gpus),
+        cpus=hardware.cpu_count,
+        torch_version=torch_version() or (2, 13),
+        port_holder=find_holder(meeting_port(loaded.config)) if loaded.config.num_machines == 1 else None,
+        environ=os.environ,
+    )
     return build_plan(
         loaded.config,
-        machine=Machine(gpus=len(hardware.gpus), cpus=hardware.cpu_count, environ=os.environ),
-        script=script,
-        arguments=arguments,
-        module=module,
+        machine=machine,
+        target=target,
         run_id=run_id,
         run_dir=Path(loaded.config.launch.log_dir).absolute() / run_id,
         allow_unsharded=allow_unsharded,
@@ -95,22 +124,77 @@ def show_plan(plan: LaunchPlan, loaded: Loaded, *, as_json: bool, out: Output) -
     out.data(" \\\n".join(["env", *(f"  {item}" for item in assignments), "  " + shlex.join(plan.argv)]))
 
 
+def pass_checks(plan: LaunchPlan, hardware: Hardware, wishes: Wishes, out: Output) -> bool:
+    """Look for what would stop the run here, say it, one line each, and return whether it may start."""
+    findings = find_obstacles(plan, hardware.gpus)
+    fatal = [finding for finding in findings if finding.fatal]
+    if wishes.as_json and (wishes.check_only or fatal):
+        out.json(
+            {
+                "stage": "preflight",
+                "exit_code": EXIT_MACHINE if fatal else 0,
+                "findings": [_as_data(finding) for finding in findings],
+            }
+        )
+    for finding in findings:
+        if finding.fatal:
+            out.error(MachineError(finding.message, hint=finding.hint))
+        else:
+            out.note(f"{finding.message}; {finding.hint}")
+    if wishes.check_only and not fatal:
+        place = f"{len(plan.gpus)} GPUs" if plan.gpus else "the CPU"
+        out.say(f"ready: {plan.script} can start with {plan.workers} workers on {place}")
+    return not fatal
+
+
+def _as_data(finding: Finding) -> dict[str, object]:
+    return {"message": finding.message, "hint": finding.hint, "fatal": finding.fatal}
+
+
 def announce(plan: LaunchPlan, loaded: Loaded, out: Output) -> None:
     """Say what starts, with which file, and where its output goes."""
-    source = str(loaded.path) if loaded.path else "none, built-in defaults (fsdplaunch config writes one)"
     fsdp = plan.config.fsdp_config
     place = "GPUs, nccl" if plan.device == "cuda" else "CPU, gloo"
     nodes = f" on each of {plan.nodes} machines" if plan.nodes > 1 else ""
-    out.say(f"fsdplaunch {__version__}  run {plan.run_id}  config {source}")
+    out.say(f"fsdplaunch {__version__}  run {plan.run_id}  config {_source(loaded)}")
     if plan.config.distributed_type == "FSDP":
         how = f"FSDP{fsdp.fsdp_version} {fsdp.fsdp_sharding_strategy}, {fsdp.fsdp_auto_wrap_policy}"
     else:
         how = f"{plan.config.distributed_type}, not sharded"
     precision = plan.config.precision.param or "the model's own precision"
-    out.say(f"  {plan.workers} workers{nodes} ({place}), {how}, {precision}")
-    out.say(out.dim(f"  logs {_short(plan.run_dir)}, stop with Ctrl-C"))
+    workers = "1 worker" if plan.workers == 1 else f"{plan.workers} workers"
+    out.say(f"  {workers}{nodes} ({place}), {how}, {precision}")
+    out.say(out.dim(f"  logs {_short(plan.run_dir)}, stop with Ctrl-C (once: let the workers end; twice: now)"))
     for note in plan.notes:
         out.note(note)
+
+
+def _source(loaded: Loaded) -> str:
+    """The file, and how many keys other layers have changed."""
+    layers = [origin.layer for origin in loaded.origins.values()]
+    words = {"env": "the environment", "flag": "the command line"}
+    changed = [f"{layers.count(layer)} from {name}" for layer, name in words.items() if layer in layers]
+    file = str(loaded.path) if loaded.path else "none, built-in defaults (fsdplaunch config writes one)"
+    return f"{file} ({', '.join(changed)})" if changed and loaded.path else file
+
+
+def run_and_report(plan: LaunchPlan, loaded: Loaded, *, as_json: bool, out: Output) -> int:
+    """Run the plan, say how it began and ended, and return the status to exit with."""
+    from fsdplaunch.launch.runner import run_plan
+
+    def tell(number: int, count: int) -> None:
+        name = signal.Signals(number).name
+        if count == 1:
+            grace = plan.config.launch.shutdown_grace_seconds
+            out.say(f"{name}: asked {plan.workers} workers to end, within {grace:.0f} s; again to kill them")
+        else:
+            out.say(f"{name}: killing the workers")
+
+    announce(plan, loaded, out)
+    output = sys.stderr.fileno() if as_json else None  # stdout is for the result alone
+    result = run_plan(plan, output=output, on_signal=tell)
+    report(result, plan, as_json=as_json, out=out)
+    return result.exit_code
 
 
 def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output) -> None:
@@ -118,11 +202,9 @@ def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output) -
     if as_json:
         out.json({"run_id": plan.run_id, "run_dir": str(plan.run_dir), **result.to_dict()})
     if result.failure is not None:
-        out.failure(failure_lines(result, script=plan.script, run_dir=_short(plan.run_dir)))
-    elif result.stopped_by is not None:
-        out.say(f"stopped by {result.stopped_by} after {result.seconds:.0f} s")
+        out.failure(failure_lines(result, run_dir=_short(plan.run_dir), folder=str(Path.cwd())))
     else:
-        out.say(f"finished in {result.seconds:.0f} s, {plan.world_size} workers")
+        out.say(end_line(result, workers=plan.world_size))
 
 
 def _short(path: Path) -> str:

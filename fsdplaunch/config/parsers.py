@@ -6,6 +6,7 @@ Every parser raises ValueError for a value of another kind. Standard library onl
 import json
 import math
 import re
+import signal
 from typing import Any
 
 TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
@@ -181,6 +182,12 @@ def parse_workers(value: Any) -> int | str:
     return number
 
 
+def parse_local_workers(value: Any) -> int | str:
+    """The same, or gpu or cpu: as many as this machine has of these."""
+    word = value.strip().lower() if isinstance(value, str) else ""
+    return word if word in ("gpu", "cpu") else parse_workers(value)
+
+
 def parse_mesh_size(value: Any) -> int:
     """A number from 1, or -1 for what the other sizes leave."""
     number = parse_whole(value)
@@ -235,6 +242,43 @@ def parse_endpoint(value: Any) -> str:
     if not colon or not bare or any(mark in host for mark in " /") or (":" in bare and bare == host):
         raise ValueError(value)
     return f"{host}:{port_number(port)}"
+
+
+_SETTING = re.compile(r"[A-Za-z_]\w*=[^,]*")
+
+
+def parse_settings(value: Any) -> dict[str, str]:
+    """A mapping of names to values, or torchrun's `name=value,name=value`."""
+    if isinstance(value, str) and not value.startswith("{"):
+        parts = [part.strip() for part in value.split(",")]
+        if not all(_SETTING.fullmatch(part) for part in parts):
+            raise ValueError(value)
+        value = dict(part.split("=", 1) for part in parts)
+    return parse_variables(value)
+
+
+_STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
+
+
+def parse_streams(value: Any) -> str:
+    """Torchrun's notation: 1 is stdout, 2 stderr, 3 both, 0 neither; for all local ranks, or `0:3,1:2`."""
+    text = ",".join(f"{rank}:{code}" for rank, code in value.items()) if isinstance(value, dict) else str(value)
+    text = text.replace(" ", "")
+    if isinstance(value, bool) or not _STREAMS.fullmatch(text):
+        raise ValueError(value)
+    return text
+
+
+_UNHANDLED = {"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
+
+
+def parse_signals(value: Any) -> tuple[str, ...]:
+    """Names of signals that a process can pass on, with or without SIG."""
+    names = [name.upper() for name in parse_names(value)]
+    whole = tuple(name if name.startswith("SIG") else f"SIG{name}" for name in names)
+    if not whole or not all(name in signal.Signals.__members__ and name not in _UNHANDLED for name in whole):
+        raise ValueError(value)
+    return whole
 
 
 def parse_seconds(value: Any) -> float:

@@ -63,7 +63,9 @@ def _idle(config: Config, spec: KeySpec) -> bool:
 def _missing(config: Config, said: dict[KeyPath, Any]) -> KeyPath | None:
     """The first key that would not come out as it is in `config` unless the file says it."""
     read = resolve(build_config(said))
-    for spec in all_keys():
+    for spec in sorted(
+        all_keys(), key=lambda spec: _idle(config, spec)
+    ):  # what shards nothing is said last, if at all
         value = value_at(config, spec.path)
         if value is not None and spec.path not in said and value_at(read, spec.path) != value:
             return spec.path

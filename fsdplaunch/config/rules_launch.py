@@ -100,6 +100,29 @@ def _shown_rank(view: View) -> Iterator[Fault]:
         yield Fault(about=about, message=message, hint="use all, or ranks that exist")
 
 
+@rule("local-rank")
+def _local_rank(view: View) -> Iterator[Fault]:
+    """launch.redirects, tee or show_local_ranks names a worker that a machine does not have."""
+    workers, launch = workers_per_node(view.config), view.config.launch
+    said = {
+        "redirects": _streamed_ranks(launch.redirects),
+        "tee": _streamed_ranks(launch.tee),
+        "show_local_ranks": _plain_ranks(launch.show_local_ranks),
+    }
+    for name, ranks in said.items():
+        if workers is not None and ranks and max(ranks) >= workers:
+            message = f"local rank {max(ranks)} does not exist among {workers} workers on each machine"
+            yield Fault(about=(("launch", name), _PROCESSES, _PER_NODE), message=message, hint="count from 0")
+
+
+def _streamed_ranks(text: str | None) -> list[int]:
+    return [int(part.split(":")[0]) for part in text.split(",")] if text and ":" in text else []
+
+
+def _plain_ranks(text: str | None) -> list[int]:
+    return [int(part) for part in text.split(",")] if text not in (None, "all") and text else []
+
+
 @rule("variable-of-a-key")
 def _variable_of_a_key(view: View) -> Iterator[Fault]:
     """launch.env sets a variable that carries a key or that the launcher sets."""

@@ -63,15 +63,18 @@ class Config:
         "Worker processes over all machines: a number, or auto for one per GPU (2 on a machine without).",
         question="How many workers in all?",
     )
-    num_machines: int = key(v.COUNT, 1, "Machines that take part.", question="How many machines?")
+    num_machines: int = key(
+        v.COUNT, 1, "Machines that take part.", question="How many machines?", aliases=("nnodes",)
+    )
     machine_rank: int | None = key(
         v.WHOLE,
         None,
         "This machine's number, from 0. Best left out: the same file then serves every machine.",
+        aliases=("node_rank",),
     )
-    main_process_ip: str | None = key(v.TEXT, None, "Address of machine 0.")
+    main_process_ip: str | None = key(v.TEXT, None, "Address of machine 0.", aliases=("master_addr",))
     main_process_port: int | None = key(
-        v.PORT, None, "Port of machine 0. Left out or 0 on one machine, a free one."
+        v.PORT, None, "Port of machine 0. Left out or 0 on one machine, a free one.", aliases=("master_port",)
     )
     rdzv_backend: v.RendezvousName = key(
         v.RENDEZVOUS,
@@ -103,7 +106,6 @@ class Config:
         False,
         "accelerate's word for launch.numa_binding: node.",
         env="ACCELERATE_CPU_AFFINITY",
-        pending="binding workers to CPUs is not supported yet",
     )
     main_training_function: str = key(v.TEXT, "main", _TPU, noise=True)
     tpu_name: str | None = key(v.TEXT, None, _TPU, noise=True)

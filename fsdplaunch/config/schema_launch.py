@@ -10,11 +10,12 @@ from fsdplaunch.config.declare import key
 class LaunchSection:
     """How workers are started. A section of our own; accelerate has no such keys in its file."""
 
-    workers_per_node: v.Workers | None = key(
-        v.WORKERS,
+    workers_per_node: v.LocalWorkers | None = key(
+        v.LOCAL_WORKERS,
         None,
-        """Worker processes per machine: a number, or auto for one per GPU (2 without GPUs). Left out,
-        num_processes divided by num_machines.""",
+        """Worker processes per machine: a number; auto for one per GPU (2 without GPUs); gpu for one per GPU, an
+        error without; cpu for one per processor. Left out, num_processes divided by num_machines.""",
+        aliases=("nproc_per_node",),
         question="How many workers on each machine?",
     )
     nodes: str | None = key(
@@ -25,8 +26,30 @@ class LaunchSection:
         pending="elastic node counts are not supported yet",
     )
     max_restarts: int = key(v.WHOLE, 0, "How often all workers are started again after one of them failed.")
+    monitor_interval_seconds: float = key(
+        v.SECONDS, 0.1, "How often the workers are looked at.", aliases=("monitor_interval",)
+    )
+    role: str = key(v.TEXT, "default", "Name of this kind of worker, which scripts find as ROLE_NAME.")
     rendezvous_endpoint: str | None = key(
-        v.ENDPOINT, None, "HOST:PORT where the machines meet. Left out on one machine, a free local port."
+        v.ENDPOINT,
+        None,
+        "HOST:PORT where the machines meet. Left out on one machine, a free local port.",
+        aliases=("rdzv_endpoint",),
+    )
+    rendezvous_id: str | None = key(
+        v.TEXT,
+        None,
+        "Name under which the machines of one run find each other. Left out, the run's own name.",
+        aliases=("rdzv_id",),
+    )
+    rendezvous_options: dict[str, str] = key(
+        v.SETTINGS,
+        {},
+        "Further settings of torch's rendezvous, for example read_timeout=30,last_call_timeout=5.",
+        aliases=("rdzv_conf",),
+    )
+    local_address: str | None = key(
+        v.TEXT, None, "This machine's address, as the other machines reach it.", aliases=("local_addr",)
     )
     rendezvous_timeout_seconds: float = key(
         v.SECONDS, 300.0, "How long to wait for the other machines before giving up."
@@ -43,6 +66,23 @@ class LaunchSection:
         """Ranks whose output reaches the terminal: all, or numbers separated by commas. Every other rank's output
         goes to its files in the run's folder.""",
     )
+    show_local_ranks: str | None = key(
+        v.RANKS,
+        None,
+        "Ranks whose output reaches this machine's terminal, counted on each machine. Goes before show_ranks.",
+        aliases=("local_ranks_filter",),
+    )
+    redirects: str | None = key(
+        v.STREAMS,
+        None,
+        """Output that goes to the files only, as torchrun's option says it: 1 stdout, 2 stderr, 3 both, for all
+        workers of a machine or for some, `0:3,1:2`. Goes before show_ranks.""",
+    )
+    tee: str | None = key(
+        v.STREAMS,
+        None,
+        "Output that reaches the terminal as well as the files, said as in redirects. Goes before show_ranks.",
+    )
     preload: tuple[str, ...] = key(
         v.MODULES,
         ("torch",),
@@ -53,14 +93,30 @@ class LaunchSection:
         v.NUMA,
         None,
         """Bind each worker to the CPUs near its GPU: to its node, its socket, its share of the node's cores
-        (exclusive), or one core complex.""",
-        pending="binding workers to CPUs is not supported yet",
+        (exclusive), or one core complex. Left out, the system decides.""",
+    )
+    virtual_local_rank: bool = key(
+        v.FLAG, False, "Show each worker only its own GPU, as number 0, and give all of them LOCAL_RANK 0."
+    )
+    signals: tuple[str, ...] = key(
+        v.SIGNALS,
+        ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"),
+        """Signals to the launcher that are passed on to the workers. After SIGUSR1 and SIGUSR2 the run may go on;
+        after the others it ends.""",
+        aliases=("signals_to_handle",),
     )
     shutdown_grace_seconds: float = key(
         v.WAIT,
         30.0,
         """How long workers may take to save and end after a signal, or after another worker failed, before they
         are killed.""",
+        aliases=("shutdown_timeout",),
+    )
+    stall_seconds: float = key(
+        v.WAIT,
+        600.0,
+        """When no rank has made a step or written anything for so long, say which ones are behind and save every
+        rank's stack. 0 is never.""",
     )
     env: dict[str, str] = key(v.VARIABLES, {}, "Further environment variables for the workers, name: value.")
 

@@ -150,6 +150,27 @@ ENDPOINT = Kind("HOST:PORT", p.parse_endpoint, {"type": "string"}, verbatim=True
 WORKERS = Kind(
     "a whole number, at least 1, or auto", p.parse_workers, {"anyOf": [{"type": "integer"}, {"const": "auto"}]}
 )
+LOCAL_WORKERS = Kind(
+    "a whole number, at least 1, or auto, gpu or cpu",
+    p.parse_local_workers,
+    {"anyOf": [{"type": "integer"}, {"enum": ["auto", "gpu", "cpu"]}]},
+)
+SETTINGS = Kind(
+    "name=value pairs separated by commas, or a mapping",
+    p.parse_settings,
+    {"anyOf": [{"type": "string"}, VARIABLES.schema]},
+    write=p.write_json,
+    verbatim=True,
+)
+STREAMS = Kind(
+    "0, 1, 2 or 3, or RANK:NUMBER pairs separated by commas",
+    p.parse_streams,
+    {"type": ["string", "integer", "object"]},
+    verbatim=True,
+)
+SIGNALS = Kind(
+    "signal names separated by commas, or a list of them", p.parse_signals, NAMES.schema, write=",".join
+)
 MESH_SIZE = Kind(
     "a whole number, at least 1, or -1 for the rest", p.parse_mesh_size, {"type": "integer", "minimum": -1}
 )
@@ -193,6 +214,7 @@ DynamoName = Literal[
 ]
 DynamoModeName = Literal["default", "reduce-overhead", "max-autotune"]
 Workers = int | Literal["auto"]
+LocalWorkers = int | Literal["auto", "gpu", "cpu"]
 Reshard = bool | int | StrategyName
 
 _LONG_DTYPES = {"FLOAT32": "fp32", "BFLOAT16": "bf16", "FLOAT16": "fp16", "HALF": "fp16"}

@@ -15,6 +15,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,18 +25,22 @@ from fsdplaunch.config.environment import RUN_DIR, decode
 from fsdplaunch.config.schema import Config
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE
 from fsdplaunch.launch.cause import failure_status, signal_name
-from fsdplaunch.launch.crew import Crew, Job
+from fsdplaunch.launch.command import BOOTSTRAP
+from fsdplaunch.launch.crew import Crew
 from fsdplaunch.launch.departure import register_last, skip_shared_destructors
+from fsdplaunch.launch.job import Job, is_warm, make_job
 from fsdplaunch.launch.newborn import Order
 from fsdplaunch.launch.nursery import Nursery, open_nursery
-from fsdplaunch.launch.plan import BOOTSTRAP, LAUNCHER
 from fsdplaunch.launch.run_folder import AGENT_LOG, agent_record, write_json
-from fsdplaunch.launch.stop import NAMES, ORPHAN_SECONDS, Stop, stop_status
+from fsdplaunch.launch.stop import ORPHAN_SECONDS, Stop, stop_status
 from fsdplaunch.launch.streams import Pump, open_missing_streams
+from fsdplaunch.launch.variables import LAUNCHER
 from fsdplaunch.lifeline import die_with_parent
+from fsdplaunch.probe.limits import memory_kills, usable_memory
 
 _TORCH = ("torch", "torch.distributed")
-_SHARDING = ("fsdplaunch.runtime.device", "fsdplaunch.runtime.watch", "fsdplaunch.runtime.prepare")
+_SHARDING = ("fsdplaunch.runtime.device", "fsdplaunch.runtime.watch", "fsdplaunch.runtime.state", "torch._dynamo")
+"""What every rank of a sharded run comes to need; the first optimizer alone would import the compiler in each."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -45,6 +50,7 @@ def main(argv: Sequence[str]) -> None:
         argv: torchrun's options, each in one word, and then the workers' command.
     """
     register_last()
+    is_reported = LAUNCHER in os.environ
     launcher = int(os.environ.pop(LAUNCHER, os.getppid()))
     die_with_parent(signal.SIGTERM, parent=launcher)
     open_missing_streams()
@@ -58,7 +64,11 @@ def main(argv: Sequence[str]) -> None:
         importlib.import_module(BOOTSTRAP).main(list(hatched.argv))
         return
     # Nothing that torch started in this process is needed any more, and taking it apart takes time.
-    os._exit(lead(hatched, config, options, command, launcher=launcher))
+    run_dir = Path(os.environ[RUN_DIR])
+    run_dir.mkdir(parents=True, exist_ok=True)
+    workers = next(int(word.partition("=")[2]) for word in options if word.startswith("--nproc-per-node="))
+    job = make_job(config, command, run_dir=run_dir, workers=workers, is_reported=is_reported)
+    os._exit(lead(hatched, job, options, launcher=launcher, nodes_vary=config.num_machines > 1))
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -75,49 +85,35 @@ def preload_lists(config: Config, command: Sequence[str]) -> tuple[tuple[str, ..
     return _TORCH, (BOOTSTRAP, *sharding, *config.launch.preload)
 
 
-def is_warm(config: Config, command: Sequence[str]) -> bool:
-    """Whether workers are to be forked from a preloaded interpreter."""
-    return bool(config.launch.preload) and list(command[:2]) == ["-m", BOOTSTRAP]
+def lead(nursery: Nursery, job: Job, options: list[str], *, launcher: int, nodes_vary: bool) -> int:
+    """Run the workers to their end and return the status to exit with.
 
-
-def lead(nursery: Nursery, config: Config, options: list[str], command: list[str], *, launcher: int) -> int:
-    """Run the workers to their end and return the status to exit with."""
-    run_dir = Path(os.environ[RUN_DIR])
-    run_dir.mkdir(parents=True, exist_ok=True)
-    pump = Pump(_take_over_output(run_dir / AGENT_LOG))
-    stop = Stop(config.launch.shutdown_grace_seconds)
-    crew = Crew(_job(config, command, run_dir), nursery, pump, stop)
-    record = Record(run_dir, crew)
+    Args:
+        nursery: Where they come from.
+        job: What they are to do.
+        options: torchrun's.
+        launcher: Process id of our parent.
+        nodes_vary: More than one machine takes part, or may.
+    """
+    pump = Pump(_take_over_output(job.run_dir / AGENT_LOG))
+    crew = Crew(job, nursery, pump, Stop(job.launch.shutdown_grace_seconds))
+    record = Record(crew)
     _handle_signals(crew, launcher)
-    code = _run(crew, options, config, record)
+    code = _run(crew, options, record, nodes_vary=nodes_vary)
     crew.finish()
     nursery.close()
     record.write(code)
     return code
 
 
-def _job(config: Config, command: list[str], run_dir: Path) -> Job:
-    warm = is_warm(config, command)
-    is_bootstrap = list(command[:2]) == ["-m", BOOTSTRAP]
-    shown = config.launch.show_ranks
-    ranks = None if shown == "all" else {int(rank) for rank in shown.split(",")}
-    return Job(
-        run_dir=run_dir,
-        command=tuple(command[2:] if warm else [sys.executable, "-u", *command] if is_bootstrap else command),
-        cold=not warm,
-        is_shown=lambda rank, _local_rank, _stream: ranks is None or rank in ranks,
-        has_prefix=ranks is None or len(ranks) > 1,
-        grace_seconds=config.launch.shutdown_grace_seconds,
-    )
-
-
 class Record:
     """What this agent has to tell, in a file."""
 
-    def __init__(self, run_dir: Path, crew: Crew) -> None:
-        self._path = agent_record(run_dir)
+    def __init__(self, crew: Crew) -> None:
+        self._path = agent_record(crew.job.run_dir)
         self._crew = crew
         self._start = time.time_ns()
+        self._kills = memory_kills()
         self.error: str | None = None
 
     def write(self, code: int) -> None:
@@ -127,21 +123,25 @@ class Record:
             self._path,
             {
                 "exit_code": code,
+                "host": socket.gethostname(),
+                "memory_limit": usable_memory(),
+                "memory_kills": memory_kills() - self._kills,
                 "started_ns": self._start,
                 "seconds": round((time.time_ns() - self._start) / 1e9, 3),
                 "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "attempts": self._crew.attempts,
                 "stopped_by": signal_name(stop.number) if stop.number is not None else None,
                 "error": self.error,
+                "notes": self._crew.notes,
             },
         )
 
 
-def _run(crew: Crew, options: list[str], config: Config, record: Record) -> int:
+def _run(crew: Crew, options: list[str], record: Record, *, nodes_vary: bool) -> int:
     from fsdplaunch.launch import elastic
 
     try:
-        elastic.run_elastic(options, crew, nodes_vary=config.num_machines > 1)
+        elastic.run_elastic(options, crew, nodes_vary=nodes_vary)
     except elastic.ChildFailedError:
         return _failure_status(crew)
     except elastic.SignalException:
@@ -184,7 +184,7 @@ def _handle_signals(crew: Crew, launcher: int) -> None:
 
                 raise_if_stopped(crew)
 
-    for name in NAMES:
+    for name in crew.job.launch.signals:
         number = getattr(signal, name)
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell that starts us in the background
             signal.signal(number, handle)

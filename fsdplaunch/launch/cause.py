@@ -68,6 +68,14 @@ def first_failure(workers: Sequence[Worker]) -> Worker | None:
     return min(failed, key=lambda worker: (is_consequence(worker), moment(worker)), default=None)
 
 
+def brief(worker: Worker) -> str:
+    """Say in a few words how a worker failed."""
+    who, code, error = f"rank {worker['rank']}", worker["code"] or 0, worker["error"]
+    if error is not None and error["message"] and not error["message"].startswith("SystemExit"):
+        return f"{who} failed: {error['message'].splitlines()[0]}"
+    return f"{who} was killed by {signal_name(-code)}" if code < 0 else f"{who} failed with exit code {code}"
+
+
 def failure_status(worker: Worker) -> int:
     """The status the launcher ends with for this cause.
 

@@ -6,50 +6,28 @@ Free of torch: `fsdplaunch.launch.elastic` makes torch's elastic agent use it.
 import json
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.launch.cause import first_failure, signal_name
+from fsdplaunch.launch.cause import brief, first_failure, signal_name
+from fsdplaunch.launch.job import Job
 from fsdplaunch.launch.nursery import Ended, Nursery
-from fsdplaunch.launch.plan import BOOTSTRAP
-from fsdplaunch.launch.run_folder import error_file, rank_log
+from fsdplaunch.launch.run_folder import error_file, rank_folder, rank_log, read_tail
+from fsdplaunch.launch.stall import Watchdog
 from fsdplaunch.launch.stop import Stop
 from fsdplaunch.launch.streams import Pump, Source, open_log, open_way
+from fsdplaunch.launch.veil import Veil
+from fsdplaunch.vitals import MARKED, read_heartbeat
 
 DRAIN_SECONDS = 1.0
 """How long to wait for more output of a worker that has ended; its own children may hold its pipes for ever."""
 KILL_SECONDS = 10.0
 """How long a killed worker may take to die; one that hangs in a driver does not die at all."""
-TAIL_BYTES = 8192
 POLL_SECONDS = 0.01
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What to start on this machine, as often as it takes.
-
-    Attributes:
-        run_dir: The run's folder.
-        command: The workers' command (see `Nursery.start`).
-        cold: Execute the command instead of forking a preloaded interpreter.
-        is_shown: (rank, local rank, stream) -> whether that stream reaches the terminal.
-        has_prefix: Whether shown lines begin with their rank.
-        grace_seconds: What workers get to end by themselves after a signal.
-        cpus: local rank -> processors it may use; empty for no change.
-    """
-
-    run_dir: Path
-    command: tuple[str, ...]
-    cold: bool
-    is_shown: Callable[[int, int, str], bool]
-    has_prefix: bool
-    grace_seconds: float
-    cpus: Callable[[int], Sequence[int]] = lambda _: ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,6 +69,9 @@ class Crew:
         self.pump = pump
         self._nursery = nursery
         self._attempt = -1
+        self._prefixed = False
+        self._watchdog = Watchdog(job.run_dir, job.launch.stall_seconds)
+        self.notes: list[str] = []
         self._open = False
 
     def start(self, variables: Mapping[int, Mapping[str, str]]) -> None:
@@ -99,16 +80,20 @@ class Crew:
         Args:
             variables: What each local rank gets beside the agent's own variables.
         """
+        if self.attempts:
+            self.say(self._again())
         self._attempt += 1
         self.workers = []
         self._open = True
         self._wait_for_nursery()
         cold = self.job.cold or self._nursery.obstacle is not None
+        self._prefixed = len(self._shown_ranks(variables)) > 1
         for local_rank in sorted(variables):
             worker = self._start_one(local_rank, dict(variables[local_rank]), cold)
             self.workers.append(worker)
             if self.stop.number is not None:  # it came while this worker was not yet known
                 worker.send(self.stop.number)
+        self._watchdog.watch({worker.rank: worker.pid for worker in self.workers})
 
     def _wait_for_nursery(self) -> None:
         if self._attempt == 0:
@@ -116,24 +101,47 @@ class Crew:
             obstacle = self._nursery.obstacle
             late = [f"{obstacle}: workers start as fresh interpreters"] if obstacle else []
             for note in (*self._nursery.notes, *late):
-                self.pump.say(note)
+                self.say(note)
+
+    def _again(self) -> str:
+        """Why the workers are started anew."""
+        cause = self.attempts[-1]["cause"]
+        if cause is None:
+            return "the machines that take part have changed: all workers start again"
+        failed = sum(attempt["cause"] is not None for attempt in self.attempts)
+        return f"attempt {failed + 1} of {self.job.launch.max_restarts + 1} ({brief(cause)})"
+
+    def say(self, note: str) -> None:
+        """Tell the user something, now and in the record."""
+        self.notes.append(note)
+        self.pump.say(note)
 
     def _start_one(self, local_rank: int, variables: dict[str, str], cold: bool) -> Worker:
         rank = int(variables["RANK"])
         errors = error_file(self.job.run_dir, rank, self._attempt)
         errors.parent.mkdir(parents=True, exist_ok=True)
-        variables["TORCHELASTIC_ERROR_FILE"] = str(errors)
+        variables |= {"TORCHELASTIC_ERROR_FILE": str(errors), **self.job.variables.get(local_rank, {})}
+        if self.job.is_reported and self.job.is_shown(rank, local_rank, "stderr"):
+            variables[MARKED] = "1"
         files = [self._way(rank, local_rank, stream) for stream in ("stdout", "stderr")]
-        command = cold_command(self.job.command) if cold and not self.job.cold else self.job.command
+        command = self.job.cold_command if cold else self.job.command
+        cpus = self.job.cpus.get(local_rank, ())
         started = time.time_ns()
         try:
-            pid = self._nursery.start(
-                command, variables, cold=cold, files=[0, *files], cpus=self.job.cpus(local_rank)
-            )
+            pid = self._nursery.start(command, variables, cold=cold, files=[0, *files], cpus=cpus)
         finally:
             for file in files:
                 os.close(file)
         return Worker(rank=rank, local_rank=local_rank, pid=pid, started_ns=started)
+
+    def _shown_ranks(self, variables: Mapping[int, Mapping[str, str]]) -> set[int]:
+        """The local ranks that the terminal has to tell apart."""
+        return {
+            local_rank
+            for local_rank, own in variables.items()
+            for stream in self.pump.screens
+            if self.job.is_shown(int(own["RANK"]), local_rank, stream)
+        }
 
     def _way(self, rank: int, local_rank: int, stream: str) -> int:
         """Return the descriptor a worker writes one of its streams into."""
@@ -142,8 +150,11 @@ class Crew:
             return file
         screen = self.pump.screens[stream]
         ours, theirs, is_terminal = open_way(screen)
-        prefix = f"[{rank}] ".encode() if self.job.has_prefix else b""
-        self.pump.add(Source(end=ours, file=file, screen=screen, prefix=prefix, is_terminal=is_terminal))
+        prefix = f"[{rank}] ".encode() if self._prefixed else b""
+        veil = Veil() if stream == "stderr" else None
+        self.pump.add(
+            Source(end=ours, file=file, screen=screen, prefix=prefix, is_terminal=is_terminal, veil=veil)
+        )
         return theirs
 
     def look(self) -> None:
@@ -152,6 +163,8 @@ class Crew:
         for ended in self._nursery.ended():
             if ended.pid in by_pid:
                 by_pid[ended.pid].ended = ended
+        if stalled := self._watchdog.look():
+            self.say(stalled)
 
     @property
     def running(self) -> list[Worker]:
@@ -186,13 +199,13 @@ class Crew:
         unwanted = bool(self.running or self.failed)
         if self.running:
             self.send(number)
-            self._wait(self.job.grace_seconds, until=lambda: self.stop.insisted)
+            self._wait(self.job.launch.shutdown_grace_seconds, until=lambda: self.stop.insisted)
         if self.running:
             self.send(signal.SIGKILL)
             self._wait(KILL_SECONDS)
         if unwanted:
             self._sweep()
-        self.pump.drain(DRAIN_SECONDS)
+        self.pump.drain(DRAIN_SECONDS, failed=unwanted)
         self.attempts.append(self._record())
 
     def _wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
@@ -217,6 +230,10 @@ class Crew:
             "cause": first_failure(workers),
         }
 
+    def _steps(self, worker: Worker) -> int | None:
+        beat = read_heartbeat(rank_folder(self.job.run_dir, worker.rank))
+        return beat.steps if beat is not None and beat.pid == worker.pid else None
+
     def _describe(self, worker: Worker) -> dict[str, Any]:
         ended = worker.ended
         error = read_error(error_file(self.job.run_dir, worker.rank, self._attempt))
@@ -232,14 +249,10 @@ class Crew:
             "started_ns": worker.started_ns,
             "ended_ns": ended.time_ns if ended else None,
             "peak_bytes": ended.peak_bytes if ended else None,
+            "steps": self._steps(worker),
             "error": error,
             "tail": read_tail(log) if bad and error is None else [],
         }
-
-
-def cold_command(bootstrap_arguments: Sequence[str]) -> tuple[str, ...]:
-    """The command that runs the bootstrap in an interpreter of its own."""
-    return (sys.executable, "-u", "-m", BOOTSTRAP, *bootstrap_arguments)
 
 
 def read_error(path: Path) -> dict[str, Any] | None:
@@ -254,11 +267,3 @@ def read_error(path: Path) -> dict[str, Any] | None:
         }
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def read_tail(path: Path, lines: int = 20) -> list[str]:
-    """The last lines of a log, without reading all of it."""
-    with suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        return file.read().decode(errors="replace").splitlines()[-lines:]
-    return []

@@ -1,6 +1,7 @@
 """The names inside a run's folder, shared by the command line and the agent, and how files there are written."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ CONFIG = "config.yaml"
 RESULT = "result.json"
 AGENT_LOG = "agent.log"
 _RECORD = "agent.json"
+_TAIL_BYTES = 8192
 
 
 def agent_record(run_dir: Path) -> Path:
@@ -47,3 +49,11 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def read_tail(path: Path, lines: int = 20) -> list[str]:
+    """The last lines of a log, without reading all of it."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()[-lines:]
+    return []

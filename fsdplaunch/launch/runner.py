@@ -1,25 +1,43 @@
-"""Run a LaunchPlan: start the agent, pass signals on, wait, read the result. Never imports torch."""
+"""Run a LaunchPlan: start the agent, pass signals on, wait, read what came of it. Never imports torch."""
 
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
+from typing import Any
 
+from fsdplaunch.config.environment import ALLOW_UNSHARDED
 from fsdplaunch.config.render import render
-from fsdplaunch.launch.plan import LAUNCHER, LaunchPlan
-from fsdplaunch.launch.result import Failure, RunResult, read_result
-from fsdplaunch.launch.run_folder import CONFIG, PLAN, RESULT, agent_record, read_json, write_json
-from fsdplaunch.launch.stop import NAMES
+from fsdplaunch.launch.cause import shell_status, signal_name
+from fsdplaunch.launch.diagnosis import diagnose
+from fsdplaunch.launch.diagnosis.scene import scene_of
+from fsdplaunch.launch.plan import LaunchPlan
+from fsdplaunch.launch.result import RunResult, read_result
+from fsdplaunch.launch.run_folder import (
+    AGENT_LOG,
+    CONFIG,
+    PLAN,
+    RESULT,
+    agent_record,
+    rank_folder,
+    read_json,
+    read_tail,
+    write_json,
+)
 from fsdplaunch.launch.streams import open_missing_streams
+from fsdplaunch.launch.variables import LAUNCHER
 
 PATIENCE = 2
 """Signals that are passed on before the agent is killed."""
 
 
-def run_plan(plan: LaunchPlan) -> RunResult:
+def run_plan(
+    plan: LaunchPlan, *, output: int | None = None, on_signal: Callable[[int, int], None] = lambda *_: None
+) -> RunResult:
     """Start the plan's agent and wait for its end.
 
     The agent gets a session of its own, so that a Ctrl-C in the terminal reaches it once, through us. A first
@@ -27,22 +45,17 @@ def run_plan(plan: LaunchPlan) -> RunResult:
 
     Args:
         plan: What to run; its folder is created here.
+        output: Descriptor for what the shown ranks write to their standard output; ours when left out.
+        on_signal: Called with each signal that is passed on, and how many there have been.
     """
     open_missing_streams()
     _prepare_run_dir(plan)
     start = time.monotonic()
     environ = {**os.environ, **plan.env, LAUNCHER: str(os.getpid())}
-    agent = subprocess.Popen(plan.argv, env=environ, start_new_session=True)
-    with _signals_passed_to(agent):
-        status = agent.wait()
-    result = _read(plan, 128 - status if status < 0 else status)
-    if not result.seconds:
-        result = RunResult(
-            exit_code=result.exit_code,
-            seconds=round(time.monotonic() - start, 3),
-            failure=result.failure,
-            stopped_by=result.stopped_by,
-        )
+    agent = subprocess.Popen(plan.argv, env=environ, stdout=output, start_new_session=True)
+    with _signals_passed_to(agent, plan.config.launch.signals, on_signal) as received:
+        status = shell_status(agent.wait())
+    result = _read(plan, status, received, round(time.monotonic() - start, 3))
     write_json(plan.run_dir / RESULT, result.to_dict())
     return result
 
@@ -60,47 +73,64 @@ def _prepare_run_dir(plan: LaunchPlan) -> None:
         fresh.unlink()
 
 
-def _read(plan: LaunchPlan, status: int) -> RunResult:
+def _read(plan: LaunchPlan, status: int, received: Sequence[int], seconds: float) -> RunResult:
     record = read_json(agent_record(plan.run_dir))
-    if status == 0 and (missing := _unsharded_ranks(plan)):
-        message = f"NeverShardedError: {plan.script} ended without sharding a model"
-        failure = Failure(rank=missing[0], exit_code=1, message=message)
-        return RunResult(exit_code=1, seconds=float(record.get("seconds", 0.0)), failure=failure)
-    return read_result(record, exit_code=status)
+    if not record and received:  # it was ended while it was starting
+        record = {"stopped_by": signal_name(received[0])}
+    if not record and status:
+        record = {"error": "\n".join(read_tail(plan.run_dir / AGENT_LOG, lines=1))}
+    if status == 0 and (missing := unsharded_ranks(plan)):
+        status, record = 1, with_unsharded_cause(record, plan, missing[0])
+    result = read_result(record, exit_code=status, seconds=seconds, gpus=plan.gpus)
+    scene = scene_of(record, plan.config, plan.argv[0]) if result.failure else None
+    return replace(result, diagnosis=diagnose(scene)) if scene is not None else result
 
 
-def _unsharded_ranks(plan: LaunchPlan) -> list[int]:
+def unsharded_ranks(plan: LaunchPlan) -> list[int]:
     """Ranks of this node that reported success without ever sharding a model.
 
     The bootstrap checks this itself when a script ends; the marker catches scripts that leave through os._exit.
     """
-    from fsdplaunch.config.environment import ALLOW_UNSHARDED
-
-    if plan.config.distributed_type != "FSDP" or ALLOW_UNSHARDED in plan.env or plan.nodes > 1:
+    watched = plan.target.is_python and plan.config.distributed_type == "FSDP" and plan.nodes == 1
+    if not watched or ALLOW_UNSHARDED in plan.env:
         return []
-    return [rank for rank in range(plan.workers) if not (plan.run_dir / "ranks" / str(rank) / "sharded").exists()]
+    return [rank for rank in range(plan.workers) if not (rank_folder(plan.run_dir, rank) / "sharded").exists()]
+
+
+def with_unsharded_cause(record: Mapping[str, Any], plan: LaunchPlan, rank: int) -> dict[str, Any]:
+    """The agent's record, with the rank that did not shard as the failure it is."""
+    attempts = [*record.get("attempts", [])]
+    if not attempts:
+        return dict(record)
+    message = f"NeverShardedError: {plan.script} ended without sharding a model"
+    error = {"message": message, "traceback": None, "time_ns": 0}
+    worker = next(worker for worker in attempts[-1]["workers"] if worker["rank"] == rank)
+    attempts[-1] = {**attempts[-1], "cause": {**worker, "code": 1, "error": error}}
+    return {**record, "attempts": attempts}
 
 
 @contextmanager
-def _signals_passed_to(agent: subprocess.Popen[bytes]) -> Iterator[None]:
+def _signals_passed_to(
+    agent: subprocess.Popen[bytes], names: Sequence[str], on_signal: Callable[[int, int], None]
+) -> Iterator[list[int]]:
     """Pass signals on; the agent knows what a second one means. At the third, kill it, and with it its workers."""
-    interrupts = 0
+    received: list[int] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        nonlocal interrupts
-        interrupts += 1
-        if interrupts > PATIENCE:
+        received.append(number)
+        if len(received) > PATIENCE:
             agent.kill()
         else:
             agent.send_signal(number)
+        on_signal(number, len(received))
 
-    numbers = [getattr(signal, name) for name in NAMES]
+    numbers = [getattr(signal, name) for name in names]
     before = {number: signal.getsignal(number) for number in numbers}
     for number in numbers:
         if before[number] is not signal.SIG_IGN:  # nohup, for example, has been told to ignore it
             signal.signal(number, handle)
     try:
-        yield
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

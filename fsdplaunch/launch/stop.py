@@ -4,8 +4,6 @@ import signal
 import time
 from dataclasses import dataclass
 
-NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-"""Signals that are passed on to the workers when nothing else is configured."""
 WARNINGS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 """Signals that announce an end and do not ask for one: a script may save and go on."""
 EXIT_SAVED = 75

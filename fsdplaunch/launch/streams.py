@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fsdplaunch.launch.veil import Veil
+
 CHUNK = 1 << 16
 LONGEST_LINE = 1 << 16
 """Bytes of an unfinished line that are held back at most, in the hope of its end."""
@@ -35,6 +37,7 @@ class Source:
         screen: Descriptor it is shown on.
         prefix: Put before each line; empty when only one rank is shown, whose bytes then pass untouched.
         is_terminal: `end` is a terminal's, whose size follows the screen's.
+        veil: Keeps some of it from the screen; None for a stream that is shown as it is.
     """
 
     end: int
@@ -42,6 +45,7 @@ class Source:
     screen: int
     prefix: bytes
     is_terminal: bool
+    veil: Veil | None = None
     partial: bytearray = field(default_factory=bytearray)
     since: float = 0.0
 
@@ -58,6 +62,7 @@ class Pump:
         self._thread: threading.Thread | None = None
         self._open_line: Source | None = None
         self._arrived = 0
+        self._failed = True
 
     def add(self, source: Source) -> None:
         """Start to copy a stream."""
@@ -75,11 +80,16 @@ class Pump:
             self._break_line(None)
             write_all(self.screens["stderr"], f"fsdplaunch: {text}\n".encode())
 
-    def drain(self, seconds: float) -> None:
+    def drain(self, seconds: float, *, failed: bool) -> None:
         """Wait until every stream has ended, or until nothing has come for `seconds`; then let go of them.
 
         A process that outlives its worker may hold a stream open for as long as it likes.
+
+        Args:
+            seconds: How long to wait.
+            failed: The attempt has failed.
         """
+        self._failed = failed
         quiet_until = time.monotonic() + seconds
         arrived = -1
         while self._sources and time.monotonic() < quiet_until:
@@ -110,15 +120,16 @@ class Pump:
             self._finish(source)
             return
         self._arrived += 1
-        write_all(source.file, data)
-        if source.prefix:
-            self._show_lines(source, data)
-        else:
-            self._show(source, data)
+        whole, shown = source.veil.part(data) if source.veil is not None else (data, data)
+        write_all(source.file, whole)
+        self._show(source, shown)
 
     def _show(self, source: Source, data: bytes) -> None:
-        write_all(source.screen, data)
-        self._open_line = None if data.endswith(b"\n") else source
+        if source.prefix:
+            self._show_lines(source, data)
+        elif data:
+            write_all(source.screen, data)
+            self._open_line = None if data.endswith(b"\n") else source
 
     def _show_lines(self, source: Source, data: bytes) -> None:
         """Show whole lines only; a carriage return ends one too, as progress bars mean it."""
@@ -151,6 +162,10 @@ class Pump:
             self._open_line = None
 
     def _finish(self, source: Source) -> None:
+        if source.veil is not None:
+            whole, shown = source.veil.end(failed=self._failed)
+            write_all(source.file, whole)
+            self._show(source, shown)
         write_all(source.screen, self._take_partial(source))
         self._selector.unregister(source.end)
         self._sources.remove(source)

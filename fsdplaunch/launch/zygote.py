@@ -15,11 +15,10 @@ from typing import Any
 from fsdplaunch.launch.departure import share_modules
 from fsdplaunch.launch.newborn import Order, settle, show_as
 from fsdplaunch.launch.preload import Preloaded, freeze
-from fsdplaunch.launch.stop import NAMES
 from fsdplaunch.launch.wire import Channel
 from fsdplaunch.lifeline import die_with_parent, live_on
 
-PASSED_ON = tuple(getattr(signal, name) for name in NAMES)
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that are the agent's to pass on to the workers. A scheduler may send them to every process of a job."""
 
 

@@ -26,6 +26,7 @@ class Gpu:
         memory_bytes: Memory it has, used or not; 0 where the driver does not tell.
         compute_capability: For example `(9, 0)`.
         busy: Processes that use it now: (process id, bytes).
+        bus_id: Its PCI address as the kernel writes it, `0000:3b:00.0`; empty where unknown.
     """
 
     index: int
@@ -34,6 +35,7 @@ class Gpu:
     compute_capability: tuple[int, int]
     uuid: str = ""
     busy: tuple[tuple[int, int], ...] = ()
+    bus_id: str = ""
 
     @property
     def has_bf16(self) -> bool:
@@ -125,6 +127,7 @@ def _read_gpu(nvml: ModuleType, handle: Any) -> Gpu:
         compute_capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         busy=_processes(nvml, handle),
+        bus_id=_bus_id(nvml, handle),
     )
 
 
@@ -151,6 +154,15 @@ def _processes(nvml: ModuleType, handle: Any) -> tuple[tuple[int, int], ...]:
     except nvml.NVMLError:  # not allowed in some containers, and only of interest
         return ()
     return tuple((int(entry.pid), int(entry.usedGpuMemory or 0)) for entry in found)
+
+
+def _bus_id(nvml: ModuleType, handle: Any) -> str:
+    """The driver writes the domain with eight digits and in upper case, the kernel with four and in lower."""
+    try:
+        domain, _, rest = _text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower().partition(":")
+    except (nvml.NVMLError, AttributeError):
+        return ""
+    return f"{domain[-4:]}:{rest}"
 
 
 def _text(value: str | bytes) -> str:

@@ -37,6 +37,20 @@ def usable_memory(root: Path = Path("/")) -> int | None:
     return min(limits) if installed and limits else None
 
 
+def memory_kills(root: Path = Path("/")) -> int:
+    """Return how often the kernel has killed a process of this process's cgroup for want of memory.
+
+    Args:
+        root: Where /proc and /sys are found.
+    """
+    for folder in _groups(root, "memory"):
+        for name in ("memory.events", "memory.oom_control"):
+            words = dict(line.split()[:2] for line in _read(folder / name).splitlines() if len(line.split()) > 1)
+            if "oom_kill" in words:
+                return int(words["oom_kill"])
+    return 0
+
+
 def _installed_memory(root: Path) -> int | None:
     for line in _read(root / "proc/meminfo").splitlines():
         if line.startswith("MemTotal:"):

@@ -15,6 +15,7 @@ from fsdplaunch.config.environment import decode
 from fsdplaunch.config.schema import Config
 from fsdplaunch.lifeline import die_with_parent
 from fsdplaunch.runtime.failure import conclude
+from fsdplaunch.runtime.heartbeat import start_heartbeat
 from fsdplaunch.runtime.script import Target, parse_target, run_target
 
 
@@ -43,6 +44,7 @@ def main(argv: list[str]) -> None:
 def _work(config: Config, target: Target) -> None:
     if config.distributed_type == "FSDP":
         _set_up(config)
+    start_heartbeat()
     try:
         run_target(target)
     except SystemExit as leaving:

@@ -6,10 +6,13 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fsdplaunch.errors import EXIT_FAILED, LaunchError
 from fsdplaunch.runtime.script import user_traceback
+from fsdplaunch.vitals import BEGIN_HIDDEN, END_HIDDEN, MARKED
 
 EXIT_INTERRUPTED = 130
 STUCK_SECONDS = 30.0
@@ -33,12 +36,27 @@ def conclude(failure: BaseException) -> int:
     text = "".join(traceback.format_exception(type(failure), failure, lines))
     short = isinstance(failure, LaunchError) and lines is None
     record(str(failure) if short else f"{type(failure).__name__}: {failure}", "" if short else text)
-    if short:
-        sys.stderr.write(f"error: {failure}\n")
-    else:
-        # The hook is the script's, if it set one. Torch's own reads the exception's traceback, not the argument.
-        sys.excepthook(type(failure), failure.with_traceback(lines), lines)
+    with _for_the_file():
+        if short:
+            sys.stderr.write(f"error: {failure}\n")
+        else:
+            # The hook is the script's, if it set one. Torch's reads the exception's traceback, not the argument.
+            sys.excepthook(type(failure), failure.with_traceback(lines), lines)
     return EXIT_FAILED
+
+
+@contextmanager
+def _for_the_file() -> Iterator[None]:
+    """Mark what is printed as not for the terminal, where a launcher will report it; a script's own hook is."""
+    own = sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith("torch.")
+    if os.environ.get(MARKED) != "1" or own:
+        yield
+        return
+    sys.stderr.write(BEGIN_HIDDEN.decode())
+    try:
+        yield
+    finally:
+        sys.stderr.write(END_HIDDEN.decode())
 
 
 def _leave(leaving: SystemExit) -> int:

@@ -78,6 +78,7 @@ def code_pickles(dcp, canary: Path) -> dict:
         "LONG_BINPUT": dcp.Raw(b"Nr\xff\xff\xff\x7f"),
         "LONG_BINGET": dcp.Raw(b"j\xff\xff\xff\x7f"),
         "deep marks": dcp.Raw(b"(" * 5000),
+        "deep tuples": dcp.Raw(b"(" * 200 + b"t" * 200),
         "PROTO 0": dcp.Raw(b"\x80\x00N"),
         "STOP early": dcp.Raw(b"."),
         "too long text": dcp.Raw(b"\x8d" + (2**62).to_bytes(8, "little")),

@@ -182,6 +182,22 @@ def test_records_read_at_once_equal_records_read_step_by_step(dcp, rows, make, m
     assert fused[0] != "refused"
 
 
+def test_records_read_at_once_equal_records_read_step_by_step_for_each_changed_byte(dcp, monkeypatch):
+    boxes = [((0, 0), (2, 3)), ((2, 0), (2, 3)), ((4, 0), (2, 3))]
+    raw = dcp.Draft().add("w", (6, 3), boxes).index()
+    start = raw.index(b"offsets") + 60  # the second chunk and all that follows it
+    spoilt = []
+    for place in range(start, len(raw)):
+        for change in (1, 2, 0x80):
+            copy = bytearray(raw)
+            copy[place] ^= change
+            spoilt.append(bytes(copy))
+    fused = [outcome(copy) for copy in spoilt]
+    without_fused(monkeypatch)
+    assert fused == [outcome(copy) for copy in spoilt]
+    assert 0 < fused.count("refused") < len(fused)
+
+
 def test_most_records_of_a_real_index_are_read_at_once(monkeypatch):
     counts: Counter[tuple[str, bool]] = Counter()
 

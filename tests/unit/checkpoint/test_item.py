@@ -181,6 +181,7 @@ def spoil(dcp) -> dict[str, bytes]:
         "no description": raw.replace(b"data.pkl", b"dada.pkl"),
         "no data": raw.replace(b"archive/data/0", b"archive/dada/0"),
         "description damaged": raw.replace(b"FloatStorage", b"FloatStoragf"),
+        "description altered": raw.replace(b"\x03\x00\x00\x00cpu", b"\x03\x00\x00\x00cpv"),
         "big endian": sound(dcp, byteorder=b"big"),
         "byte order unknown": sound(dcp, byteorder=b"\xff\xfe"),
         "data too short": zipped(described("float32", (3, 4)), DATA[:-1]),

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,30 @@ def test_merge_transposed_storage_is_put_in_row_order(dcp, tmp_path):
     draft = dcp.Draft().add("w", (6, 4), [((0, 0), (3, 4)), ((3, 0), (3, 4))], item=transposed)
     merge(draft.save(tmp_path / "ckpt"), tmp_path / "out", options=MergeOptions(verify=True))
     assert_merged(dcp, draft, tmp_path / "out")
+
+
+def test_merge_resolves_conjugated_and_negated_values(dcp, tmp_path):
+    numbers = struct.pack("<8f", *(at - 3.5 for at in range(8)))
+    draft = dcp.Draft()
+    for name, flags in (("conj", {"conj": True}), ("neg", {"neg": True})):
+        item = lambda part, sizes, flags=flags: dcp.zipped(dcp.described("complex64", sizes, flags=flags), part)  # noqa: E731
+        draft.add(name, (4,), [((0,), (2,)), ((2,), (2,))], dtype="complex64", data=numbers, item=item)
+    merge(draft.save(tmp_path / "ckpt"), tmp_path / "out", options=MergeOptions(verify=True))
+    found = dcp.safetensors(tmp_path / "out/model.safetensors")
+    values = [at - 3.5 for at in range(8)]
+    assert list(struct.unpack("<8f", found["neg"][2])) == [-value for value in values]
+    assert list(struct.unpack("<8f", found["conj"][2])) == [
+        v if at % 2 == 0 else -v for at, v in enumerate(values)
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "sizes"), [("int64", (2, 2)), ("float32", (4, 2)), ("float32", (8,))])
+def test_merge_of_an_item_that_differs_from_the_index_is_refused(dcp, dtype, sizes, tmp_path):
+    draft = dcp.Draft().add("w", (2, 4), item=lambda part, _: dcp.zipped(dcp.described(dtype, sizes), part))
+    with pytest.raises(
+        CheckpointError, match=r"holds \w+ of shape \[.*\], the index says float32 of shape \[2, 4\]"
+    ):
+        merge(draft.save(tmp_path / "ckpt"), tmp_path / "out")
 
 
 def test_merge_view_with_an_offset_takes_only_its_elements(dcp, tmp_path):

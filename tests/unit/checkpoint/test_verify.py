@@ -91,7 +91,7 @@ def test_result_of_another_size_is_found(verify, change):
 
 @pytest.mark.parametrize(
     ("old", "new", "match"),
-    [('"rows"', '"rowt"', "does not list"), ("{", "[", "not readable"), ("00001-of", "00002-of", "")],
+    [('"rows"', '"rowt"', "does not list"), ("{", "[", "not readable"), ("00001-of", "00002-of", "does not list")],
 )
 def test_changed_index_of_the_result_is_found(verify, old, new, match):
     def spoil(folder, plan):

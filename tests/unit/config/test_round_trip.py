@@ -16,6 +16,7 @@ from fsdplaunch.config.load import check, stack
 from fsdplaunch.config.render import render, spoken_values
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.rules import find_faults, view_of
+from fsdplaunch.config.schema import Config, PrecisionSection
 from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
 
@@ -37,6 +38,9 @@ BY_KIND = {
     id(v.NUMBER): st.floats(allow_nan=False, allow_infinity=False),
     id(v.SECONDS): st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     id(v.WAIT): st.floats(min_value=0, allow_infinity=False),
+    id(v.SETTINGS): st.dictionaries(WORDS.filter(str.isidentifier), TEXT, max_size=3),
+    id(v.STREAMS): st.sampled_from(["0", "1", "2", "3", "0:3", "0:1,1:2"]),
+    id(v.SIGNALS): st.sampled_from([("SIGTERM",), ("SIGINT", "SIGUSR1"), ("SIGHUP", "SIGQUIT", "SIGUSR2")]),
     id(v.TEXT): TEXT,
     id(v.PATTERN): st.sampled_from([r".*\.norm", "lm_head", r"layers\.\d+\.(a|b)", "no", "1e5", "[ab]{2}"]),
     id(v.NAMES): st.lists(WORDS, max_size=3).map(tuple),
@@ -50,6 +54,7 @@ BY_KIND = {
     id(v.NODE_RANGE): st.tuples(st.integers(1, 4), st.integers(0, 4)).map(lambda pair: f"{pair[0]}:{sum(pair)}"),
     id(v.ENDPOINT): st.sampled_from(["10.0.0.1:29500", "node-0:0", "[fe80::1]:400"]),
     id(v.WORKERS): st.just("auto") | st.integers(1, 64),
+    id(v.LOCAL_WORKERS): st.sampled_from(["auto", "gpu", "cpu"]) | st.integers(1, 64),
     id(v.MESH_SIZE): st.just(-1) | st.integers(1, 16),
     id(v.VERSION): st.sampled_from([1, 2]),
     id(v.RESHARD): st.booleans() | st.integers(2, 8) | st.sampled_from(v.STRATEGY.choices),
@@ -160,3 +165,9 @@ def test_every_value_reaches_the_worker(spec, data):
     environ = encode(config)
     assert all(text and "\0" not in text for text in environ.values())
     assert decode(environ) == config
+
+
+def test_a_number_format_of_version_1_needs_no_sharding_key_where_nothing_is_sharded():
+    config = resolve(Config(distributed_type="NO", precision=PrecisionSection(buffer="fp32")))
+    assert {path[0] for path in spoken_values(config)} == {"distributed_type", "mixed_precision", "precision"}
+    assert read(render(config)) == config

@@ -9,14 +9,19 @@ from fsdplaunch.config.environment import decode
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema import Config, LaunchSection
 from fsdplaunch.errors import MachineError, UsageError
-from fsdplaunch.launch.plan import LaunchPlan, Machine, build_plan
+from fsdplaunch.launch.plan import LaunchPlan, Machine, Target, build_plan
 
 
 def make(
-    config: Config | None = None, *, gpus: int = 0, environ: dict[str, str] | None = None, **kwargs
+    config: Config | None = None,
+    *,
+    gpus: int = 0,
+    environ: dict[str, str] | None = None,
+    facts: dict | None = None,
+    **kwargs,
 ) -> LaunchPlan:
-    machine = Machine(gpus=gpus, cpus=8, python="/usr/bin/python3", environ=environ or {})
-    options = {"script": "train.py", "run_id": "r1", "run_dir": Path("/runs/r1"), **kwargs}
+    machine = Machine(gpus=gpus, cpus=8, python="/usr/bin/python3", environ=environ or {}, **(facts or {}))
+    options = {"target": Target(name="train.py"), "run_id": "r1", "run_dir": Path("/runs/r1"), **kwargs}
     return build_plan(resolve(config or Config()), machine=machine, **options)
 
 
@@ -69,13 +74,13 @@ def test_several_machines_without_an_address_or_a_rank_are_refused(missing):
 
 def test_script_arguments_come_last_and_untouched():
     arguments = ["--config", "a b", "--", "-c", "'\"$(x)\n", "--help"]
-    plan = make(arguments=arguments)
+    plan = make(target=Target(name="train.py", arguments=tuple(arguments)))
     assert plan.argv[-len(arguments) - 1 :] == ("train.py", *arguments)
     assert plan.argv[-len(arguments) - 3 : -len(arguments) - 1] == ("-m", "fsdplaunch.runtime.bootstrap")
 
 
 def test_module_is_marked_for_the_bootstrap():
-    assert make(script="pkg.train", module=True).argv[-2:] == ("-m", "pkg.train")
+    assert make(target=Target(name="pkg.train", is_module=True)).argv[-2:] == ("-m", "pkg.train")
 
 
 def test_env_carries_the_whole_config():
@@ -119,3 +124,64 @@ def test_plan_as_data_is_plain():
     assert data["env"] == dict(plan.env)
     assert data["argv"] == list(plan.argv)
     assert data["notes"] == ["n", "no GPU is visible: running on CPU with gloo"]
+
+
+def test_program_of_its_own_is_run_without_the_bootstrap():
+    target = Target(name="./run.sh", arguments=("-m", "x"), is_python=False)
+    plan = make(target=target)
+    assert plan.argv[-3:] == ("./run.sh", "-m", "x")
+    assert "fsdplaunch.runtime.bootstrap" not in plan.argv
+    assert "whether it shards its model is not checked" in plan.notes[-1]
+    with pytest.raises(UsageError, match="--no-python"):
+        make(target=Target(name="x", is_module=True, is_python=False))
+
+
+@pytest.mark.parametrize(("asked", "workers"), [("gpu", 4), ("cpu", 8), ("auto", 4), (3, 3)])
+def test_workers_per_node_may_be_counted_from_the_machine(asked, workers):
+    config = Config(launch=LaunchSection(workers_per_node=asked), use_cpu=asked == "cpu")
+    assert make(config, gpus=4).workers == workers
+
+
+def test_one_worker_per_gpu_without_gpus_is_refused():
+    with pytest.raises(MachineError, match="this run has no GPUs"):
+        make(Config(launch=LaunchSection(workers_per_node="gpu")))
+
+
+@pytest.mark.parametrize(
+    "said", [{"main_process_port": 29500}, {"launch": LaunchSection(rendezvous_endpoint="127.0.0.1:29500")}]
+)
+def test_busy_port_is_replaced_on_one_machine_and_said(said):
+    assert "--rdzv-endpoint=127.0.0.1:29500" in make(Config(**said)).argv
+    plan = make(Config(**said), facts={"port_holder": "process 7 (user me, python3)"})
+    assert "--rdzv-endpoint=127.0.0.1:0" in plan.argv
+    assert "in use by process 7 (user me, python3): another one is taken" in plan.notes[-1]
+
+
+def test_torchruns_options_come_from_keys():
+    launch = LaunchSection(
+        role="trainer",
+        monitor_interval_seconds=0.5,
+        rendezvous_id="job-7",
+        rendezvous_options={"read_timeout": "30", "join_timeout": "9"},
+        local_address="10.0.0.5",
+        nodes="1:3",
+    )
+    assert {
+        "--role=trainer",
+        "--monitor-interval=0.5",
+        "--rdzv-id=job-7",
+        "--rdzv-conf=is_host=1,join_timeout=9,read_timeout=30",
+        "--rdzv-endpoint=10.0.0.5:0",
+        "--local-addr=10.0.0.5",
+        "--nnodes=1:3",
+    } <= set(make(Config(launch=launch)).argv)
+
+
+def test_flight_recorder_is_on_under_the_names_of_the_torch_version():
+    new = make(facts={"torch_version": (2, 9)}).env
+    assert (new["TORCH_FR_BUFFER_SIZE"], new["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("2000", "1")
+    assert new["TORCH_FR_DUMP_TEMP_FILE"].startswith("/runs/r1/")
+    old = make(facts={"torch_version": (2, 8)}).env
+    assert "TORCH_FR_BUFFER_SIZE" not in old
+    assert old["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+    assert "TORCH_FR_BUFFER_SIZE" not in make(environ={"TORCH_FR_BUFFER_SIZE": "0"}).env

@@ -1,0 +1,79 @@
+"""The command that starts a node's agent: torchrun's own options, so that it can be read with torchrun's help."""
+
+from pathlib import Path
+
+from fsdplaunch.config.schema import Config
+from fsdplaunch.errors import UsageError
+
+BOOTSTRAP = "fsdplaunch.runtime.bootstrap"
+"""The module that is every Python worker's entry."""
+
+
+def agent_command(config: Config, *, python: str, run_id: str, run_dir: Path, workers: int) -> list[str]:
+    """Return the agent's command line, up to what the workers are to run.
+
+    Args:
+        config: Resolved configuration.
+        python: The interpreter that agent and workers run in.
+        run_id: Unique per run and attempt.
+        run_dir: The run's folder.
+        workers: Workers on this machine.
+
+    Raises:
+        UsageError: Nothing says where the machines meet, or which one this is.
+    """
+    launch = config.launch
+    return [
+        python,
+        "-u",
+        # By its path: with -m, python would look for modules in the current folder first, and find the user's own.
+        str(Path(__file__).with_name("agent.py")),
+        f"--nnodes={launch.nodes or config.num_machines}",
+        f"--nproc-per-node={workers}",
+        f"--max-restarts={launch.max_restarts}",
+        f"--monitor-interval={launch.monitor_interval_seconds}",
+        f"--role={launch.role}",
+        *_rendezvous(config, launch.rendezvous_id or run_id),
+        f"--log-dir={run_dir}",
+    ]
+
+
+def _rendezvous(config: Config, name: str) -> list[str]:
+    """Where the agents meet. `is_host` and the local address are always said: torchrun's guesses hang."""
+    endpoint = config.launch.rendezvous_endpoint
+    if config.num_machines == 1:
+        address = config.launch.local_address or "127.0.0.1"
+        return [
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={endpoint or f'{address}:{config.main_process_port or 0}'}",
+            f"--rdzv-id={name}",
+            f"--rdzv-conf={_settings(config, is_host=1)}",
+            f"--local-addr={address}",
+        ]
+    if endpoint is None and config.main_process_ip:
+        endpoint = f"{config.main_process_ip}:{config.main_process_port or 29500}"
+    if endpoint is None:
+        msg = f"num_machines is {config.num_machines}, but nothing says where the machines meet"
+        raise UsageError(msg, hint="set main_process_ip (and main_process_port) to machine 0's address")
+    if config.machine_rank is None:
+        msg = f"num_machines is {config.num_machines}, but nothing says which machine this is"
+        raise UsageError(msg, hint="set FSDPLAUNCH_MACHINE_RANK on each machine: 0 on the first, 1 on the next")
+    local = [f"--local-addr={config.launch.local_address}"] if config.launch.local_address else []
+    if config.rdzv_backend == "static":
+        host, _, port_text = endpoint.rpartition(":")
+        place = [f"--master-addr={host}", f"--master-port={port_text}", f"--node-rank={config.machine_rank}"]
+        return ["--rdzv-backend=static", *place, *local]
+    return [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={endpoint}",
+        f"--rdzv-id={config.launch.rendezvous_id or endpoint}",
+        f"--rdzv-conf={_settings(config, is_host=int(config.machine_rank == 0))}",
+        *local,
+    ]
+
+
+def _settings(config: Config, *, is_host: int) -> str:
+    """Torch's rendezvous settings; what the configuration says of them goes last and wins."""
+    timeout = round(config.launch.rendezvous_timeout_seconds)
+    settings = {"is_host": str(is_host), "join_timeout": str(timeout)} | config.launch.rendezvous_options
+    return ",".join(f"{name}={value}" for name, value in settings.items())

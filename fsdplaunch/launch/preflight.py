@@ -1,0 +1,174 @@
+"""What would stop a launch on this machine, found in milliseconds, before torch is imported. In the command line.
+
+Each check looks at one thing and yields findings; none raises, prints or starts anything.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdplaunch.config.schema import Config
+from fsdplaunch.launch.plan import LaunchPlan, Target
+from fsdplaunch.launch.ports import describe_process, find_holder, meeting_port, opens_port
+from fsdplaunch.probe.gpus import Gpu
+
+MIB = 1024**2
+GIB = 1024**3
+LITTLE_SPACE = GIB
+NO_SPACE = 64 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is in the way.
+
+    Attributes:
+        message: What is wrong, in one line.
+        hint: What to do about it.
+        fatal: The launch cannot work; otherwise it may, and the user should know.
+    """
+
+    message: str
+    hint: str
+    fatal: bool = True
+
+
+def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
+    """Check everything a launch needs here.
+
+    Args:
+        plan: What is about to be run.
+        gpus: Visible GPUs, in CUDA's order.
+    """
+    config = plan.config
+    folders = [plan.run_dir.parent, Path(config.checkpoint.dir)]
+    return [
+        *check_target(plan.target),
+        *check_torch(),
+        *check_gpus(config, gpus, plan.gpus),
+        *check_space(folders),
+        *check_port(config),
+    ]
+
+
+def check_target(target: Target) -> Iterator[Finding]:
+    """What is to run can be found, and compiled or executed."""
+    name = target.name
+    if not target.is_python:
+        if shutil.which(name) is None:
+            yield Finding(
+                message=f"{name} is not an executable program", hint="leave --no-python out for a script"
+            )
+    elif target.is_module:
+        top = name.partition(".")[0]
+        if not _is_module(top):
+            yield Finding(message=f"no module named {top}", hint=f"looked in {Path.cwd()} and where Python looks")
+    else:
+        path = Path(name)
+        file = path / "__main__.py" if path.is_dir() else path
+        if file.suffix in ("", ".py"):  # and not an archive
+            yield from _check_source(file)
+
+
+def _is_module(name: str) -> bool:
+    """Whether a top-level module can be found; looking for it imports nothing."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        del sys.path[0]
+
+
+def _check_source(file: Path) -> Iterator[Finding]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+    except OSError as error:
+        yield Finding(
+            message=f"{file} cannot be read: {(error.strerror or '').lower()}", hint="see its permissions"
+        )
+    except SyntaxError as error:
+        text = f": {error.text.strip()}" if error.text else ""
+        yield Finding(message=f"{file}:{error.lineno or 1}: {error.msg}{text}", hint="correct the script")
+    except ValueError as error:
+        yield Finding(message=f"{file}: {error}", hint="name a Python script, or use --no-python for a program")
+
+
+def check_torch() -> Iterator[Finding]:
+    """There is a torch to import, and it is not too old."""
+    version = torch_version()
+    if version is None:
+        yield Finding(message=f"{sys.executable} has no torch", hint="pip install torch, or use its environment")
+    elif version < (2, 6):
+        text = ".".join(map(str, version))
+        yield Finding(message=f"torch {text} is too old", hint="pip install 'torch>=2.6'")
+
+
+def torch_version() -> tuple[int, int] | None:
+    """Major and minor version of the installed torch, read without importing it; None when there is none."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    with suppress(OSError):
+        text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+        if match := re.search(r"^__version__ *= *['\"](\d+)\.(\d+)", text, re.MULTILINE):
+            return int(match[1]), int(match[2])
+    return None
+
+
+def check_gpus(config: Config, gpus: Sequence[Gpu], chosen: Sequence[str]) -> Iterator[Finding]:
+    """The GPUs the workers get can compute in the asked format, and are not in use.
+
+    Args:
+        config: Resolved configuration.
+        gpus: Visible GPUs, in CUDA's order.
+        chosen: Numbers of those that are used.
+    """
+    for number in (int(name) for name in chosen if name.isdigit() and int(name) < len(gpus)):
+        gpu = gpus[number]
+        if config.precision.param == "bf16" and not gpu.has_bf16:
+            message = f"GPU {number} ({gpu.name}) cannot compute in bf16"
+            yield Finding(message=message, hint="set mixed_precision to fp16")
+        for pid, used in gpu.busy:
+            held = f", which holds {used / GIB:.1f} GiB" if used else ""
+            message = f"GPU {number} is in use by {describe_process(pid)}{held}"
+            yield Finding(message=message, hint="choose others with gpu_ids, or end it", fatal=False)
+
+
+def check_space(folders: Sequence[Path]) -> Iterator[Finding]:
+    """There is room, and permission, to write where the run and its checkpoints go.
+
+    Args:
+        folders: Where files will be written; they need not exist yet.
+    """
+    places = (next(path for path in (folder, *folder.parents) if path.exists()) for folder in map(_whole, folders))
+    for place in dict.fromkeys(places):
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            yield Finding(message=f"{place} cannot be written to", hint="choose another log_dir or checkpoint dir")
+            continue
+        free = shutil.disk_usage(place).free
+        if free < LITTLE_SPACE:
+            message = f"{place} has {free / MIB:.0f} MiB of free space left"
+            yield Finding(message=message, hint="checkpoints need more", fatal=free < NO_SPACE)
+
+
+def _whole(folder: Path) -> Path:
+    return folder.absolute()
+
+
+def check_port(config: Config) -> Iterator[Finding]:
+    """The port the machines meet at is free, where this machine opens it. A lone machine takes another one."""
+    port = meeting_port(config)
+    if config.num_machines > 1 and opens_port(config) and (holder := find_holder(port)) is not None:
+        message = f"port {port} is in use by {holder}"
+        yield Finding(message=message, hint="set main_process_port to a free one, the same on every machine")

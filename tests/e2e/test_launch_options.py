@@ -1,0 +1,169 @@
+"""Options and keys of launch that change how workers start, read back from the workers."""
+
+import json
+import socket
+
+import pytest
+
+SEEN = """
+import json, os, sys, signal
+with open("seen" + os.environ["RANK"] + ".json", "w") as file:
+    json.dump({
+        "env": {name: os.environ.get(name) for name in ("ROLE_NAME", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES",
+                "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS")},
+        "cpus": sorted(os.sched_getaffinity(0)), "torch": "torch" in sys.modules, "argv": sys.argv,
+    }, file)
+print("out", os.environ["RANK"])
+print("err", os.environ["RANK"], file=sys.stderr)
+"""
+
+
+def seen(run, rank=0):
+    return json.loads((run.folder / f"seen{rank}.json").read_text())
+
+
+def test_torchruns_own_options_are_taken_as_written(launch):
+    options = ["--standalone", "--nproc_per_node=3", "--nnodes", "1", "--rdzv-id=job7", "--role", "trainer"]
+    options += ["--rdzv_conf", "read_timeout=20", "--monitor-interval", "0.05", "--max-restarts=0", "-t", "2:1"]
+    options += ["-r", "0:2", "--shutdown-timeout", "5", "--signals-to-handle", "SIGTERM,SIGINT"]
+    run = launch(SEEN, "--distributed-type", "MULTI_CPU", *options, plain=False)
+    assert run.code == 0, run.stderr
+    assert {name: seen(run, 2)["env"][name] for name in ("ROLE_NAME", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")} == {
+        "ROLE_NAME": "trainer",
+        "WORLD_SIZE": "3",
+        "TORCHELASTIC_RUN_ID": "job7",
+    }
+    assert sorted(run.stdout.splitlines()) == ["[0] out 0", "[2] out 2"]
+    assert not any(line.startswith(("err", "[0] err", "[2] err")) for line in run.stderr.splitlines())
+    assert run.log(0, "stderr.log") == "err 0\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "warm"),
+    [(("--no-preload",), False), (("--start-method", "spawn"), False), (("--start-method=forkserver",), True)],
+    ids=["no-preload", "spawn", "forkserver"],
+)
+def test_workers_start_fresh_where_that_is_asked_for(launch, options, warm):
+    run = launch(SEEN, *options)
+    assert run.code == 0, run.stderr
+    assert seen(run)["torch"] is warm
+
+
+def test_program_that_is_no_python_runs_with_the_workers_variables(start, tmp_path):
+    script = tmp_path / "job.sh"
+    script.write_text('#!/bin/sh\necho "$RANK of $WORLD_SIZE: $*"\n[ "$RANK" = 0 ] || exit 9\n')
+    script.chmod(0o755)
+    run = start(None, "--no-python", arguments=("./job.sh", "a b", "$HOME", "--", "-x"))
+    assert run.end() == 9
+    assert run.log(1) == "1 of 2: a b $HOME -- -x\n"
+    assert "rank 1 failed with exit code 9" in run.stderr
+
+
+def test_program_that_cannot_be_executed_is_refused(start, tmp_path):
+    (tmp_path / "job.sh").write_text("echo")
+    run = start(None, "--no-python", arguments=("./job.sh",))
+    assert run.end() == 3
+    assert "./job.sh is not an executable program" in run.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_virtual_local_rank_gives_each_worker_its_own_gpu(launch):
+    run = launch(SEEN, "--virtual-local-rank", "--use-cpu", env={"CUDA_VISIBLE_DEVICES": "5,7"})
+    assert run.code == 0, run.stderr
+    own = [
+        (seen(run, rank)["env"]["LOCAL_RANK"], seen(run, rank)["env"]["CUDA_VISIBLE_DEVICES"]) for rank in (0, 1)
+    ]
+    assert own == [("0", "5"), ("0", "7")]
+
+
+@pytest.mark.parametrize("preload", ["torch", "none"])
+def test_exclusive_binding_shares_the_processors(launch, preload):
+    import os
+
+    from fsdplaunch.launch.numa import processors_for_ranks
+
+    run = launch(SEEN, "--numa-binding", "exclusive", "--launch.preload", preload)
+    assert run.code == 0, run.stderr
+    from pathlib import Path
+
+    all_of_them = sorted(os.sched_getaffinity(0))
+    expected = processors_for_ranks("exclusive", ["", ""], allowed=all_of_them, root=Path("/"))
+    assert [seen(run, rank)["cpus"] for rank in (0, 1)] == [cpus or all_of_them for cpus in expected]
+
+
+def test_busy_port_is_replaced_and_said(launch):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        run = launch(SEEN, "--main-process-port", str(port))
+    assert run.code == 0, run.stderr
+    assert "the port asked for is in use by process" in run.stderr
+    assert seen(run)["env"]["MASTER_PORT"] != str(port)
+
+
+def test_check_only_starts_nothing(start, tmp_path):
+    run = start("print('ran')", "--check-only", "--json")
+    assert run.end() == 0
+    assert json.loads(run.stdout) == {"stage": "preflight", "exit_code": 0, "findings": []}
+    (tmp_path / "t.py").write_text("def f(:\n")
+    run = start(None, "--check-only", arguments=("t.py",))
+    assert run.end() == 3
+    assert run.stderr.splitlines()[0] == "error: t.py:1: invalid syntax: def f(:"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.py"]
+
+
+def test_json_is_alone_on_stdout_and_tells_the_failure(launch):
+    run = launch("import os\nprint('text')\nif os.environ['RANK'] == '1': raise KeyError('k')", "--json")
+    result = json.loads(run.stdout)
+    assert run.code == result["exit_code"] == 1
+    assert result["stage"] == "run"
+    assert (result["failure"]["rank"], result["failure"]["message"]) == (1, "KeyError: 'k'")
+    assert "text" in run.stderr
+    assert result["attempts"][0]["ranks"][1]["exit_code"] == 1
+
+
+def test_printed_command_does_the_same_when_pasted(start, tmp_path):
+    import subprocess
+
+    run = start(SEEN, "--dry-run", "--set", "launch.env={MINE: \"a 'b' $c\"}", arguments=("x y", "$(id)", "'"))
+    assert run.end() == 0
+    assert not (tmp_path / "runs").exists()
+    done = subprocess.run(["sh", "-c", run.stdout], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "out 0\n"
+    assert seen(run, 1)["argv"] == ["t.py", "x y", "$(id)", "'"]
+
+
+PANEL = """
+import os, torch
+import torch.distributed as dist
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+
+def step(number):
+    if dist.get_rank() == 1:
+        raise ValueError("no such batch: 7")
+    dist.all_reduce(torch.ones(1))
+
+step(3)
+"""
+
+
+def test_panel_is_the_only_thing_said_about_a_failure(launch):
+    run = launch(PANEL)
+    assert run.code == 1
+    lines = run.stderr.splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith("error: "))
+    assert lines[head].startswith("error: rank 1 failed with exit code 1 after ")
+    assert lines[head + 2 : head + 5] == [
+        "  ValueError: no such batch: 7",
+        "    t.py:12 in <module>   step(3)",
+        '    t.py:9 in step   raise ValueError("no such batch: 7")',
+    ]
+    assert lines[-1].startswith("  log  runs/")
+    assert "Traceback" not in run.stderr
+    assert "Traceback" in run.log(0, "stderr.log")
+    assert "Traceback" in run.log(1, "stderr.log")
+    assert "\0" not in run.log(0, "stderr.log")
+    assert len(lines) < 16

@@ -1,0 +1,64 @@
+"""The watchdog and restarts."""
+
+STALL = """
+import os, time
+import torch, torch.distributed as dist
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+weight = torch.nn.Parameter(torch.zeros(1))
+optimizer = torch.optim.SGD([weight])
+for _ in range(3):
+    optimizer.step()
+
+def load_batch():
+    time.sleep(7)
+
+if rank == 1:
+    load_batch()
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_stall_names_the_rank_that_is_behind_and_keeps_every_stack(launch):
+    run = launch(STALL, "--stall-seconds", "2")
+    assert run.code == 0, run.stderr
+    said = [line.removeprefix("fsdplaunch: ") for line in run.stderr.splitlines() if "has got on" in line]
+    assert "1 rank waits for rank 1 (step 3, t.py:13 in load_batch)" in said[-1]
+    assert "in load_batch" in run.log(1, "stack.txt")
+    assert "in all_reduce" in run.log(0, "stack.txt")
+    assert run.json()["notes"] == said
+
+
+ONCE = """
+import os, sys
+import torch, torch.distributed as dist
+torch.set_num_threads(1)
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+print("attempt", attempt)
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+if attempt == 0 and dist.get_rank() == 1:
+    sys.exit(7)
+dist.barrier()
+print("total", total.item())
+"""
+
+
+def test_rank_that_dies_once_is_recovered_from(launch):
+    run = launch(ONCE, "--max-restarts", "2")
+    assert run.code == 0, run.stderr
+    attempts = run.json("agent.json")["attempts"]
+    assert [attempt["cause"] and attempt["cause"]["rank"] for attempt in attempts] == [1, None]
+    assert attempts[0]["cause"]["code"] == 7
+    assert run.log(0) == "attempt 0\n"
+    assert run.log(0, "stdout.attempt1.log") == "attempt 1\ntotal 2.0\n"
+    assert "attempt 2 of 3 (rank 1 failed with exit code 7)" in run.stderr
+    assert [attempt["cause"] for attempt in run.json()["attempts"]] == ["rank 1 failed with exit code 7", None]
+
+
+def test_restarts_that_are_used_up_end_with_the_last_failure(launch):
+    run = launch("import os, sys; sys.exit(5 if os.environ['RANK'] == '1' else 0)", "--max-restarts", "1")
+    assert run.code == 5
+    assert len(run.json("agent.json")["attempts"]) == 2

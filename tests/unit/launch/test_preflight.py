@@ -1,0 +1,137 @@
+"""What is found to be in the way before a launch."""
+
+import os
+import shutil
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from fsdplaunch.config.resolve import resolve
+from fsdplaunch.config.schema import Config, LaunchSection
+from fsdplaunch.launch import preflight
+from fsdplaunch.launch.plan import Target
+from fsdplaunch.launch.ports import describe_process, find_holder, is_free, meeting_port
+from fsdplaunch.launch.preflight import check_gpus, check_port, check_space, check_target, torch_version
+from fsdplaunch.probe.gpus import Gpu
+
+
+def messages(findings):
+    return [finding.message for finding in findings]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"x = 1\n", None),
+        (b"def f(:\n    pass\n", "t.py:1: invalid syntax: def f(:"),
+        (b"x = 1\nreturn x\n", "t.py:2: 'return' outside function: return x"),
+        (b"a\0b", "t.py"),
+        (b"\xff\xfe", "t.py"),
+        (b"import warnings\nassert (1, 'x')\n", None),
+    ],
+    ids=["fine", "syntax", "return", "nul", "encoding", "warning"],
+)
+def test_script_must_compile(tmp_path, monkeypatch, text, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").write_bytes(text)
+    found = messages(check_target(Target(name="t.py")))
+    assert len(found) == (said is not None)
+    assert all(line.startswith(said) and "\n" not in line for line in found)
+
+
+def test_folder_is_checked_by_its_main_and_an_archive_is_not_read(tmp_path):
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app/__main__.py").write_text("1 +")
+    (tmp_path / "app.pyz").write_bytes(b"PK\3\4 not python")
+    assert "app/__main__.py:1" in messages(check_target(Target(name=str(tmp_path / "app"))))[0]
+    assert messages(check_target(Target(name=str(tmp_path / "app.pyz")))) == []
+
+
+def test_module_must_be_findable_without_importing_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/__init__.py").write_text("raise SystemExit")
+    assert messages(check_target(Target(name="mine.train", is_module=True))) == []
+    assert messages(check_target(Target(name="theirs", is_module=True))) == ["no module named theirs"]
+
+
+def test_program_must_be_executable(tmp_path):
+    (tmp_path / "run.sh").write_text("#!/bin/sh\n")
+    target = Target(name=str(tmp_path / "run.sh"), is_python=False)
+    assert "not an executable program" in messages(check_target(target))[0]
+    (tmp_path / "run.sh").chmod(0o755)
+    assert messages(check_target(target)) == []
+    assert messages(check_target(Target(name="true", is_python=False))) == []
+
+
+def test_installed_torch_is_known_without_importing_it():
+    import importlib.metadata
+
+    major, minor = importlib.metadata.version("torch").split(".")[:2]
+    assert torch_version() == (int(major), int(minor))
+
+
+def test_missing_and_old_torch_are_refused(monkeypatch):
+    monkeypatch.setattr(preflight, "torch_version", lambda: None)
+    assert "has no torch" in messages(preflight.check_torch())[0]
+    monkeypatch.setattr(preflight, "torch_version", lambda: (2, 5))
+    assert messages(preflight.check_torch()) == ["torch 2.5 is too old"]
+
+
+def gpu(index, *, capability=(9, 0), busy=()):
+    return Gpu(index=index, name="H100", memory_bytes=2**36, compute_capability=capability, busy=busy)
+
+
+def test_gpus_in_use_are_named_and_not_fatal():
+    gpus = [gpu(0), gpu(1, busy=((os.getpid(), 3 * 2**30),)), gpu(2, busy=((1, 0),))]
+    (found,) = check_gpus(resolve(Config()), gpus, ["0", "1"])
+    assert found.message.startswith(f"GPU 1 is in use by process {os.getpid()} (user ")
+    assert found.message.endswith(", which holds 3.0 GiB")
+    assert not found.fatal
+
+
+def test_gpu_without_bf16_is_refused_when_bf16_is_asked_for():
+    gpus = [gpu(0), gpu(1, capability=(7, 5))]
+    (found,) = check_gpus(resolve(Config(mixed_precision="bf16")), gpus, ["0", "1"])
+    assert (found.message, found.fatal) == ("GPU 1 (H100) cannot compute in bf16", True)
+    assert list(check_gpus(resolve(Config()), gpus, ["0", "1"])) == []
+
+
+@pytest.mark.parametrize(("free", "fatal"), [(2**40, None), (500 * 2**20, False), (10 * 2**20, True)])
+def test_little_space_is_said_and_none_is_refused(tmp_path, monkeypatch, free, fatal):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    found = list(check_space([tmp_path / "runs/x", tmp_path / "checkpoints"]))
+    assert [finding.fatal for finding in found] == ([] if fatal is None else [fatal])
+
+
+def test_file_in_place_of_a_folder_is_refused(tmp_path):
+    (tmp_path / "runs").write_text("")
+    assert messages(check_space([tmp_path / "runs"])) == [f"{tmp_path}/runs cannot be written to"]
+
+
+@pytest.fixture
+def taken():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+def test_holder_of_a_port_is_named(taken):
+    assert not is_free(taken)
+    assert find_holder(taken) == describe_process(os.getpid())
+    assert find_holder(0) is None
+
+
+def test_port_is_checked_where_it_is_opened(taken):
+    machines = {"num_machines": 2, "num_processes": 2, "main_process_ip": "h", "main_process_port": taken}
+    assert "is in use by process" in messages(check_port(Config(machine_rank=0, **machines)))[0]
+    assert messages(check_port(Config(machine_rank=1, **machines))) == []
+
+
+def test_port_comes_from_the_endpoint_or_the_main_process():
+    assert meeting_port(Config()) == 0
+    assert meeting_port(Config(num_machines=2)) == 29500
+    assert meeting_port(Config(main_process_port=7)) == 7
+    assert meeting_port(Config(launch=LaunchSection(rendezvous_endpoint="[::1]:9"))) == 9
