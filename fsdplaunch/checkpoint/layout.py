@@ -111,6 +111,29 @@ def find_model(given: Path) -> Found:
     raise _nothing(given, folders, sharded)
 
 
+def find_optimizer(given: Path) -> Found:
+    """Return the optimizer's checkpoint folder at or below `given`.
+
+    Raises:
+        UsageError: When `given` is no folder.
+        CheckpointError: When it holds no optimizer's checkpoint, or several.
+    """
+    _check_folder(given)
+    if (given / INDEX_NAME).is_file():
+        _check_manifest(given, given.parent)
+        return Found(given=given, folder=given)
+    folders = list(_walk(given))
+    found = [path for path, names in folders if INDEX_NAME in names and _OPTIMIZER.fullmatch(path.name)]
+    if not found:
+        msg = f"{given} holds no optimizer's checkpoint: no folder optimizer_0 with a {INDEX_NAME}"
+        raise CheckpointError(msg, hint="an optimizer.bin beside the model is merged already")
+    if len(found) > 1:
+        msg = f"{given} holds {len(found)} optimizers: {_paths(found)}"
+        raise CheckpointError(msg, hint="give one of them")
+    _check_manifest(found[0], found[0].parent)
+    return Found(given=given, folder=found[0])
+
+
 def is_sharded(files: Iterable[str]) -> bool:
     """Say whether a folder with these files is a sharded checkpoint: it has an index, or sharded safetensors."""
     return any(name == INDEX_NAME or SHARD_FILE.fullmatch(name) for name in files)

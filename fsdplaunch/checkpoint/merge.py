@@ -5,16 +5,17 @@ mostly, without leaving the kernel. The output appears whole or not at all, and 
 """
 
 import os
+import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from fsdplaunch.checkpoint.companions import copy_companions
-from fsdplaunch.checkpoint.layout import find_model
+from fsdplaunch.checkpoint.layout import find_model, find_optimizer
 from fsdplaunch.checkpoint.opened import Opened, open_checkpoint
 from fsdplaunch.checkpoint.options import MergeOptions, MergeProgress, MergeResult, Meter, Progress
 from fsdplaunch.checkpoint.prepared import Prepared, prepare
@@ -51,7 +52,7 @@ def prepare_merge(
         CheckpointError: When the checkpoint cannot be merged, or the disk is too full.
     """
     options = options or MergeOptions()
-    if not options.safe_serialization:
+    if options.optimizer or not options.safe_serialization:
         msg = "only a merge to safetensors can be planned ahead"
         raise UsageError(msg)
     with _reported(checkpoint, output):
@@ -80,13 +81,18 @@ def merge(
     """
     started, options = time.monotonic(), options or MergeOptions()
     with _reported(checkpoint, output):
-        source = find_model(checkpoint).folder
+        source = (find_optimizer if options.optimizer else find_model)(checkpoint).folder
         target = _check_output(checkpoint, source, output, options)
         with open_checkpoint(source) as opened:
-            write = _merge_to_safetensors if options.safe_serialization else _merge_to_torch
-            result = write(opened, target, options, progress)
+            result = _writer(options)(opened, target, options, progress)
     removed = options.remove_checkpoint_dir and _remove(opened, target)
     return replace(result, removed=removed, seconds=time.monotonic() - started)
+
+
+def _writer(options: MergeOptions) -> Callable[[Opened, Path, MergeOptions, Progress | None], MergeResult]:
+    if options.optimizer:
+        return _merge_optimizer
+    return _merge_to_safetensors if options.safe_serialization else _merge_to_torch
 
 
 def _remove(opened: Opened, target: Path) -> bool:
@@ -168,6 +174,31 @@ def _merge_to_torch(opened: Opened, target: Path, options: MergeOptions, progres
         nbytes=size,
         seconds=0.0,
         dtypes=dict(Counter(tensor.dtype.name for tensor in index.tensors)),
+    )
+
+
+def _merge_optimizer(
+    opened: Opened, target: Path, options: MergeOptions, progress: Progress | None
+) -> MergeResult:
+    from fsdplaunch.checkpoint import optimizer_file, torch_format
+
+    paths = optimizer_file.optimizer_paths(opened.index, where=str(opened.folder))
+    tensors = [tensor for tensor in opened.index.tensors if tensor.name in paths]
+    check_space(target, torch_format.total_bytes(opened.index))
+    meter = Meter("copy", sum(tensor.nbytes for tensor in tensors), progress)
+    name = optimizer_file.FILE_NAME
+    with staged(target, overwrite=options.overwrite, replaced=re.compile(re.escape(name))) as partial:
+        optimizer_file.write_optimizer(opened, paths, partial, meter)
+        size = (partial / name).stat().st_size
+    return MergeResult(
+        output=target,
+        files=(target / name,),
+        source=opened.folder,
+        tensors=len(tensors),
+        nbytes=size,
+        seconds=0.0,
+        dtypes=dict(Counter(tensor.dtype.name for tensor in tensors)),
+        skipped=tuple(entry.name for entry in opened.index.entries if entry.name not in paths),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fsdplaunch.checkpoint.filters import pick, rename
-from fsdplaunch.checkpoint.index import CheckpointIndex, NamePath, StoredTensor, StoredValue
+from fsdplaunch.checkpoint.index import CheckpointIndex, NamePath, StoredTensor
 from fsdplaunch.checkpoint.refusal import short
 from fsdplaunch.errors import CheckpointError
 
@@ -12,8 +12,8 @@ MAX_NAME = 4096
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _OUTER = "module"
 _MODEL_KEYS = ("model", "model_state_dict")
-_OPTIMIZER_KEYS = {"optimizer", "optim", "optimizers", "optimizer_state_dict", "optim_state_dict"}
-_OPTIMIZER_TABLES = {"state", "param_groups"}
+OPTIMIZER_KEYS = {"optimizer", "optim", "optimizers", "optimizer_state_dict", "optim_state_dict"}
+OPTIMIZER_TABLES = {"state", "param_groups"}
 _RENAME_HINT = "rename to names that no other weight has"
 _KEEP_HINT = "merge with the names kept as they are (strip_wrappers=False)"
 
@@ -82,8 +82,7 @@ def select_weights(
     _check_names(named, where, _RENAME_HINT if renames else _KEEP_HINT)
     excluded = tuple(tensor.name for tensor, keep in zip(tensors, wanted, strict=True) if not keep)
     chosen = {tensor.name for tensor in tensors}
-    everything: list[StoredTensor | StoredValue] = [*index.tensors, *index.values]
-    skipped = tuple(entry.name for entry in everything if entry.name not in chosen)
+    skipped = tuple(entry.name for entry in index.entries if entry.name not in chosen)
     return Selection(root=root, tensors=named, plain=tuple(plain), skipped=skipped, excluded=excluded)
 
 
@@ -101,7 +100,7 @@ def find_root(paths: Sequence[NamePath], where: str) -> NamePath:
         _check_is_model(root, nested, where)
         weights_here = any(len(path) == 1 for path in inner)
         model = next((key for key in _MODEL_KEYS if key in nested), None)
-        candidates = [key for key in nested if key not in _OPTIMIZER_KEYS]
+        candidates = [key for key in nested if key not in OPTIMIZER_KEYS]
         if model is not None:
             return _below((*root, model), inner, where)
         if len(candidates) == 1 and not weights_here and (not root or len(candidates) < len(nested)):
@@ -136,12 +135,12 @@ def final_names(paths: Sequence[NamePath], *, strip_wrappers: bool = True) -> li
 def _check_is_model(root: NamePath, nested: Iterable[str | int], where: str) -> None:
     keys = set(nested)
     if (
-        (root and root[-1] in _OPTIMIZER_KEYS)
-        or (keys and keys <= _OPTIMIZER_TABLES)
-        or (keys <= _OPTIMIZER_KEYS and keys)
+        (root and root[-1] in OPTIMIZER_KEYS)
+        or (keys and keys <= OPTIMIZER_TABLES)
+        or (keys <= OPTIMIZER_KEYS and keys)
     ):
         msg = f"{where} is an optimizer's checkpoint, which safetensors cannot hold"
-        hint = "give the model's folder (pytorch_model_fsdp_0), or ask for the torch format to merge this one"
+        hint = "give the model's folder (pytorch_model_fsdp_0), or merge this one with --optimizer"
         raise CheckpointError(msg, hint=hint)
 
 

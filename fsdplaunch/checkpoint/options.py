@@ -39,6 +39,7 @@ class MergeOptions:
         exclude: Leave out the weights that fit one of these patterns.
         rename: OLD and NEW leading parts of names.
         keep_tied: Write a weight with several names under each of them instead of once.
+        optimizer: Merge the optimizer's state, not the weights, into `optimizer.bin`; needs torch and the memory.
         copy_from: The model's own folder: configuration, tokenizer and the like are copied from there.
     """
 
@@ -54,17 +55,19 @@ class MergeOptions:
     rename: tuple[tuple[str, str], ...] = ()
     keep_tied: bool = False
     copy_from: Path | None = None
+    optimizer: bool = False
 
     def __post_init__(self) -> None:
         if self.max_shard_size < 1:
             msg = f"max_shard_size must be at least 1 byte, got {self.max_shard_size}"
             raise UsageError(msg)
-        if self.remove_checkpoint_dir and not self.safe_serialization:
+        torch_format = self.optimizer or not self.safe_serialization
+        if self.remove_checkpoint_dir and torch_format:
             msg = "the checkpoint is removed only after a merge to safetensors, which can be verified"
             raise UsageError(msg, hint="merge first, then remove the checkpoint yourself")
         check_target(self.dtype)
         chosen = [name for name in ("dtype", "only", "exclude", "rename", "copy_from") if getattr(self, name)]
-        if chosen and not self.safe_serialization:
+        if chosen and torch_format:
             msg = f"{chosen[0]} works only in a merge to safetensors"
             raise UsageError(msg, hint="merge to safetensors, or leave it out")
 

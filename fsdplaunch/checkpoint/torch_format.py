@@ -44,16 +44,28 @@ def write_torch_file(opened: Opened, paths: Mapping[str, NamePath], folder: Path
     """
     import torch
 
-    state: dict[Any, Any] = {}
-    for tensor in opened.index.tensors:
-        meter.tensor = tensor.name
-        _put(state, paths[tensor.name], _load_tensor(tensor, opened, meter), tensor.name)
-    for value in opened.index.values:
-        _put(state, paths[value.name], _load_value(value, opened.sources), value.name)
+    state = load_tree(opened, paths, meter)
     with (folder / FILE_NAME).open("xb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def load_tree(opened: Opened, paths: Mapping[str, NamePath], meter: Meter) -> dict[Any, Any]:
+    """Load the entries that `paths` names, each at its path.
+
+    Raises:
+        CheckpointError: When a value would need code from the checkpoint to be loaded.
+    """
+    state: dict[Any, Any] = {}
+    for tensor in opened.index.tensors:
+        if tensor.name in paths:
+            meter.tensor = tensor.name
+            _put(state, paths[tensor.name], _load_tensor(tensor, opened, meter), tensor.name)
+    for value in opened.index.values:
+        if value.name in paths:
+            _put(state, paths[value.name], _load_value(value, opened.sources), value.name)
+    return state
 
 
 def _load_tensor(tensor: StoredTensor, opened: Opened, meter: Meter) -> Any:

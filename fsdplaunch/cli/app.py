@@ -370,6 +370,9 @@ def merge_weights(
     keep_tied: Annotated[
         bool, typer.Option("--keep-tied", help="Write a weight with several names under each of them")
     ] = False,
+    optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="Merge the optimizer's state into optimizer.bin instead")
+    ] = False,
     copy_from: Annotated[
         Path | None, typer.Option(metavar="MODEL_DIR", help="Copy config, tokenizer and the like from this folder")
     ] = None,
@@ -392,5 +395,6 @@ def merge_weights(
         rename=tuple(map(parse_rename, rename or ())),
         keep_tied=keep_tied,
         copy_from=copy_from,
+        optimizer=optimizer,
     )
     merge_command(checkpoint, output, options=options, dry_run=dry_run, as_json=as_json, out=Output())
