@@ -49,7 +49,8 @@ def save_rank(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
     ranks = [context.Process(target=save_rank, args=(rank, folder)) for rank in range(WORLD)]
     for rank in ranks:
         rank.start()
