@@ -1,4 +1,4 @@
-"""The config commands as a user types them: streams, exit codes, and what they cost."""
+"""The config commands as a user types them: streams and exit codes."""
 
 import json
 from pathlib import Path
