@@ -108,7 +108,10 @@ def _own_options() -> tuple[set[str], set[str]]:
         for info in getattr(hint, "__metadata__", ()):
             if isinstance(info, typer.models.OptionInfo):
                 spelled = "--" + name.replace("_", "-")
-                names = set(info.param_decls or (spelled, spelled.replace("--", "--no-", 1)))
+                # Inside Annotated, typer keeps the first name where a default would stand.
+                first = (info.default,) if isinstance(info.default, str) else ()
+                said = (*first, *(info.param_decls or ()))
+                names = set(said or (spelled, spelled.replace("--", "--no-", 1)))
                 (flags if hint.__origin__ is bool else options).update(names)
     return flags, options
 

@@ -142,7 +142,7 @@ def greet(mine: Attendance, address: str, beacon: network.Beacon) -> Greeting:
             "python": ".".join(platform.python_version_tuple()[:2]),
         },
         config=config_texts(mine.config),
-        command=mine.target.command,
+        command=(*(["-m"] if mine.target.is_module else []), mine.target.name, *mine.target.arguments),
         script=_script_digest(mine.target),
         obstacles=mine.obstacles,
         probe=(beacon.port, beacon.word),
