@@ -110,7 +110,9 @@ def best(action: Callable[[], Any], times: int = 3) -> Any:
 
 
 def main(counts: list[int]) -> None:
-    print(f"{'machines':>8}  {'workers':>7}  {'meeting s':>9}  {'of it CPU s':>11}  {'plan ms':>7}  {'torch s':>7}")
+    print(
+        f"{'machines':>8}  {'workers':>7}  {'meeting s':>9}  {'of it CPU s':>11}  {'plan ms':>7}  {'torch s':>7}"
+    )
     for count in counts:
         seconds, cpu = best(lambda count=count: meet(count))
         planned = best(lambda count=count: plan(count)) * 1000

@@ -1,4 +1,4 @@
-"""A real SLURM: inside an allocation, submitted, followed, cancelled, warned, back in the queue after a failure."""
+"""A real SLURM: inside an allocation, submitted, followed, cancelled, warned, requeued after a failure."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ def test_batch_script_without_srun_starts_a_launcher_on_every_machine(slurm: Slu
     command = f"{sys.executable} -P -m fsdplaunch launch {' '.join(ALL)} sum.py"
     (folder / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -N2\n#SBATCH -o out.txt\n{command}\n")
     job = slurm.run("sbatch", "--parsable", "job.sh", cwd=folder).stdout.strip()
-    wait_until(lambda: slurm.job_state(job) == "COMPLETED", 60, lambda: (folder / "out.txt").read_text())
+    wait_until(lambda: slurm.job_state(job) == "COMPLETED", 60, (folder / "out.txt").read_text)
     assert "rank 1 of 2 on host1 sum 3.0" in (folder / "out.txt").read_text()
 
 

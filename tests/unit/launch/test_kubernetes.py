@@ -29,7 +29,7 @@ FULL = KubernetesSection(
     node_selector={"gpu": "h100", "big": True},
     user=1000,
 )
-ODD = ["a b", "$(HOME)", "$$", "it's \"quoted\"", "two\nlines", "`id`", "*", "true", "1e5", "- x: y"]
+ODD = ["a b", "$(HOME)", "$$", 'it\'s "quoted"', "two\nlines", "`id`", "*", "true", "1e5", "- x: y"]
 WORDS = [*PROGRAM, "launch", "--config", "/etc/fsdplaunch/config.yaml", "my train.py", *ODD]
 
 
