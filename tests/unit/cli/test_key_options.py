@@ -88,3 +88,10 @@ def test_launchs_own_options_are_known_from_its_signature():
 def test_other_commands_are_left_alone():
     argv = ["merge-weights", "--num-processes", "2"]
     assert _expanded(argv) == argv
+
+
+@pytest.mark.parametrize("before", [["-c", "a.yaml"], ["--config", "a.yaml"], ["--set", "num_machines=1"]])
+def test_keys_after_launchs_own_options_are_options_too(before):
+    argv = ["launch", *before, "--num-processes", "2", "train.py", "--num-processes", "9"]
+    set_two = ["--set", "num_processes=2"]
+    assert _expanded(argv) == ["launch", *before, *set_two, "train.py", "--num-processes", "9"]
