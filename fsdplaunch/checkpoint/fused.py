@@ -168,13 +168,10 @@ def _pattern(
 def _references(found: re.Match[bytes], text: bytes) -> list[bytes]:
     """Return what stood for each %b of `text` in the first record, which has groups of its own between them."""
     tokens: list[bytes] = []
-    group = 0
-    for place in re.finditer(rb"%b|(?<!\\)\((?!\?)", text):
-        group += 1
+    for group, place in enumerate(re.finditer(rb"%b|(?<!\\)\((?!\?)", text), 1):
         if place[0] == b"%b":
-            tokens.append(
-                found[group] or tokens[2]
-            )  # a chunk may refer to its size: then it names torch.Size once
+            # A chunk that refers to its size names torch.Size only once.
+            tokens.append(found[group] or tokens[2])
     return tokens
 
 

@@ -1,10 +1,11 @@
 """The headers of a checkpoint's items, read file by file, and each checked against the index.
 
-A large checkpoint holds hundreds of thousands of items that differ in little but their data: the first of a kind is
-parsed, and those that follow are compared with it, byte by byte wherever parsing would look.
+A large checkpoint holds hundreds of thousands of items that differ in little but their data. The first of a kind
+is parsed, and those that follow are compared with it, byte by byte wherever parsing would look.
 """
 
 from collections.abc import Iterable
+from itertools import pairwise
 from struct import Struct
 
 from fsdplaunch.checkpoint.index import StoredChunk, StoredTensor
@@ -39,7 +40,7 @@ class Form:
         self.item, self.tail = item, built.directory
         self.head = window.bytes_at(0, item.data_offset)
         edges = [self.tail, *(edge for at in places for edge in (at, at + _CRC)), window.length]
-        widths = [end - start for start, end in zip(edges, edges[1:], strict=False)]
+        widths = [end - start for start, end in pairwise(edges)]
         self._layout = Struct("".join(f"{width}s" for width in widths))
         self._crc = 1 + 2 * places.index(data.entry + _CRC_AT)
         self._fixed = self._layout.unpack(window.bytes_at(self.tail, window.length - self.tail))[::2]
