@@ -2,8 +2,8 @@
 
     fsdplaunch launch train_lm.py [--data FILE ...] [--steps 120] [--output checkpoints/lm] [--save-every N]
 
-Plain PyTorch except for the calls of fsdplaunch: prepare, clip_grad_norm_, save_checkpoint, and load_checkpoint and
-should_stop for runs that may be interrupted. Without --data it reads the sources of the running Python's own
+Plain PyTorch except for the calls of fsdplaunch: prepare, clip_grad_norm_, save_checkpoint, and load_checkpoint
+and should_stop for runs that may be interrupted. Without --data it reads the sources of the running Python's own
 standard library. With --save-every it goes on from the newest checkpoint, and saves before it is stopped.
 """
 
@@ -177,8 +177,9 @@ def main() -> None:
     before = evaluate(model, evaluation, device)
     if main_rank:
         print(f"evaluation loss before training: {before:.6f}", flush=True)
-    start = time.time()
-    for step, batch in zip(range(done + 1, args.steps + 1), epochs(loader)):
+    start, batches = time.time(), epochs(loader)
+    for step in range(done + 1, args.steps + 1):
+        batch = next(batches)
         for group in optimizer.param_groups:
             group["lr"] = args.lr * min(step / 20, 1 - (step - 1) / args.steps)
         loss = loss_of(model, batch, device)
