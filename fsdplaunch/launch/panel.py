@@ -80,7 +80,7 @@ def failure_lines(result: RunResult, *, run_dir: str, folder: str = "") -> list[
 
 def _agent_lines(failure: Failure, run_dir: str) -> list[str]:
     message = [f"  {line}" for line in (failure.message or "").splitlines()[:MESSAGE_LIMIT]]
-    head = f"the run failed with exit code {failure.exit_code} before any worker did"
+    head = f"the run failed with exit code {failure.exit_code}, and no worker is to blame"
     return [head, *message, "", f"  log  {run_dir}/agent.log"]
 
 

@@ -54,8 +54,8 @@ def run_plan(
     environ = {**os.environ, **plan.env, LAUNCHER: str(os.getpid())}
     agent = subprocess.Popen(plan.argv, env=environ, stdout=output, start_new_session=True)
     with _signals_passed_to(agent, plan.config.launch.signals, on_signal) as received:
-        status = shell_status(agent.wait())
-    result = _read(plan, status, received, round(time.monotonic() - start, 3))
+        code = agent.wait()
+    result = _read(plan, code, received, round(time.monotonic() - start, 3))
     write_json(plan.run_dir / RESULT, result.to_dict())
     return result
 
@@ -73,17 +73,23 @@ def _prepare_run_dir(plan: LaunchPlan) -> None:
         fresh.unlink()
 
 
-def _read(plan: LaunchPlan, status: int, received: Sequence[int], seconds: float) -> RunResult:
-    record = read_json(agent_record(plan.run_dir))
-    if not record and received:  # it was ended while it was starting
-        record = {"stopped_by": signal_name(received[0])}
-    if not record and status:
-        record = {"error": "\n".join(read_tail(plan.run_dir / AGENT_LOG, lines=1))}
+def _read(plan: LaunchPlan, code: int, received: Sequence[int], seconds: float) -> RunResult:
+    status = shell_status(code)
+    record = read_json(agent_record(plan.run_dir)) or _without_record(plan, code, received)
     if status == 0 and (missing := unsharded_ranks(plan)):
         status, record = 1, with_unsharded_cause(record, plan, missing[0])
     result = read_result(record, exit_code=status, seconds=seconds, gpus=plan.gpus)
     scene = scene_of(record, plan.config, plan.argv[0]) if result.failure else None
     return replace(result, diagnosis=diagnose(scene)) if scene is not None else result
+
+
+def _without_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> dict[str, Any]:
+    """What to make of an agent that could not write down how it ended."""
+    if received:  # it was ended while it was starting
+        return {"stopped_by": signal_name(received[0])}
+    if code < 0:
+        return {"error": f"the agent, which watches the workers, was killed by {signal_name(-code)}"}
+    return {"error": "\n".join(read_tail(plan.run_dir / AGENT_LOG, lines=1))}
 
 
 def unsharded_ranks(plan: LaunchPlan) -> list[int]:
