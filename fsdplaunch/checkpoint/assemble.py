@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from fsdplaunch.checkpoint.boxes import Box, flat_offset, intersect, row_major
+from fsdplaunch.checkpoint.convert import convert
 from fsdplaunch.checkpoint.plan import Piece, PlannedTensor
 
 BLOCK = 8 * 2**20
+# A conversion holds a block several times.
+_CONVERTED_BLOCK = 2 * 2**20
 # A sparse stretch of source is read whole up to this many bytes; beyond, it is cut until it is dense enough.
 _SPARSE_READ = 16 * 2**10
 _SPARSE_RATIO = 4
@@ -41,6 +44,13 @@ def blocks_of(shape: Sequence[int], size: int, limit: int = BLOCK) -> Iterator[B
         for start in range(0, shape[dim], step):
             sizes = (*(1 for _ in outer), min(step, shape[dim] - start), *shape[dim + 1 :])
             yield Box((*outer, start, *(0 for _ in shape[dim + 1 :])), sizes)
+
+
+def written_blocks(tensor: PlannedTensor, read: ReadPiece) -> Iterator[bytes | bytearray]:
+    """Yield the bytes of `tensor` as the output file holds them, block by block, in its element type there."""
+    same = tensor.written is tensor.dtype
+    for block in blocks_of(tensor.shape, tensor.dtype.size, BLOCK if same else _CONVERTED_BLOCK):
+        yield convert(gather_block(tensor, block, read), tensor.dtype, tensor.written, name=tensor.stored_name)
 
 
 def gather_block(tensor: PlannedTensor, block: Box, read: ReadPiece) -> bytearray:

@@ -91,6 +91,11 @@ class CheckpointIndex:
     values: tuple[StoredValue, ...]
     files: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def entries(self) -> tuple[StoredTensor | StoredValue, ...]:
+        """Everything it holds."""
+        return (*self.tensors, *self.values)
+
 
 def read_index(folder: Path) -> CheckpointIndex:
     """Read `folder/.metadata`; nothing it names is imported or run.

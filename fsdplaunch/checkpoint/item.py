@@ -156,6 +156,8 @@ def _entries(table: bytes, count: int) -> dict[str, Member]:
 def _sizes(fields: tuple[int, ...], extra: bytes) -> tuple[int, int, int]:
     """Return stored size, size and header offset, from the zip64 field where the narrow ones overflow."""
     size, stored, header = fields[9], fields[8], fields[16]
+    if _NARROW not in {size, stored, header}:
+        return stored, size, header
     wide: list[int] = []
     position = 0
     while position + 4 <= len(extra):

@@ -3,10 +3,11 @@
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdplaunch.checkpoint.hf_shards import SHARD_FILE
 from fsdplaunch.checkpoint.index import INDEX_NAME
 from fsdplaunch.checkpoint.refusal import short
 from fsdplaunch.errors import CheckpointError, LaunchError, UsageError
@@ -45,11 +46,6 @@ OTHER_FORMATS = (
     ),
     Format(_DATA_FILE, f"has data files but no {INDEX_NAME}: the save did not finish", "use an older checkpoint"),
     Format(
-        re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors"),
-        "holds sharded safetensors as HuggingFaceStorageWriter and transformers 5 write them",
-        "load it with transformers, or with torch's HuggingFaceStorageReader, and save it in one piece",
-    ),
-    Format(
         re.compile(r"model_world_size_\d+_rank_\d+\.pt"),
         "holds one pickled file per rank, as verl writes them",
         "merge it with verl's model_merger",
@@ -83,7 +79,7 @@ class Found:
 
     Attributes:
         given: What the user pointed at.
-        folder: The folder with the index.
+        folder: The folder with the index, or with the sharded safetensors.
     """
 
     given: Path
@@ -98,14 +94,14 @@ def find_model(given: Path) -> Found:
         CheckpointError: When it holds no model, several, or one in a format that is not merged from here.
     """
     _check_folder(given)
-    if (given / INDEX_NAME).is_file():
+    if is_sharded(path.name for path in given.iterdir()):
         _check_manifest(given, given.parent)
         return Found(given=given, folder=given)
     folders = list(_walk(given))
-    sharded = [path for path, names in folders if INDEX_NAME in names]
+    sharded = [path for path, names in folders if is_sharded(names)]
     models = [path for path in sharded if not _OPTIMIZER.fullmatch(path.name)]
     unfinished = [
-        path for path, names in folders if INDEX_NAME not in names and any(map(_DATA_FILE.fullmatch, names))
+        path for path, names in folders if not is_sharded(names) and any(map(_DATA_FILE.fullmatch, names))
     ]
     if len(models) == 1 and not unfinished:
         _check_manifest(models[0], models[0].parent)
@@ -113,6 +109,34 @@ def find_model(given: Path) -> Found:
     if models:
         raise _several(given, models, unfinished)
     raise _nothing(given, folders, sharded)
+
+
+def find_optimizer(given: Path) -> Found:
+    """Return the optimizer's checkpoint folder at or below `given`.
+
+    Raises:
+        UsageError: When `given` is no folder.
+        CheckpointError: When it holds no optimizer's checkpoint, or several.
+    """
+    _check_folder(given)
+    if (given / INDEX_NAME).is_file():
+        _check_manifest(given, given.parent)
+        return Found(given=given, folder=given)
+    folders = list(_walk(given))
+    found = [path for path, names in folders if INDEX_NAME in names and _OPTIMIZER.fullmatch(path.name)]
+    if not found:
+        msg = f"{given} holds no optimizer's checkpoint: no folder optimizer_0 with a {INDEX_NAME}"
+        raise CheckpointError(msg, hint="an optimizer.bin beside the model is merged already")
+    if len(found) > 1:
+        msg = f"{given} holds {len(found)} optimizers: {_paths(found)}"
+        raise CheckpointError(msg, hint="give one of them")
+    _check_manifest(found[0], found[0].parent)
+    return Found(given=given, folder=found[0])
+
+
+def is_sharded(files: Iterable[str]) -> bool:
+    """Say whether a folder with these files is a sharded checkpoint: it has an index, or sharded safetensors."""
+    return any(name == INDEX_NAME or SHARD_FILE.fullmatch(name) for name in files)
 
 
 def _check_folder(given: Path) -> None:
@@ -147,7 +171,7 @@ def _walk(top: Path) -> Iterator[tuple[Path, list[str]]]:
                 raise CheckpointError(msg, hint="give the checkpoint's own folder")
             files, folders = _entries(folder, follow=depth < MAX_DEPTH)
             yield folder, files
-            if INDEX_NAME not in files:
+            if not is_sharded(files):
                 below.extend(folders)
         level = below
 

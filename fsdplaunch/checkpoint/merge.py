@@ -5,23 +5,22 @@ mostly, without leaving the kernel. The output appears whole or not at all, and 
 """
 
 import os
+import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from fsdplaunch.checkpoint.index import CheckpointIndex, read_index
-from fsdplaunch.checkpoint.layout import find_model
-from fsdplaunch.checkpoint.names import Selection, select_weights
+from fsdplaunch.checkpoint.companions import copy_companions
+from fsdplaunch.checkpoint.layout import find_model, find_optimizer
+from fsdplaunch.checkpoint.opened import Opened, open_checkpoint
 from fsdplaunch.checkpoint.options import MergeOptions, MergeProgress, MergeResult, Meter, Progress
-from fsdplaunch.checkpoint.plan import MergePlan, build_plan
-from fsdplaunch.checkpoint.removal import check_removal, remove_checkpoint
+from fsdplaunch.checkpoint.prepared import Prepared, prepare
+from fsdplaunch.checkpoint.removal import remove_checkpoint
 from fsdplaunch.checkpoint.safetensors_file import INDEX_NAME
-from fsdplaunch.checkpoint.sources import Sources, open_sources, read_items
 from fsdplaunch.checkpoint.staging import check_output, check_space, staged
 from fsdplaunch.checkpoint.verify import verify_merge
 from fsdplaunch.checkpoint.writing import write_plan
@@ -36,30 +35,6 @@ __all__ = [
     "merge_fsdp_weights",
     "prepare_merge",
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A merge to safetensors that is planned and checked, with nothing written yet.
-
-    Attributes:
-        folder: The checkpoint folder that is read.
-        selection: Which entries are merged, and under which names.
-        plan: Which bytes go where.
-    """
-
-    folder: Path
-    selection: Selection
-    plan: MergePlan
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything that would be done as plain data."""
-        return {
-            "source": str(self.folder),
-            "skipped": list(self.selection.skipped),
-            "renamed": [list(pair) for pair in self.selection.renamed],
-            **self.plan.to_dict(),
-        }
 
 
 def prepare_merge(
@@ -77,15 +52,14 @@ def prepare_merge(
         CheckpointError: When the checkpoint cannot be merged, or the disk is too full.
     """
     options = options or MergeOptions()
-    if not options.safe_serialization:
+    if options.optimizer or not options.safe_serialization:
         msg = "only a merge to safetensors can be planned ahead"
         raise UsageError(msg)
     with _reported(checkpoint, output):
         source = find_model(checkpoint).folder
         target = None if output is None else _check_output(checkpoint, source, output, options)
-        index = read_index(source)
-        with open_sources(source, index) as sources:
-            return _prepare(source, target, index, sources, options)
+        with open_checkpoint(source) as opened:
+            return prepare(opened, target, options)
 
 
 def merge(
@@ -107,28 +81,36 @@ def merge(
     """
     started, options = time.monotonic(), options or MergeOptions()
     with _reported(checkpoint, output):
-        source = find_model(checkpoint).folder
+        source = (find_optimizer if options.optimizer else find_model)(checkpoint).folder
         target = _check_output(checkpoint, source, output, options)
-        index = read_index(source)
-        with open_sources(source, index) as sources:
-            write = _merge_to_safetensors if options.safe_serialization else _merge_to_torch
-            result = write(source, target, index, sources, options, progress)
-    removed = options.remove_checkpoint_dir and _remove(source, index, target)
+        with open_checkpoint(source) as opened:
+            result = _writer(options)(opened, target, options, progress)
+    removed = options.remove_checkpoint_dir and _remove(opened, target)
     return replace(result, removed=removed, seconds=time.monotonic() - started)
 
 
-def _remove(source: Path, index: CheckpointIndex, target: Path) -> bool:
+def _writer(options: MergeOptions) -> Callable[[Opened, Path, MergeOptions, Progress | None], MergeResult]:
+    if options.optimizer:
+        return _merge_optimizer
+    return _merge_to_safetensors if options.safe_serialization else _merge_to_torch
+
+
+def _remove(opened: Opened, target: Path) -> bool:
     try:
-        return remove_checkpoint(source, index)
+        return remove_checkpoint(opened.folder, opened.index)
     except OSError as problem:
-        msg = f"{source} could not be removed: {problem.strerror or problem}"
+        msg = f"{opened.folder} could not be removed: {problem.strerror or problem}"
         raise CheckpointError(
             msg, hint=f"the merged weights are complete in {target}; remove the rest yourself"
         ) from None
 
 
 def _check_output(checkpoint: Path, source: Path, output: Path, options: MergeOptions) -> Path:
-    return check_output(output, (checkpoint, source), overwrite=options.overwrite)
+    target = check_output(output, (checkpoint, source), overwrite=options.overwrite)
+    if options.copy_from is not None and options.copy_from.resolve() == target:
+        msg = f"the output {output} is the model folder whose files are copied"
+        raise UsageError(msg, hint="choose another output folder")
+    return target
 
 
 @contextmanager
@@ -146,72 +128,77 @@ def _reported(source: Path, output: Path | None) -> Iterator[None]:
         raise CheckpointError(msg, hint="no output was made and the checkpoint is unchanged") from None
 
 
-def _prepare(
-    source: Path, target: Path | None, index: CheckpointIndex, sources: Sources, options: MergeOptions
-) -> Prepared:
-    selection = select_weights(index, where=str(source), strip_wrappers=options.strip_wrappers)
-    if options.remove_checkpoint_dir:
-        check_removal(source, selection.skipped)
-    items = read_items(sources, (tensor for _, tensor in selection.tensors))
-    plan = build_plan(selection, items, max_shard_size=options.max_shard_size)
-    if target is not None:
-        check_space(target, plan.nbytes)
-    return Prepared(folder=source, selection=selection, plan=plan)
-
-
 def _merge_to_safetensors(
-    source: Path,
-    target: Path,
-    index: CheckpointIndex,
-    sources: Sources,
-    options: MergeOptions,
-    progress: Progress | None,
+    opened: Opened, target: Path, options: MergeOptions, progress: Progress | None
 ) -> MergeResult:
-    prepared = _prepare(source, target, index, sources, options)
+    prepared = prepare(opened, target, options)
     plan, verify = prepared.plan, options.verify or options.remove_checkpoint_dir
     with staged(target, overwrite=options.overwrite) as partial:
-        write_plan(plan, sources, partial, Meter("copy", plan.tensor_bytes, progress))
+        copy_companions(prepared.companions, partial)
+        write_plan(plan, opened.sources, partial, Meter("copy", plan.tensor_bytes, progress))
         if verify:
-            verify_merge(plan, sources, partial, Meter("verify", plan.tensor_bytes, progress))
+            verify_merge(plan, opened.sources, partial, Meter("verify", plan.tensor_bytes, progress))
     names = [*(file.name for file in plan.files), *([INDEX_NAME] if plan.index else [])]
     return MergeResult(
         output=target,
         files=tuple(target / name for name in names),
-        source=source,
+        source=opened.folder,
         tensors=len(plan.tensors),
         nbytes=plan.nbytes,
         seconds=0.0,
-        dtypes=dict(Counter(tensor.dtype.name for tensor in plan.tensors)),
+        dtypes=dict(Counter(tensor.written.name for tensor in plan.tensors)),
         skipped=prepared.selection.skipped,
+        excluded=prepared.selection.excluded,
+        tied=prepared.tied,
+        copied=tuple(target / companion.name for companion in prepared.companions),
         renamed=prepared.selection.renamed,
         verified=verify,
     )
 
 
-def _merge_to_torch(
-    source: Path,
-    target: Path,
-    index: CheckpointIndex,
-    sources: Sources,
-    options: MergeOptions,
-    progress: Progress | None,
-) -> MergeResult:
+def _merge_to_torch(opened: Opened, target: Path, options: MergeOptions, progress: Progress | None) -> MergeResult:
     from fsdplaunch.checkpoint import torch_format
 
+    index = opened.index
     paths = torch_format.torch_paths(index, strip_wrappers=options.strip_wrappers)
     check_space(target, torch_format.total_bytes(index))
     meter = Meter("copy", sum(tensor.nbytes for tensor in index.tensors), progress)
     with staged(target, overwrite=options.overwrite) as partial:
-        torch_format.write_torch_file(index, paths, sources, partial, meter)
+        torch_format.write_torch_file(opened, paths, partial, meter)
         size = (partial / torch_format.FILE_NAME).stat().st_size
     return MergeResult(
         output=target,
         files=(target / torch_format.FILE_NAME,),
-        source=source,
+        source=opened.folder,
         tensors=len(index.tensors),
         nbytes=size,
         seconds=0.0,
         dtypes=dict(Counter(tensor.dtype.name for tensor in index.tensors)),
+    )
+
+
+def _merge_optimizer(
+    opened: Opened, target: Path, options: MergeOptions, progress: Progress | None
+) -> MergeResult:
+    from fsdplaunch.checkpoint import optimizer_file, torch_format
+
+    paths = optimizer_file.optimizer_paths(opened.index, where=str(opened.folder))
+    tensors = [tensor for tensor in opened.index.tensors if tensor.name in paths]
+    check_space(target, torch_format.total_bytes(opened.index))
+    meter = Meter("copy", sum(tensor.nbytes for tensor in tensors), progress)
+    name = optimizer_file.FILE_NAME
+    with staged(target, overwrite=options.overwrite, replaced=re.compile(re.escape(name))) as partial:
+        optimizer_file.write_optimizer(opened, paths, partial, meter)
+        size = (partial / name).stat().st_size
+    return MergeResult(
+        output=target,
+        files=(target / name,),
+        source=opened.folder,
+        tensors=len(tensors),
+        nbytes=size,
+        seconds=0.0,
+        dtypes=dict(Counter(tensor.dtype.name for tensor in tensors)),
+        skipped=tuple(entry.name for entry in opened.index.entries if entry.name not in paths),
     )
 
 
@@ -223,7 +210,8 @@ def merge_fsdp_weights(
 ) -> None:
     """Merge sharded weights into `output_path/model.safetensors`, or `pytorch_model.bin`.
 
-    Takes what accelerate's function of this name takes. In a distributed job rank 0 merges and all ranks wait.
+    Takes what accelerate's function of this name takes, and like it writes tied weights under every name.
+    In a distributed job rank 0 merges and all ranks wait.
 
     Args:
         checkpoint_dir: A sharded checkpoint, or a folder that holds exactly one.
@@ -235,7 +223,9 @@ def merge_fsdp_weights(
         UsageError: When the output cannot be written there.
         CheckpointError: When the checkpoint cannot be merged; on every rank.
     """
-    options = MergeOptions(safe_serialization=safe_serialization, remove_checkpoint_dir=remove_checkpoint_dir)
+    options = MergeOptions(
+        safe_serialization=safe_serialization, remove_checkpoint_dir=remove_checkpoint_dir, keep_tied=True
+    )
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         merge(Path(checkpoint_dir), Path(output_path), options=options)

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fsdplaunch.checkpoint.index import CheckpointIndex, NamePath, StoredTensor, StoredValue
+from fsdplaunch.checkpoint.filters import pick, rename
+from fsdplaunch.checkpoint.index import CheckpointIndex, NamePath, StoredTensor
 from fsdplaunch.checkpoint.refusal import short
 from fsdplaunch.errors import CheckpointError
 
@@ -11,8 +12,9 @@ MAX_NAME = 4096
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _OUTER = "module"
 _MODEL_KEYS = ("model", "model_state_dict")
-_OPTIMIZER_KEYS = {"optimizer", "optim", "optimizers", "optimizer_state_dict", "optim_state_dict"}
-_OPTIMIZER_TABLES = {"state", "param_groups"}
+OPTIMIZER_KEYS = {"optimizer", "optim", "optimizers", "optimizer_state_dict", "optim_state_dict"}
+OPTIMIZER_TABLES = {"state", "param_groups"}
+_RENAME_HINT = "rename to names that no other weight has"
 _KEEP_HINT = "merge with the names kept as they are (strip_wrappers=False)"
 
 
@@ -23,26 +25,47 @@ class Selection:
     Attributes:
         root: The keys under which the weights were found, for example `("model",)`.
         tensors: Final name and stored tensor of each weight.
-        skipped: Full names of everything that is left out.
+        plain: The weights' names without wrappers, before they were renamed.
+        skipped: Full names of everything that is no weight of the model.
+        excluded: Full names of the weights that were left out on request.
     """
 
     root: NamePath
     tensors: tuple[tuple[str, StoredTensor], ...]
+    plain: tuple[str, ...]
     skipped: tuple[str, ...]
+    excluded: tuple[str, ...] = ()
 
     @property
     def renamed(self) -> tuple[tuple[str, str], ...]:
-        """Stored and final name of the weights that lost a wrapper's name."""
+        """Stored and final name of the weights that lost a wrapper's name or were renamed."""
         depth = len(self.root)
         pairs = ((".".join(map(str, tensor.path[depth:])), name) for name, tensor in self.tensors)
         return tuple((stored, name) for stored, name in pairs if stored != name)
 
 
-def select_weights(index: CheckpointIndex, *, where: str, strip_wrappers: bool = True) -> Selection:
+def select_weights(
+    index: CheckpointIndex,
+    *,
+    where: str,
+    strip_wrappers: bool = True,
+    only: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    renames: Sequence[tuple[str, str]] = (),
+) -> Selection:
     """Find the model's weights in `index` and name them as the unwrapped model does.
+
+    Args:
+        index: The checkpoint.
+        where: The checkpoint, for messages.
+        strip_wrappers: Take the wrappers of training out of names.
+        only: Patterns of the names to merge, see `filters.py`; none means all.
+        exclude: Patterns of the names to leave out.
+        renames: OLD and NEW leading parts of names, applied last.
 
     Raises:
         CheckpointError: When this is an optimizer's checkpoint, when there is no weight, when two names meet.
+        UsageError: When a pattern fits nothing.
     """
     root = find_root([tensor.path for tensor in index.tensors], where)
     depth = len(root)
@@ -51,12 +74,16 @@ def select_weights(index: CheckpointIndex, *, where: str, strip_wrappers: bool =
         msg = f"{where} holds no tensor"
         raise CheckpointError(msg, hint="give the folder of the model's own checkpoint")
     names = final_names([tensor.path[depth:] for tensor in tensors], strip_wrappers=strip_wrappers)
-    named = tuple(zip(names, tensors, strict=True))
-    _check_names(named, where)
+    wanted = pick(names, only=only, exclude=exclude)
+    plain = [name for name, keep in zip(names, wanted, strict=True) if keep]
+    final = rename(plain, renames)
+    kept = [tensor for tensor, keep in zip(tensors, wanted, strict=True) if keep]
+    named = tuple(zip(final, kept, strict=True))
+    _check_names(named, where, _RENAME_HINT if renames else _KEEP_HINT)
+    excluded = tuple(tensor.name for tensor, keep in zip(tensors, wanted, strict=True) if not keep)
     chosen = {tensor.name for tensor in tensors}
-    everything: list[StoredTensor | StoredValue] = [*index.tensors, *index.values]
-    skipped = tuple(entry.name for entry in everything if entry.name not in chosen)
-    return Selection(root=root, tensors=named, skipped=skipped)
+    skipped = tuple(entry.name for entry in index.entries if entry.name not in chosen)
+    return Selection(root=root, tensors=named, plain=tuple(plain), skipped=skipped, excluded=excluded)
 
 
 def find_root(paths: Sequence[NamePath], where: str) -> NamePath:
@@ -73,7 +100,7 @@ def find_root(paths: Sequence[NamePath], where: str) -> NamePath:
         _check_is_model(root, nested, where)
         weights_here = any(len(path) == 1 for path in inner)
         model = next((key for key in _MODEL_KEYS if key in nested), None)
-        candidates = [key for key in nested if key not in _OPTIMIZER_KEYS]
+        candidates = [key for key in nested if key not in OPTIMIZER_KEYS]
         if model is not None:
             return _below((*root, model), inner, where)
         if len(candidates) == 1 and not weights_here and (not root or len(candidates) < len(nested)):
@@ -108,16 +135,16 @@ def final_names(paths: Sequence[NamePath], *, strip_wrappers: bool = True) -> li
 def _check_is_model(root: NamePath, nested: Iterable[str | int], where: str) -> None:
     keys = set(nested)
     if (
-        (root and root[-1] in _OPTIMIZER_KEYS)
-        or (keys and keys <= _OPTIMIZER_TABLES)
-        or (keys <= _OPTIMIZER_KEYS and keys)
+        (root and root[-1] in OPTIMIZER_KEYS)
+        or (keys and keys <= OPTIMIZER_TABLES)
+        or (keys <= OPTIMIZER_KEYS and keys)
     ):
         msg = f"{where} is an optimizer's checkpoint, which safetensors cannot hold"
-        hint = "give the model's folder (pytorch_model_fsdp_0), or ask for the torch format to merge this one"
+        hint = "give the model's folder (pytorch_model_fsdp_0), or merge this one with --optimizer"
         raise CheckpointError(msg, hint=hint)
 
 
-def _check_names(named: Iterable[tuple[str, StoredTensor]], where: str) -> None:
+def _check_names(named: Iterable[tuple[str, StoredTensor]], where: str, hint: str) -> None:
     seen: dict[str, str] = {}
     for name, tensor in named:
         if not name or name == "__metadata__" or len(name) > MAX_NAME or not name.isprintable():
@@ -127,7 +154,7 @@ def _check_names(named: Iterable[tuple[str, StoredTensor]], where: str) -> None:
             )
         if name in seen:
             msg = f"{where}: {short(seen[name])} and {short(tensor.name)} would both be called {short(name)}"
-            raise CheckpointError(msg, hint=_KEEP_HINT)
+            raise CheckpointError(msg, hint=hint)
         seen[name] = tensor.name
 
 

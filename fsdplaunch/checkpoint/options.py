@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from fsdplaunch.checkpoint.convert import check_target
 from fsdplaunch.errors import UsageError
 
 _UNITS = {
@@ -33,6 +34,13 @@ class MergeOptions:
         verify: Read the result back and compare every byte with the source and its checksums.
         strip_wrappers: Take the names of training wrappers (`_orig_mod`, a leading `module`, ...) out of names.
         remove_checkpoint_dir: Delete the checkpoint after the result was verified.
+        dtype: Convert floating-point weights to `bf16`, `fp16` or `fp32`; None keeps what is stored.
+        only: Merge only the weights that fit one of these patterns; see `filters.py`.
+        exclude: Leave out the weights that fit one of these patterns.
+        rename: OLD and NEW leading parts of names.
+        keep_tied: Write a weight with several names under each of them instead of once.
+        optimizer: Merge the optimizer's state, not the weights, into `optimizer.bin`; needs torch and the memory.
+        copy_from: The model's own folder: configuration, tokenizer and the like are copied from there.
     """
 
     safe_serialization: bool = True
@@ -41,14 +49,27 @@ class MergeOptions:
     verify: bool = False
     strip_wrappers: bool = True
     remove_checkpoint_dir: bool = False
+    dtype: str | None = None
+    only: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    rename: tuple[tuple[str, str], ...] = ()
+    keep_tied: bool = False
+    copy_from: Path | None = None
+    optimizer: bool = False
 
     def __post_init__(self) -> None:
         if self.max_shard_size < 1:
             msg = f"max_shard_size must be at least 1 byte, got {self.max_shard_size}"
             raise UsageError(msg)
-        if self.remove_checkpoint_dir and not self.safe_serialization:
+        torch_format = self.optimizer or not self.safe_serialization
+        if self.remove_checkpoint_dir and torch_format:
             msg = "the checkpoint is removed only after a merge to safetensors, which can be verified"
             raise UsageError(msg, hint="merge first, then remove the checkpoint yourself")
+        check_target(self.dtype)
+        chosen = [name for name in ("dtype", "only", "exclude", "rename", "copy_from") if getattr(self, name)]
+        if chosen and torch_format:
+            msg = f"{chosen[0]} works only in a merge to safetensors"
+            raise UsageError(msg, hint="merge to safetensors, or leave it out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +102,10 @@ class MergeResult:
         seconds: Wall time.
         dtypes: Number of tensors of each element type.
         skipped: Names of entries that are not in the result: values that are not tensors, other parts.
-        renamed: Stored and final name of weights that lost a wrapper's name.
+        excluded: Names of weights that were left out on request.
+        renamed: Stored and final name of weights that lost a wrapper's name or were renamed.
+        tied: Names that are not written because another name holds the same weight: left out, and kept.
+        copied: Files that came from the model's folder.
         verified: The result was read back and compared with the source.
         removed: The checkpoint was deleted.
     """
@@ -94,7 +118,10 @@ class MergeResult:
     seconds: float
     dtypes: dict[str, int] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    tied: tuple[tuple[str, str], ...] = ()
+    copied: tuple[Path, ...] = ()
     verified: bool = False
     removed: bool = False
 

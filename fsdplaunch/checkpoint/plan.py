@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdplaunch.checkpoint.boxes import Box, flat_offset, is_dense, is_one_run
+from fsdplaunch.checkpoint.convert import written_dtype
 from fsdplaunch.checkpoint.dtypes import Dtype
 from fsdplaunch.checkpoint.index import Place, StoredChunk, StoredTensor
 from fsdplaunch.checkpoint.item import Item
@@ -69,11 +70,12 @@ class PlannedTensor:
     Attributes:
         name: Its name there.
         stored_name: Its name in the checkpoint.
-        dtype: Its element type.
+        dtype: Its element type in the checkpoint.
         shape: Its shape in elements.
         offset: Where it starts, in bytes from the file's start.
-        nbytes: Its size in bytes.
+        nbytes: Its size there, in bytes.
         pieces: Its chunks, in target order.
+        written: Its element type in the output file.
     """
 
     name: str
@@ -83,19 +85,21 @@ class PlannedTensor:
     offset: int
     nbytes: int
     pieces: tuple[Piece, ...]
+    written: Dtype
 
     @property
     def in_runs(self) -> bool:
-        """Every chunk is one run of bytes, there and here."""
-        return all(piece.run for piece in self.pieces)
+        """Every chunk is one run of bytes, there and here, and the same bytes."""
+        return self.written is self.dtype and all(piece.run for piece in self.pieces)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the tensor as plain data."""
         return {
             "name": self.name,
             "stored_name": self.stored_name,
-            "dtype": self.dtype.code,
-            "shape": list(file_shape(self.dtype, self.shape)),
+            "dtype": self.written.code,
+            "stored_dtype": self.dtype.name,
+            "shape": list(file_shape(self.written, self.shape)),
             "offset": self.offset,
             "bytes": self.nbytes,
             "copies": [piece.to_dict(self.dtype.size) for piece in self.pieces],
@@ -152,44 +156,69 @@ class MergePlan:
         return {"bytes": self.nbytes, "files": files, "index": INDEX_NAME if self.index else None}
 
 
-def build_plan(selection: Selection, items: Mapping[Place, Item], *, max_shard_size: int) -> MergePlan:
+def build_plan(
+    selection: Selection,
+    items: Mapping[Place, Item],
+    *,
+    max_shard_size: int,
+    dtype: str | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> MergePlan:
     """Return the plan that merges the selected tensors.
 
     Args:
         selection: Names and tensors.
         items: Where each chunk's bytes are.
         max_shard_size: Bytes of tensors in one file; more are split over several.
+        dtype: `bf16`, `fp16` or `fp32` to convert floating-point weights to.
+        aliases: Names that are not written, with the name that holds their weight; the files' metadata says so.
 
     Raises:
         CheckpointError: When a tensor's element type has no safetensors code.
     """
     stored = dict(selection.tensors)
-    entries = [_entry(name, tensor) for name, tensor in selection.tensors]
+    entries = [_entry(name, tensor, dtype) for name, tensor in selection.tensors]
     groups = split_into_files(entries, max_shard_size)
-    files = tuple(_plan_file(name, group, stored, items) for name, group in groups)
+    files = tuple(_plan_file(name, group, stored, items, aliases or {}) for name, group in groups)
     return MergePlan(files=files, index=index_bytes(dict(groups)) if len(groups) > 1 else None)
 
 
-def _entry(name: str, tensor: StoredTensor) -> Entry:
+def _entry(name: str, tensor: StoredTensor, target: str | None) -> Entry:
     if tensor.dtype.code is None:
         msg = f"{short(name)} is {tensor.dtype.name}, which safetensors cannot hold"
         raise CheckpointError(msg, hint="merge into the torch format instead (safe_serialization=False)")
-    return Entry(name, tensor.dtype, tensor.shape, tensor.nbytes)
+    written = written_dtype(tensor.dtype, target)
+    return Entry(name, written, tensor.shape, math.prod(tensor.shape) * written.size)
 
 
 def _plan_file(
-    name: str, entries: list[Entry], stored: Mapping[str, StoredTensor], items: Mapping[Place, Item]
+    name: str,
+    entries: list[Entry],
+    stored: Mapping[str, StoredTensor],
+    items: Mapping[Place, Item],
+    aliases: Mapping[str, str],
 ) -> PlannedFile:
-    header = header_bytes(entries)
+    here = {entry.name for entry in entries}
+    header = header_bytes(entries, {alias: kept for alias, kept in aliases.items() if kept in here})
     offset = len(header)
     tensors = []
     for entry in entries:
         tensor = stored[entry.name]
         pieces = tuple(plan_piece(tensor, chunk, items[chunk.place]) for chunk in tensor.chunks)
-        planned = PlannedTensor(entry.name, tensor.name, entry.dtype, entry.shape, offset, entry.nbytes, pieces)
+        planned = PlannedTensor(
+            entry.name, tensor.name, tensor.dtype, entry.shape, offset, entry.nbytes, pieces, entry.dtype
+        )
         tensors.append(planned)
         offset += entry.nbytes
     return PlannedFile(name, header, tuple(tensors))
+
+
+def plan_alone(tensor: StoredTensor, items: Mapping[Place, Item]) -> PlannedTensor:
+    """Return how a tensor is put together by itself, starting at byte 0."""
+    pieces = tuple(plan_piece(tensor, chunk, items[chunk.place]) for chunk in tensor.chunks)
+    return PlannedTensor(
+        tensor.name, tensor.name, tensor.dtype, tensor.shape, 0, tensor.nbytes, pieces, tensor.dtype
+    )
 
 
 def plan_piece(tensor: StoredTensor, chunk: StoredChunk, item: Item) -> Piece:

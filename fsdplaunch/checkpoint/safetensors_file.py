@@ -27,16 +27,17 @@ def in_file_order(entries: Iterable[Entry]) -> list[Entry]:
     return sorted(entries, key=lambda entry: (-entry.dtype.rank, entry.name))
 
 
-def header_bytes(entries: Sequence[Entry]) -> bytes:
+def header_bytes(entries: Sequence[Entry], aliases: Mapping[str, str] | None = None) -> bytes:
     """Return everything that stands before the data: length, JSON, padding.
 
     Args:
         entries: The tensors in file order, each starting where the previous one ends.
+        aliases: Further names of some of them, noted as safetensors' own save_model does.
 
     Raises:
         CheckpointError: When the header would be larger than safetensors reads.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {**(aliases or {}), "format": "pt"}}
     position = 0
     for entry in entries:
         header[entry.name] = {

@@ -146,22 +146,29 @@ def read_items(sources: Sources, tensors: Iterable[StoredTensor]) -> dict[Place,
     Returns:
         Where each chunk's bytes are, by its place.
     """
-    return {chunk.place: _read_checked(sources, tensor, chunk) for tensor in tensors for chunk in tensor.chunks}
+    wanted = [(chunk.place, tensor, chunk) for tensor in tensors for chunk in tensor.chunks]
+    # File by file: in the tensors' order, thousands of ranks' files would be opened again for every tensor.
+    wanted.sort(key=lambda entry: (entry[0].file, entry[0].offset))
+    return {place: _read_checked(sources, tensor, chunk) for place, tensor, chunk in wanted}
 
 
 def _read_checked(sources: Sources, tensor: StoredTensor, chunk: StoredChunk) -> Item:
     place = chunk.place
-    where = f"{sources.folder / place.file}: the chunk of {short(tensor.name)} at byte {place.offset}"
     try:
         item = read_item(lambda offset, count: sources.read(place, offset, count), place.length)
     except (RefusedError, UnicodeDecodeError) as problem:
+        where = _where(sources, tensor, place)
         msg = f"{where} cannot be read: {problem if isinstance(problem, RefusedError) else 'damaged text'}"
         raise CheckpointError(msg, hint="copy the checkpoint again, or use an older one") from None
     found = item.description
     if found.dtype.name != tensor.dtype.name or found.shape != chunk.box.sizes:
         msg = (
-            f"{where} holds {found.dtype.name} of shape {list(found.shape)}, "
+            f"{_where(sources, tensor, place)} holds {found.dtype.name} of shape {list(found.shape)}, "
             f"the index says {tensor.dtype.name} of shape {list(chunk.box.sizes)}"
         )
         raise CheckpointError(msg, hint="index and data are from different saves")
     return item
+
+
+def _where(sources: Sources, tensor: StoredTensor, place: Place) -> str:
+    return f"{sources.folder / place.file}: the chunk of {short(tensor.name)} at byte {place.offset}"

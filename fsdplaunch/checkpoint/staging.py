@@ -11,7 +11,7 @@ from pathlib import Path
 from fsdplaunch.errors import CheckpointError, UsageError
 
 # The files that a merge writes; only these are replaced when an output folder is overwritten.
-_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _SPARE = 2**20
 _NAME_PART = 30  # characters; a file name has 255 bytes, a character up to 4
 # linux/fcntl.h and linux/fs.h
@@ -88,10 +88,15 @@ def readable(count: float) -> str:
 
 
 @contextmanager
-def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
+def staged(target: Path, *, overwrite: bool, replaced: re.Pattern[str] = WEIGHTS) -> Iterator[Path]:
     """Give an empty hidden folder beside `target` that becomes `target` when the block ends well.
 
     On any exception, Ctrl-C included, the hidden folder is removed and `target` is left as it was.
+
+    Args:
+        target: The folder to make.
+        overwrite: Replace files in it; all others are kept.
+        replaced: Matches the names of old files that go although no new one has their name.
     """
     new_parents = [parent for parent in target.parents if not parent.exists()]
     prefix = _prefix(target) + f"{os.getpid()}-"
@@ -101,7 +106,7 @@ def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
         _remove_leftovers(target)
         partial.mkdir()
         yield partial
-        _publish(partial, target, overwrite=overwrite)
+        _publish(partial, target, overwrite=overwrite, replaced=replaced)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         with suppress(OSError):
@@ -122,7 +127,7 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _publish(partial: Path, target: Path, *, overwrite: bool) -> None:
+def _publish(partial: Path, target: Path, *, overwrite: bool, replaced: re.Pattern[str]) -> None:
     """Rename the finished folder into place, keeping other files of a folder that is overwritten."""
     sync_folder(partial)
     _check_free(target, target, overwrite=overwrite)  # another program may have made it meanwhile
@@ -131,7 +136,7 @@ def _publish(partial: Path, target: Path, *, overwrite: bool) -> None:
         partial.rename(target)
     else:
         for path in entries:
-            if not _WEIGHTS.fullmatch(path.name):
+            if not replaced.fullmatch(path.name) and not (partial / path.name).exists():
                 _carry_over(path, partial / path.name)
         shutil.copymode(target, partial)
         sync_folder(partial)

@@ -10,10 +10,11 @@ from typing import Any
 from fsdplaunch.checkpoint.assemble import blocks_of, gather_block
 from fsdplaunch.checkpoint.index import CheckpointIndex, NamePath, StoredTensor, StoredValue
 from fsdplaunch.checkpoint.names import final_names
+from fsdplaunch.checkpoint.opened import Opened
 from fsdplaunch.checkpoint.options import Meter
-from fsdplaunch.checkpoint.plan import PlannedTensor, plan_piece
+from fsdplaunch.checkpoint.plan import plan_alone
 from fsdplaunch.checkpoint.refusal import short
-from fsdplaunch.checkpoint.sources import Sources, read_items
+from fsdplaunch.checkpoint.sources import Sources
 from fsdplaunch.errors import CheckpointError
 
 FILE_NAME = "pytorch_model.bin"
@@ -35,29 +36,39 @@ def torch_paths(index: CheckpointIndex, *, strip_wrappers: bool) -> dict[str, Na
     return paths
 
 
-def write_torch_file(
-    index: CheckpointIndex, paths: Mapping[str, NamePath], sources: Sources, folder: Path, meter: Meter
-) -> None:
-    """Load every entry of `index`, put each at its path, and save the whole as `folder/pytorch_model.bin`.
+def write_torch_file(opened: Opened, paths: Mapping[str, NamePath], folder: Path, meter: Meter) -> None:
+    """Load every entry of a checkpoint, put each at its path, and save the whole as `folder/pytorch_model.bin`.
 
     Raises:
         CheckpointError: When a value would need code from the checkpoint to be loaded.
     """
     import torch
 
-    state: dict[Any, Any] = {}
-    for tensor in index.tensors:
-        meter.tensor = tensor.name
-        _put(state, paths[tensor.name], _load_tensor(tensor, sources, meter), tensor.name)
-    for value in index.values:
-        _put(state, paths[value.name], _load_value(value, sources), value.name)
+    state = load_tree(opened, paths, meter)
     with (folder / FILE_NAME).open("xb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _load_tensor(tensor: StoredTensor, sources: Sources, meter: Meter) -> Any:
+def load_tree(opened: Opened, paths: Mapping[str, NamePath], meter: Meter) -> dict[Any, Any]:
+    """Load the entries that `paths` names, each at its path.
+
+    Raises:
+        CheckpointError: When a value would need code from the checkpoint to be loaded.
+    """
+    state: dict[Any, Any] = {}
+    for tensor in opened.index.tensors:
+        if tensor.name in paths:
+            meter.tensor = tensor.name
+            _put(state, paths[tensor.name], _load_tensor(tensor, opened, meter), tensor.name)
+    for value in opened.index.values:
+        if value.name in paths:
+            _put(state, paths[value.name], _load_value(value, opened.sources), value.name)
+    return state
+
+
+def _load_tensor(tensor: StoredTensor, opened: Opened, meter: Meter) -> Any:
     import torch
 
     dtype = getattr(torch, tensor.dtype.name, None)
@@ -66,12 +77,11 @@ def _load_tensor(tensor: StoredTensor, sources: Sources, meter: Meter) -> Any:
         raise CheckpointError(msg)
     if not tensor.nbytes:
         return torch.empty(tensor.shape, dtype=dtype)
-    items = read_items(sources, [tensor])
-    pieces = tuple(plan_piece(tensor, chunk, items[chunk.place]) for chunk in tensor.chunks)
-    planned = PlannedTensor(tensor.name, tensor.name, tensor.dtype, tensor.shape, 0, tensor.nbytes, pieces)
+    items = opened.items([tensor])
+    planned = plan_alone(tensor, items)
     data, position = bytearray(tensor.nbytes), 0
     for block in blocks_of(tensor.shape, tensor.dtype.size):
-        part = gather_block(planned, block, sources.read_piece)
+        part = gather_block(planned, block, opened.sources.read_piece)
         data[position : position + len(part)] = part
         position += len(part)
         meter.tick(len(part))

@@ -6,7 +6,7 @@ import zlib
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fsdplaunch.checkpoint.assemble import blocks_of, gather_block
+from fsdplaunch.checkpoint.assemble import written_blocks
 from fsdplaunch.checkpoint.options import Meter
 from fsdplaunch.checkpoint.plan import MergePlan, Piece, PlannedFile, PlannedTensor
 from fsdplaunch.checkpoint.refusal import short
@@ -49,8 +49,8 @@ def _check_header(file: PlannedFile, fd: int, path: Path) -> None:
     for tensor in file.tensors:
         start = tensor.offset - 8 - length
         wanted = {
-            "dtype": tensor.dtype.code,
-            "shape": list(file_shape(tensor.dtype, tensor.shape)),
+            "dtype": tensor.written.code,
+            "shape": list(file_shape(tensor.written, tensor.shape)),
             "data_offsets": [start, start + tensor.nbytes],
         }
         if header.pop(tensor.name, None) != wanted:
@@ -83,8 +83,7 @@ def _check_tensor(tensor: PlannedTensor, fd: int, sources: Sources, meter: Meter
     for piece in tensor.pieces:
         _check_checksum(tensor, piece, sources)
     position = tensor.offset
-    for block in blocks_of(tensor.shape, tensor.dtype.size):
-        data = gather_block(tensor, block, sources.read_piece)
+    for data in written_blocks(tensor, sources.read_piece):
         if _read(fd, position, len(data)) != data:
             _differs(f"the merged {short(tensor.name)} differs from the checkpoint")
         position += len(data)

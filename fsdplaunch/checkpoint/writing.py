@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from fsdplaunch.checkpoint.assemble import blocks_of, gather_block
+from fsdplaunch.checkpoint.assemble import written_blocks
 from fsdplaunch.checkpoint.options import Meter
 from fsdplaunch.checkpoint.plan import MergePlan, PlannedFile, PlannedTensor
 from fsdplaunch.checkpoint.safetensors_file import INDEX_NAME
@@ -49,8 +49,7 @@ def _write_file(file: PlannedFile, fd: int, sources: Sources, copier: Copier, me
 
 def _assemble(tensor: PlannedTensor, fd: int, sources: Sources, meter: Meter) -> None:
     position = tensor.offset
-    for block in blocks_of(tensor.shape, tensor.dtype.size):
-        data = gather_block(tensor, block, sources.read_piece)
+    for data in written_blocks(tensor, sources.read_piece):
         write_all(fd, data, position)
         position += len(data)
         meter.tick(len(data))

@@ -1,7 +1,11 @@
 """`fsdplaunch merge-weights`: show what will be merged, show progress, say what came of it."""
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from fsdplaunch.checkpoint.merge import MergeOptions, MergeResult, merge, prepare_merge
 from fsdplaunch.cli.output import Output
@@ -19,6 +23,25 @@ UNITS = {
     "MIB": 2**20,
     "GIB": 2**30,
 }
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the block as Ctrl-C does, so that its cleaning up is done; a second one waits."""
+    caught = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+
+    def stop(number: int, _: FrameType | None) -> NoReturn:
+        for other in caught:
+            signal.signal(other, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for number in caught:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in caught:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def parse_size(text: str) -> int:
@@ -39,14 +62,27 @@ def parse_size(text: str) -> int:
     return size
 
 
+def parse_rename(text: str) -> tuple[str, str]:
+    """Read `OLD=NEW`.
+
+    Raises:
+        UsageError: When there is no `=`, or nothing beside it.
+    """
+    old, equals, new = text.partition("=")
+    if not equals or not (old or new):
+        msg = f"--rename {text!r} is not OLD=NEW"
+        raise UsageError(msg, hint="write it as --rename model.language_model=model")
+    return old, new
+
+
 def merge_command(
     checkpoint: Path, output: Path, *, options: MergeOptions, dry_run: bool, as_json: bool, out: Output
 ) -> None:
     """Merge a sharded checkpoint and report the result, or only show the plan."""
     if dry_run:
-        show_plan(checkpoint, options, as_json=as_json, out=out)
+        show_plan(checkpoint, output, options=options, as_json=as_json, out=out)
         return
-    with byte_progress(out) as update:
+    with ended_by_signals(), byte_progress(out) as update:
         result = merge(
             checkpoint,
             output,
@@ -62,11 +98,11 @@ def merge_command(
         out.data(str(path))
 
 
-def show_plan(checkpoint: Path, options: MergeOptions, *, as_json: bool, out: Output) -> None:
-    """Print what a merge would do: files, tensors, sizes."""
-    prepared = prepare_merge(checkpoint, options)
+def show_plan(checkpoint: Path, output: Path, *, options: MergeOptions, as_json: bool, out: Output) -> None:
+    """Print what a merge would do: files, tensors, sizes. The output's place and the disk are checked as well."""
+    prepared = prepare_merge(checkpoint, options, output=output)
     if as_json:
-        out.json({"source": str(prepared.folder), **prepared.plan.to_dict()})
+        out.json(prepared.to_dict())
         return
     out.say(f"{prepared.folder}: {size_text(prepared.plan.nbytes)}, nothing written")
     for file in prepared.plan.files:
@@ -84,6 +120,10 @@ def result_as_data(result: MergeResult) -> dict[str, Any]:
         "seconds": round(result.seconds, 3),
         "dtypes": result.dtypes,
         "skipped": list(result.skipped),
+        "excluded": list(result.excluded),
+        "renamed": [list(pair) for pair in result.renamed],
+        "tied": [list(pair) for pair in result.tied],
+        "copied": [str(path) for path in result.copied],
         "verified": result.verified,
     }
 
@@ -102,4 +142,11 @@ def result_lines(result: MergeResult, given: Path) -> list[str]:
     if result.skipped:
         shown = ", ".join(result.skipped[:5]) + (", ..." if len(result.skipped) > 5 else "")  # noqa: PLR2004
         lines.append(f"left out, not tensors of the model: {shown}")
+    if result.tied:
+        shown = ", ".join(f"{name} is {kept}" for name, kept in result.tied[:5])
+        lines.append(f"tied, written once: {shown} (--keep-tied writes each name)")
+    if result.copied:
+        lines.append(f"copied {', '.join(path.name for path in result.copied)}")
+    if result.excluded:
+        lines.append(f"left out on request: {len(result.excluded)} weights")
     return lines

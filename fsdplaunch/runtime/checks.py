@@ -10,16 +10,20 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.mesh import shard_group
-from fsdplaunch.runtime.names import clean_name, named_parameters
+from fsdplaunch.runtime.names import clean_name, named_parameters, unwrapped
 from fsdplaunch.runtime.prepared import Prepared
 
 
-def check_parameters(model: nn.Module) -> None:
-    """Refuse parameters that cannot be sharded, by name.
+def check_model(model: nn.Module, version: int) -> None:
+    """Refuse what cannot be sharded, by name.
 
     Raises:
-        ShardingError: A parameter has no dimension to split, or is sharded already.
+        ShardingError: A parameter has no dimension to split, or is sharded already; or version 1 is to wrap
+            modules of torch.compile, whose names it then confuses when it loads a checkpoint.
     """
+    if version == 1 and any(unwrapped(module) is not module for module in model.modules()):
+        msg = "fsdp_version 1 cannot shard modules that torch.compile has wrapped"
+        raise ShardingError(msg, hint="compile what prepare returns, or call module.compile() instead")
     for name, param in named_parameters(model):
         if isinstance(param, DTensor):
             msg = f"{name} is sharded already, but the whole {type(model).__name__} is not"

@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grad_value_ as clip_local_values
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.names import unwrapped
 from fsdplaunch.runtime.prepared import models_of, prepared_of
 
 Parameters = nn.Module | Iterable[torch.Tensor] | torch.Tensor
@@ -33,6 +34,8 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
     Raises:
         ShardingError: Some parameters of a version 1 model were given, not all: their norm is not known by itself.
     """
+    if isinstance(parameters, nn.Module):
+        parameters = unwrapped(parameters)
     wrapped = _wrapper_of(parameters)
     if wrapped is not None:
         return wrapped.clip_grad_norm_(max_norm, norm_type)
@@ -58,15 +61,25 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     prepared = prepared_of(model)
     replicas = None if prepared is None else prepared.replicas
     with ExitStack() as stack:
-        if isinstance(model, FullyShardedDataParallel):
-            stack.enter_context(model.no_sync())
-        elif isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(False)
-            stack.callback(model.set_requires_gradient_sync, True)
+        for root in _sharded_roots(model):
+            if isinstance(root, FullyShardedDataParallel):
+                stack.enter_context(root.no_sync())
+            elif isinstance(root, FSDPModule):
+                root.set_requires_gradient_sync(False)
+                stack.callback(root.set_requires_gradient_sync, True)
         if replicas is not None:
             replicas.paused = True
             stack.callback(setattr, replicas, "paused", False)
         yield
+
+
+def _sharded_roots(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost sharded modules: the model itself, or those inside what was put around it."""
+    if isinstance(model, FSDPModule | FullyShardedDataParallel):
+        yield model
+        return
+    for child in model.children():
+        yield from _sharded_roots(child)
 
 
 def _listed(parameters: Parameters) -> list[torch.Tensor]:

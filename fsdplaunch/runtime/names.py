@@ -12,6 +12,11 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module that torch.compile put a wrapper around; any other one itself."""
+    return model._modules.get("_orig_mod") or model
+
+
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter once, under its clean name."""
     return ((clean_name(name), param) for name, param in model.named_parameters())

@@ -4,7 +4,7 @@ import io
 import os
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -26,15 +26,21 @@ def write_plain(value: Any, path: Path, what: str) -> None:
         msg = f"{what} holds more than plain values and tensors"
         hint = "give numbers, texts, lists, mappings and tensors; save other objects in a file of your own"
         raise CheckpointError(msg, hint=hint) from None
-    write_bytes(box.getvalue(), path)
-
-
-def write_bytes(data: bytes | memoryview, path: Path) -> None:
-    """Write a file and force it to disk."""
     with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        file.write(box.getvalue())
+        _force(file)
+
+
+def write_large(value: Any, path: Path) -> None:
+    """Write tensors straight to a file, without a copy of them in memory, and force it to disk."""
+    with path.open("wb") as file:
+        torch.save(value, file)
+        _force(file)
+
+
+def _force(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def read_plain(path: Path) -> Any:

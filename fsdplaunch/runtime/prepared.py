@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdplaunch.runtime.names import named_parameters
+from fsdplaunch.runtime.names import named_parameters, unwrapped
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
 from fsdplaunch.runtime.replicated import Replicas
 from fsdplaunch.runtime.settings import Settings
@@ -42,8 +42,8 @@ def remember(model: nn.Module, prepared: Prepared) -> None:
 
 
 def prepared_of(model: nn.Module) -> Prepared | None:
-    """How `model` was sharded; None when something else than this package sharded it, or nothing did."""
-    return _models.get(model)
+    """How `model`, or the module torch.compile wrapped, was sharded; None when this package did not shard it."""
+    return _models.get(model) or _models.get(unwrapped(model))
 
 
 def known_parameters() -> dict[int, str]:

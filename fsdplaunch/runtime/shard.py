@@ -13,8 +13,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import fsdp1, fsdp2, report
+from fsdplaunch.runtime.blocks import class_name
 from fsdplaunch.runtime.checkpointing import checkpoint_blocks
-from fsdplaunch.runtime.checks import check_parameters, check_whole
+from fsdplaunch.runtime.checks import check_model, check_whole
 from fsdplaunch.runtime.mesh import SHARD, make_mesh
 from fsdplaunch.runtime.names import clean_name, count, tied_names
 from fsdplaunch.runtime.optimizer import note_origins
@@ -90,8 +91,8 @@ def shard_model(model: nn.Module, plugin: FullyShardedDataParallelPlugin, place:
         ShardingError: It cannot be done as asked.
     """
     settings = plugin.settings()
-    check_parameters(model)
-    name = type(model).__name__
+    check_model(model, settings.version)
+    name = class_name(model)
     tied = tied_names(model)
     total = sum(param.numel() for param in model.parameters())
     ignored = _ignored(model, settings)
@@ -106,7 +107,7 @@ def shard_model(model: nn.Module, plugin: FullyShardedDataParallelPlugin, place:
         init_fn=settings.param_init_fn,
         send=settings.sync_module_states or settings.ram_efficient,
     )
-    kinds = [type(unit).__name__ for unit in units.values()]
+    kinds = [class_name(unit) for unit in units.values()]
     home = note_origins({entry.name: entry.tensor for entry in aligner.entries})
     if settings.activation_checkpointing:
         units = checkpoint_blocks(model, units, settings, place.device)

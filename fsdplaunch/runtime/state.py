@@ -14,6 +14,7 @@ from fsdplaunch.runtime import report
 from fsdplaunch.runtime.agreement import from_rank_0, together
 from fsdplaunch.runtime.folders import begin, find_checkpoint, publish
 from fsdplaunch.runtime.manifest import describe_run, read_manifest, write_manifest
+from fsdplaunch.runtime.names import unwrapped
 from fsdplaunch.runtime.plain_files import read_plain, write_plain
 from fsdplaunch.runtime.plugin import ambient_plugin
 from fsdplaunch.runtime.prepared import prepared_of
@@ -53,7 +54,7 @@ def save_checkpoint(
     """
     root = _folder(dir)
     target = root if step is None else root / f"checkpoint-{step}"
-    models = _several(model)
+    models = [unwrapped(each) for each in _several(model)]
     with together(f"save {target}"):
         partial = begin(target) if dist.get_rank() == 0 else target.parent / f".{target.name}.partial"
     with together(f"save {target}"):
@@ -99,7 +100,7 @@ def load_checkpoint(
     if folder is None:
         msg = f"no complete checkpoint in {root}"
         raise FileNotFoundError(msg)
-    models = _several(model)
+    models = [unwrapped(each) for each in _several(model)]
     with together(f"load {folder}"):
         _check_visible(folder)
     with together(f"load {folder}"):

@@ -4,9 +4,8 @@ Names are those of the user's model, and formats are the master formats: what lo
 were sharded. All functions are collective: every rank calls them.
 """
 
-import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,19 +20,17 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.agreement import together
+from fsdplaunch.runtime import state_files as files
+from fsdplaunch.runtime.names import clean_name, named_parameters
 from fsdplaunch.runtime.optim_states import unshare_counts
-from fsdplaunch.runtime.plain_files import read_plain, write_bytes
-from fsdplaunch.runtime.safe_reader import SafePlanner, SafeReader
 
 MODEL = "pytorch_model_fsdp"
 OPTIMIZER = "optimizer"
+State = dict[str, Any]
 
 
 def save_model(model: nn.Module, kind: str, folder: Path, index: int) -> None:
@@ -52,13 +47,14 @@ def save_model(model: nn.Module, kind: str, folder: Path, index: int) -> None:
     """
     with _quiet():
         if kind == "SHARDED_STATE_DICT":
-            _write_sharded({"model": get_model_state_dict(model)}, folder / f"{MODEL}_{index}")
+            state = _renamed(get_model_state_dict(model), clean_name)
+            files.write_sharded({"model": state}, folder / f"{MODEL}_{index}")
         elif kind == "FULL_STATE_DICT":
-            _write_full(get_model_state_dict(model, options=_full(model)), folder / f"{_stem(MODEL, index)}.bin")
+            state = _renamed(get_model_state_dict(model, options=_full(model)), clean_name)
+            files.write_whole(state, folder / f"{_stem(MODEL, index)}.bin")
         else:
             with _local(model):
-                state = {name: _own_part(value) for name, value in model.state_dict().items()}
-                _write(state, folder / _local_name(index))
+                files.write_flat(model.state_dict(), folder / _local_name(index))
 
 
 def load_model(model: nn.Module, folder: Path, index: int) -> None:
@@ -68,16 +64,20 @@ def load_model(model: nn.Module, folder: Path, index: int) -> None:
         CheckpointError: Names or shapes do not fit the model, or the files are damaged.
     """
     with _quiet():
-        if (folder / f"{MODEL}_{index}").is_dir():
-            state = get_model_state_dict(model)
-            _read_sharded({"model": state}, folder / f"{MODEL}_{index}", strict=True)
-            set_model_state_dict(model, state)
-        elif (file := folder / f"{_stem(MODEL, index)}.bin").exists():
-            state = _read_full(file)
-            set_model_state_dict(model, state, options=_from_rank_0())
-        elif (folder / _local_name(index)).exists():
+        if (folder / _local_name(index)).exists():
             with _local(model):
-                _fill_in(model.state_dict(), read_plain(folder / _local_name(index)))
+                files.read_flat(model.state_dict(), folder / _local_name(index))
+            return
+        state: State = get_model_state_dict(model)
+        own_names = {clean_name(name): name for name in state}
+        state = _renamed(state, clean_name)
+        if (folder / f"{MODEL}_{index}").is_dir():
+            files.read_sharded({"model": state}, folder / f"{MODEL}_{index}", strict=True)
+            set_model_state_dict(model, _renamed(state, own_names.__getitem__))
+        elif (file := folder / f"{_stem(MODEL, index)}.bin").exists():
+            shapes = {name: files.shape_of(value) for name, value in state.items()}
+            whole = _renamed(files.read_whole(file, shapes), own_names.__getitem__)
+            set_model_state_dict(model, whole, options=_from_rank_0())
         else:
             msg = f"{folder} holds no model {index} for rank {dist.get_rank()}"
             raise CheckpointError(msg, hint="LOCAL_STATE_DICT loads on as many ranks as wrote it")
@@ -88,10 +88,11 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, kind: str, folder: Pa
     with _quiet():
         if kind == "FULL_STATE_DICT":
             state = get_optimizer_state_dict(model, optimizer, options=_full(model))
-            _write_full(unshare_counts(state), folder / f"{_stem(OPTIMIZER, index)}.bin")
+            state = _renamed_optimizer(unshare_counts(state), clean_name)
+            files.write_whole(state, folder / f"{_stem(OPTIMIZER, index)}.bin")
         else:
-            state = get_optimizer_state_dict(model, optimizer)
-            _write_sharded({"optimizer": state}, folder / f"{OPTIMIZER}_{index}")
+            state = _renamed_optimizer(get_optimizer_state_dict(model, optimizer), clean_name)
+            files.write_sharded({"optimizer": state}, folder / f"{OPTIMIZER}_{index}")
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path, index: int) -> None:
@@ -100,18 +101,50 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path, index: 
     Raises:
         CheckpointError: The folder holds none, or it does not fit.
     """
+    sharded, whole = folder / f"{OPTIMIZER}_{index}", folder / f"{_stem(OPTIMIZER, index)}.bin"
+    if not sharded.is_dir() and not whole.exists():
+        msg = f"{folder} holds no optimizer {index}"
+        raise CheckpointError(msg, hint="leave the optimizer out, or load a checkpoint that has one")
     with _quiet():
-        if (folder / f"{OPTIMIZER}_{index}").is_dir():
-            state = get_optimizer_state_dict(model, optimizer)
-            absent = _read_sharded({"optimizer": state}, folder / f"{OPTIMIZER}_{index}", strict=False)
-            set_optimizer_state_dict(model, optimizer, state)
-            _forget(model, optimizer, absent)
-        elif (file := folder / f"{_stem(OPTIMIZER, index)}.bin").exists():
-            state = _read_full(file)
-            set_optimizer_state_dict(model, optimizer, state, options=_from_rank_0())
+        state: State = get_optimizer_state_dict(model, optimizer)
+        own_names = {clean_name(name): name for group in state["param_groups"] for name in group["params"]}
+        if sharded.is_dir():
+            state = _renamed_optimizer(state, clean_name)
+            absent = files.read_sharded({"optimizer": state}, sharded, strict=False)
+            stateless = {name for name in own_names if any(key.startswith(_state_of(name)) for key in absent)}
+            options = None
         else:
-            msg = f"{folder} holds no optimizer {index}"
-            raise CheckpointError(msg, hint="leave the optimizer out, or load a checkpoint that has one")
+            state = files.read_whole_optimizer(whole, set(own_names))
+            stateless = _stateless(state, own_names)
+            options = _from_rank_0(strict=False)  # names are checked; state may be missing
+        restored = _renamed_optimizer(state, own_names.__getitem__)
+        set_optimizer_state_dict(model, optimizer, restored, options=options)
+    for name, param in named_parameters(model):
+        if name in stateless:  # it had never had a gradient when the checkpoint was saved
+            optimizer.state.pop(param, None)
+
+
+def _state_of(name: str) -> str:
+    """What the flattened names of a parameter's state in a sharded checkpoint begin with."""
+    return f"optimizer.state.{name}."
+
+
+def _renamed(state: State, rename: Callable[[str], str]) -> State:
+    return {rename(name): value for name, value in state.items()}
+
+
+def _renamed_optimizer(state: State, rename: Callable[[str], str]) -> State:
+    if not state:
+        return state
+    groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in state["param_groups"]]
+    return {"state": _renamed(state["state"], rename), "param_groups": groups}
+
+
+def _stateless(whole: State, names: Iterable[str]) -> set[str]:
+    """The parameters a whole optimizer state has nothing for; rank 0 holds it and tells."""
+    box = [set(names) - set(whole.get("state", {}))]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def _stem(name: str, index: int) -> str:
@@ -133,86 +166,8 @@ def _full(model: nn.Module) -> StateDictOptions:
     return StateDictOptions(full_state_dict=True, cpu_offload=not (wrapped and on_host))
 
 
-def _from_rank_0() -> StateDictOptions:
-    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-
-
-def _write_full(state: dict[str, Any], path: Path) -> None:
-    if dist.get_rank() == 0:
-        _write(state, path)
-
-
-def _read_full(path: Path) -> dict[str, Any]:
-    """Read a file on rank 0, and raise on all ranks if it cannot be; the others get an empty mapping."""
-    state: dict[str, Any] = {}
-    with together(f"read {path}"):
-        if dist.get_rank() == 0:
-            state = read_plain(path)
-    return state
-
-
-def _write(state: dict[str, Any], path: Path) -> None:
-    box = io.BytesIO()
-    torch.save(state, box)
-    write_bytes(box.getbuffer(), path)
-
-
-def _write_sharded(state: dict[str, Any], folder: Path) -> None:
-    save(state, storage_writer=FileSystemWriter(folder))
-
-
-def _read_sharded(state: dict[str, Any], folder: Path, *, strict: bool) -> set[str]:
-    """Read into a state dict in place, and return the names it asks for that the checkpoint does not have.
-
-    Raises:
-        CheckpointError: Strict, and names differ either way.
-    """
-    reader = SafeReader(folder)
-    stored = set(reader.read_metadata().state_dict_metadata)
-    asked = set(_flat_names(state))
-    absent = asked - stored
-    if strict and stored != asked:
-        left_over = sorted(stored - asked)
-        words = f"lacks {', '.join(sorted(absent)[:4])}" if absent else f"has {', '.join(left_over[:4])} besides"
-        msg = f"{folder} is of another model: it {words}"
-        raise CheckpointError(msg, hint="build the model as it was when the checkpoint was saved")
-    load(state, storage_reader=SafeReader(folder), planner=SafePlanner(allow_partial_load=not strict))
-    return absent
-
-
-def _flat_names(state: dict[str, Any]) -> list[str]:
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
-    return list(flatten_state_dict(state)[0])
-
-
-def _forget(model: nn.Module, optimizer: Optimizer, absent: set[str]) -> None:
-    """Drop the state of parameters that had none when the checkpoint was saved: they had never had a gradient."""
-    from fsdplaunch.runtime.names import named_parameters
-
-    for name, param in named_parameters(model):
-        if any(key.startswith(f"optimizer.state.{name}.") for key in absent):
-            optimizer.state.pop(param, None)
-
-
-def _own_part(value: torch.Tensor | ShardedTensor) -> torch.Tensor:
-    """This rank's part of a flat parameter, as a tensor: one that can be read back without running code."""
-    if not isinstance(value, ShardedTensor):
-        return value
-    shards = value.local_shards()
-    return shards[0].tensor if shards else torch.empty(0)
-
-
-def _fill_in(present: dict[str, Any], read: dict[str, Any]) -> None:
-    """Copy what was read into the model's own storage, of which its state dict holds views."""
-    parts = {name: _own_part(value) for name, value in present.items()}
-    shapes = {name: tuple(part.shape) for name, part in parts.items()}
-    if {name: tuple(part.shape) for name, part in read.items()} != shapes:
-        msg = "the flat shards are of another model, or of another number of ranks"
-        raise CheckpointError(msg, hint="LOCAL_STATE_DICT loads into the same model on as many ranks as wrote it")
-    with torch.no_grad():
-        for name, part in parts.items():
-            part.copy_(read[name])
+def _from_rank_0(*, strict: bool = True) -> StateDictOptions:
+    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ class RankPool:
     def __init__(self, size: int) -> None:
         self.size = size
         self._workers: list[tuple[Any, Connection]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(
         self, function: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None, timeout: float = 90.0
@@ -66,7 +67,8 @@ class RankPool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        store = Path(tempfile.mkdtemp(prefix="rank-pool-")) / "store"
+        self._folder = tempfile.TemporaryDirectory(prefix="rank-pool-")
+        store = Path(self._folder.name) / "store"
         for rank in range(self.size):
             mine, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.size, str(store), theirs))
@@ -81,6 +83,8 @@ class RankPool:
             process.join()
             pipe.close()
         self._workers = []
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:

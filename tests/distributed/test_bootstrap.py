@@ -259,7 +259,8 @@ def test_training_script_runs_shards_and_leaves_its_marks(tmp_path: Path) -> Non
         model, optimizer = fsdplaunch.prepare(model, torch.optim.AdamW(model.parameters()))
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-        print("rank", dist.get_rank(), "of", dist.get_world_size(), sys.argv[1:], dist.get_backend())
+        line = f"rank {dist.get_rank()} of {dist.get_world_size()} {sys.argv[1:]} {dist.get_backend()}\\n"
+        sys.stdout.write(line)  # one write: the other rank's line must not come between
         """,
     )
     run_dir = tmp_path / "run"

@@ -295,8 +295,8 @@ def test_empty_folder_is_no_checkpoint(two_ranks: RankPool, tmp_path: Path) -> N
 # Checkpoints that do not fit, or that want to run code
 
 
-def load_other(folder: str, layers: int) -> str:
-    model, optimizer, _ = fresh({"fsdp_version": 2}, layers=layers)
+def load_other(folder: str, fields: dict[str, Any], options: dict[str, Any]) -> str:
+    model, optimizer, _ = fresh(fields, **options)
     try:
         fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer)
     except CheckpointError as error:
@@ -304,14 +304,24 @@ def load_other(folder: str, layers: int) -> str:
     return "nothing was raised"
 
 
-@pytest.mark.parametrize(("layers", "words"), [(2, "has model.layers.2"), (4, "lacks model.layers.3")])
+@pytest.mark.parametrize("form", ["1 full", "1 sharded", "2 full", "2 sharded"])
+@pytest.mark.parametrize(("layers", "words"), [(2, "has "), (4, "lacks ")])
 def test_checkpoint_of_another_model_is_refused_on_all_ranks(
-    two_ranks: RankPool, tmp_path: Path, layers: int, words: str
+    two_ranks: RankPool, tmp_path: Path, form: str, layers: int, words: str
 ) -> None:
-    two_ranks.run(save, str(tmp_path), 1, None)
-    for message in two_ranks.run(load_other, str(tmp_path), layers):
+    two_ranks.run(save_half_way, str(tmp_path), FORMS[form], {})
+    for message in two_ranks.run(load_other, str(tmp_path), FORMS[form], {"layers": layers}):
         assert "is of another model" in message
-        assert words in message
+        assert f"{words}{'model.' if 'sharded' in form else ''}layers.{min(layers, 3)}" in message
+
+
+@pytest.mark.parametrize("form", ["1 full", "2 full", "2 sharded"])
+def test_checkpoint_of_other_shapes_is_refused_on_all_ranks(
+    two_ranks: RankPool, tmp_path: Path, form: str
+) -> None:
+    two_ranks.run(save_half_way, str(tmp_path), FORMS[form], {})
+    for message in two_ranks.run(load_other, str(tmp_path), FORMS[form], {"width": 32}):
+        assert "embed.weight" in message
 
 
 class Intruder:
@@ -443,10 +453,10 @@ class Unused(nn.Module):
         return self.layers[1](self.layers[0](x))
 
 
-def unused_parameter(folder: str) -> tuple[int, int]:
+def unused_parameter(folder: str, fields: dict[str, Any]) -> tuple[int, int]:
     def make() -> tuple[Any, Any]:
         model = Unused()
-        return fsdplaunch.prepare(model, adamw(model.parameters()), plugin=plugin(fsdp_version=2))
+        return fsdplaunch.prepare(model, adamw(model.parameters()), plugin=plugin(**fields))
 
     model, optimizer = make()
     model(torch.ones(2, 4)).sum().backward()
@@ -458,7 +468,56 @@ def unused_parameter(folder: str) -> tuple[int, int]:
     return had, len(optimizer.state)
 
 
+@pytest.mark.parametrize("form", ["2 sharded", "2 full"])
 def test_parameter_that_never_had_a_gradient_has_no_state_after_loading(
-    two_ranks: RankPool, tmp_path: Path
+    two_ranks: RankPool, tmp_path: Path, form: str
 ) -> None:
-    assert two_ranks.run(unused_parameter, str(tmp_path))[0] == (4, 4)
+    assert two_ranks.run(unused_parameter, str(tmp_path), FORMS[form])[0] == (4, 4)
+
+
+# Compiled models
+
+
+def compiled(folder: str, how: str, fields: dict[str, Any]) -> tuple[list[float], list[float], list[str]]:
+    def make(seed: int) -> tuple[Any, Any]:
+        model: Any = build(seed)
+        if how == "blocks":
+            for index, layer in enumerate(model.layers):
+                model.layers[index] = torch.compile(layer, backend="eager")
+        elif how == "whole":
+            model = torch.compile(model, backend="eager")
+        model, optimizer = fsdplaunch.prepare(model, adamw(model.parameters()), plugin=plugin(**fields))
+        return torch.compile(model, backend="eager") if how == "after" else model, optimizer
+
+    model, optimizer = make(0)
+    with fsdplaunch.no_sync(model):
+        loss_of(model, my_part(batch(0))).backward()
+    optimizer.zero_grad()
+    train_sharded(model, optimizer, 2)
+    path = fsdplaunch.save_checkpoint(folder, model=model, optimizer=optimizer)
+    kept_on = train_sharded(model, optimizer, 3, first=2)
+    model, optimizer = make(9)
+    fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer)
+    from fsdplaunch.runtime.safe_reader import SafeReader
+
+    sharded = path / "pytorch_model_fsdp_0"
+    names = list(SafeReader(sharded).read_metadata().state_dict_metadata) if sharded.exists() else []
+    return kept_on, train_sharded(model, optimizer, 3, first=2), names
+
+
+COMPILED = {
+    "blocks": {"fsdp_version": 2},
+    "blocks ": {"fsdp_version": 2, "activation_checkpointing": True},
+    "whole": {"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT"},
+    "after": {"fsdp_version": 2},
+    "after ": {"fsdp_version": 1},
+}
+
+
+@pytest.mark.parametrize("how", COMPILED)
+def test_compiled_model_goes_on_as_saved_under_its_own_names(
+    two_ranks: RankPool, tmp_path: Path, how: str
+) -> None:
+    kept_on, resumed, names = two_ranks.run(compiled, str(tmp_path), how.strip(), COMPILED[how])[0]
+    assert largest_difference(kept_on, resumed) < 1e-5
+    assert not names or set(names) == {f"model.{name}" for name in build().state_dict()}

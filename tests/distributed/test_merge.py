@@ -445,3 +445,10 @@ def test_merge_never_imports_torch(two, tmp_path):
     )
     assert not {"torch", "numpy", "safetensors", "pickle"} & set(json.loads(run.stdout))
     assert_same(load_file(tmp_path / "out/model.safetensors"), loaded_by_torch(two / "odd", tmp_path))
+
+
+def test_merged_optimizer_of_two_ranks_equals_torch_loader(two, tmp_path):
+    merge(two / "run", tmp_path / "out", options=MergeOptions(optimizer=True))
+    found = torch.load(tmp_path / "out/optimizer.bin", weights_only=True)
+    dcp_to_torch_save(two / "run/optimizer_0", tmp_path / "torch.pt")
+    assert_equal_trees(found, torch.load(tmp_path / "torch.pt", weights_only=True)["optimizer"])

@@ -43,6 +43,7 @@ def make(kind: str) -> Any:
         "tiny": build,
         "scalar": WithScalar,
         "one": OneLinear,
+        "compiled": lambda: torch.compile(build(), backend="eager"),
         "half frozen": half_frozen,
         "other": lambda: build(width=16 + 2 * dist.get_rank()),
     }[kind]()
@@ -84,6 +85,11 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         "half frozen",
         {"fsdp_version": 1, "use_orig_params": False},
         ["torch cannot shard layers.0: Must flatten tensors with uniform `requires_grad`"],
+    ),
+    "compiled, version 1": (
+        "compiled",
+        {"fsdp_version": 1},
+        ["cannot shard modules that torch.compile has wrapped", "compile what prepare returns"],
     ),
     "mesh too large": ("tiny", {"dp_replicate_size": 2, "dp_shard_size": 2}, ["needs 4 workers, there are 2"]),
     "hybrid over one copy": ("tiny", {"sharding_strategy": "HYBRID_SHARD"}, ["has only one copy", "FULL_SHARD"]),

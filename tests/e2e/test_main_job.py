@@ -20,7 +20,7 @@ def test_main_job_end_to_end(fsdplaunch, examples, tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "fsdp.yaml").exists()
 
-    done = fsdplaunch("launch", examples / "train_lm.py", "--steps", "80")
+    done = fsdplaunch("launch", examples / "train_lm.py", "--steps", "60")
     assert done.returncode == 0, done.stderr
     before = loss_after(done.stdout, "evaluation loss before training")
     after = loss_after(done.stdout, "evaluation loss after training")

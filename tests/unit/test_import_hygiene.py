@@ -14,7 +14,7 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["launch", "--help"], ["config", "--help"]])
 def test_help_imports_nothing_heavy(arguments):
     code = f"""
 from fsdplaunch.cli.app import run
@@ -48,3 +48,13 @@ def test_public_names_resolve_to_what_they_name():
     assert missing == []
     with pytest.raises(AttributeError, match="no attribute 'nope'"):
         _ = fsdplaunch.nope
+
+
+def test_config_show_imports_only_the_yaml_reader():
+    code = """
+from fsdplaunch.cli.app import run
+import io, contextlib
+with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    assert run(["config", "show"]) == 0
+"""
+    assert modules_after(code).intersection(HEAVY) == {"yaml"}

@@ -103,7 +103,6 @@ def test_only_an_optimizer_below_is_said(optimizer, tmp_path):
         (["pytorch_model_fsdp_0_rank3.bin"], "one pickled file per rank"),
         (["model.safetensors", "config.json"], "is merged already"),
         (["model-00001-of-00002.safetensors", "model.safetensors.index.json"], "is merged already"),
-        (["shard-00000-model-00001-of-00001.safetensors"], "HuggingFaceStorageWriter"),
         (["model_world_size_8_rank_0.pt"], "verl"),
         (["consolidated_rank_3.pth"], "one pickled file per rank"),
     ],

@@ -90,7 +90,8 @@ def models(draw):
 
 
 def selected(stored) -> Selection:
-    return Selection(root=("model",), tensors=tuple((t.path[1], t) for t in stored), skipped=())
+    named = tuple((t.path[1], t) for t in stored)
+    return Selection(root=("model",), tensors=named, plain=tuple(name for name, _ in named), skipped=())
 
 
 @given(models(), st.integers(1, 3000))
@@ -183,7 +184,9 @@ def test_conjugated_and_negated_values_are_resolved():
         item = Item(Description(DTYPES[dtype], (2,), (1,), 0, "0", **flags), 0, 16, None)
         tensor = StoredTensor("t", ("t",), DTYPES[dtype], (2,), (StoredChunk(Box((0,), (2,)), place),))
         (found,) = build_plan(
-            Selection(root=(), tensors=(("t", tensor),), skipped=()), {place: item}, max_shard_size=99
+            Selection(root=(), tensors=(("t", tensor),), plain=("t",), skipped=()),
+            {place: item},
+            max_shard_size=99,
         ).tensors
         return found
 

@@ -89,6 +89,7 @@ def test_the_environment_of_the_guides_example_is_right_for_every_key():
         "ACCELERATE_MIXED_PRECISION": "bf16",
         "ACCELERATE_DEBUG_MODE": "false",
         "ACCELERATE_USE_CPU": "false",
+        "ACCELERATE_CPU_AFFINITY": "false",
         "FSDP_VERSION": "1",
         "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
         "FSDP_OFFLOAD_PARAMS": "true",
