@@ -79,6 +79,17 @@ def test_workers_that_save_and_end_well_after_a_signal(start, number, code):
     assert [run.wait_for(f"saved{rank}", 1) for rank in range(2)] == [once, once]
 
 
+def test_signal_that_the_launcher_was_told_to_ignore_ends_nothing(start):
+    """As under nohup, or in the background of a shell script."""
+    text = WAITING + "for _ in range(300):\n    time.sleep(0.02)\n    if os.path.exists('go'): break\n"
+    ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
+    run = start(text, preexec_fn=ignore)
+    when_up(run)
+    run.signal(signal.SIGHUP)
+    (run.folder / "go").write_text("y")
+    assert run.end() == 0, run.stderr
+
+
 def test_second_interrupt_kills_workers_that_ignore_the_first(start):
     run = start(
         WAITING.replace("open(", "signal.signal(signal.SIGINT, signal.SIG_IGN)\nopen(", 1) + "time.sleep(60)"

@@ -303,6 +303,12 @@ def test_preloaded_module_that_fails_is_a_note(with_module):
     assert "importing own_module failed (ZeroDivisionError: division by zero)" in run.stderr
 
 
+def test_preloaded_module_that_crashes_makes_workers_start_cold(with_module):
+    run = with_module("import ctypes; ctypes.string_at(0)", "import sys; print('torch' in sys.modules)")
+    assert (run.code, run.stdout) == (0, "False\n")
+    assert "what launch.preload names ended the interpreter (SIGSEGV)" in run.stderr
+
+
 def test_preloaded_module_that_starts_threads_makes_workers_start_cold(with_module):
     module = SETS + "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
     run = with_module(module, "import os, sys; print('torch' in sys.modules, os.environ.get('FROM_IMPORT'))")

@@ -40,8 +40,9 @@ def parent_of(pid: int) -> int:
     return int(status_of(pid)[1])
 
 
-@pytest.mark.parametrize("victim", ["launcher", "agent", "nursery"])
-@pytest.mark.parametrize("preload", ["torch", "none"])
+@pytest.mark.parametrize(
+    ("victim", "preload"), [("launcher", "torch"), ("agent", "torch"), ("nursery", "torch"), ("agent", "none")]
+)
 def test_no_process_outlives_a_killed(start, victim, preload):
     run = start(SCRIPT, "--launch.preload", preload)
     words = [run.wait_for(f"up{rank}").split() for rank in range(2)]
