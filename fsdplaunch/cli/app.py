@@ -101,7 +101,9 @@ def _own_options() -> tuple[set[str], set[str]]:
         for info in getattr(hint, "__metadata__", ()):
             if isinstance(info, typer.models.OptionInfo):
                 spelled = "--" + name.replace("_", "-")
-                names = set(info.param_decls or (spelled, spelled.replace("--", "--no-", 1)))
+                first = () if info.default is ... else (str(info.default),)  # typer keeps the first spelling there
+                written = {*first, *(info.param_decls or ())}
+                names = written or {spelled, spelled.replace("--", "--no-", 1)}
                 (flags if hint.__origin__ is bool else options).update(names)
     return flags, options
 

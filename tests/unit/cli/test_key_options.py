@@ -122,3 +122,10 @@ def test_start_method_that_forks_changes_nothing_and_another_is_refused():
     assert expand(["--start-method=fork", "t.py"], own_flags=set(), own_options=set()) == ["t.py"]
     with pytest.raises(UsageError, match="--start-method"):
         expand(["--start-method", "threads", "t.py"], own_flags=set(), own_options=set())
+
+
+@pytest.mark.parametrize("before", [["-c", "a.yaml"], ["--config", "a.yaml"], ["--set", "num_machines=1"]])
+def test_keys_after_launchs_own_options_are_options_too(before):
+    argv = ["launch", *before, "--num-processes", "2", "train.py", "--num-processes", "9"]
+    set_two = ["--set", "num_processes=2"]
+    assert _expanded(argv) == ["launch", *before, *set_two, "train.py", "--num-processes", "9"]
