@@ -108,10 +108,9 @@ def _own_options() -> tuple[set[str], set[str]]:
         for info in getattr(hint, "__metadata__", ()):
             if isinstance(info, typer.models.OptionInfo):
                 spelled = "--" + name.replace("_", "-")
-                # Inside Annotated, typer keeps the first name where a default would stand.
-                first = (info.default,) if isinstance(info.default, str) else ()
-                said = (*first, *(info.param_decls or ()))
-                names = set(said or (spelled, spelled.replace("--", "--no-", 1)))
+                first = () if info.default is ... else (str(info.default),)  # typer keeps the first spelling there
+                written = {*first, *(info.param_decls or ())}
+                names = written or {spelled, spelled.replace("--", "--no-", 1)}
                 (flags if hint.__origin__ is bool else options).update(names)
     return flags, options
 

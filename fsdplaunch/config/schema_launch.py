@@ -181,12 +181,11 @@ class CheckpointSection:
     async_: bool = key(
         v.FLAG,
         False,
-        "Write checkpoints in the background while training goes on.",
-        pending="writing in the background is not supported yet",
+        """Write checkpoints in the background: save_checkpoint returns when everything is copied to host memory.
+        Each worker then needs memory for its part of the checkpoint once more.""",
     )
     keep_last: int | None = key(
         v.COUNT,
         None,
-        "How many complete checkpoints stay; older ones are deleted. Left out, all.",
-        pending="deleting old checkpoints is not supported yet",
+        "How many complete checkpoints that were saved with a step stay; older ones are deleted. Left out, all.",
     )

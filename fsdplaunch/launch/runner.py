@@ -70,8 +70,8 @@ def run_plan(
         on_signal(number, count)
 
     with _signals_passed_to(agent, plan.config.launch.signals, tell) as received:
-        status = shell_status(agent.wait())
-        status, record = _read_record(plan, status, received)
+        code = agent.wait()
+        status, record = _read_record(plan, code, received)
         if link is not None:
             status, record = settle(link, status, record)
     result = _result(plan, status, record, round(time.monotonic() - start, 3))
@@ -96,13 +96,10 @@ def _prepare_run_dir(plan: LaunchPlan) -> None:
         fresh.unlink()
 
 
-def _read_record(plan: LaunchPlan, status: int, received: Sequence[int]) -> tuple[int, dict[str, Any]]:
+def _read_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> tuple[int, dict[str, Any]]:
     """This machine's status and its agent's record."""
-    record = read_json(agent_record(plan.run_dir))
-    if not record and received:  # it was ended while it was starting
-        record = {"stopped_by": signal_name(received[0])}
-    if not record and status:
-        record = {"error": "\n".join(read_tail(plan.run_dir / AGENT_LOG, lines=1))}
+    status = shell_status(code)
+    record = read_json(agent_record(plan.run_dir)) or _without_record(plan, code, received)
     if status == 0 and (missing := unsharded_ranks(plan, record)):
         status, record = 1, with_unsharded_cause(record, plan, missing[0])
     return status, record
@@ -112,6 +109,15 @@ def _result(plan: LaunchPlan, status: int, record: Mapping[str, Any], seconds: f
     result = read_result(record, exit_code=status, seconds=seconds, gpus=plan.gpus)
     scene = scene_of(record, plan.config, plan.argv[0]) if result.failure else None
     return replace(result, diagnosis=diagnose(scene)) if scene is not None else result
+
+
+def _without_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> dict[str, Any]:
+    """What to make of an agent that could not write down how it ended."""
+    if received:  # it was ended while it was starting
+        return {"stopped_by": signal_name(received[0])}
+    if code < 0:
+        return {"error": f"the agent, which watches the workers, was killed by {signal_name(-code)}"}
+    return {"error": "\n".join(read_tail(plan.run_dir / AGENT_LOG, lines=1))} if code else {}
 
 
 def unsharded_ranks(plan: LaunchPlan, record: Mapping[str, Any]) -> list[int]:
