@@ -1,4 +1,4 @@
-"""The growth of meeting, plan and torch's rendezvous with the number of machines. Run by scripts/bench/rendezvous."""
+"""How meeting, plan and torch's rendezvous grow with the number of machines. Run by scripts/bench/rendezvous."""
 
 import os
 import sys
@@ -15,8 +15,9 @@ from fsdplaunch.launch.cluster import network
 from fsdplaunch.launch.cluster.greeting import Greeting
 from fsdplaunch.launch.cluster.group import Counter
 from fsdplaunch.launch.cluster.guest import Guest
-from fsdplaunch.launch.cluster.host import Host, Terms
+from fsdplaunch.launch.cluster.host import Host
 from fsdplaunch.launch.cluster.meeting import config_texts
+from fsdplaunch.launch.cluster.reception import Terms
 from fsdplaunch.launch.plan import Machine, Target, build_plan
 
 TEXTS = config_texts(resolve(Config(num_machines=2)))

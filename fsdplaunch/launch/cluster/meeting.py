@@ -15,8 +15,9 @@ from fsdplaunch.launch.cluster import network
 from fsdplaunch.launch.cluster.greeting import Greeting, digest, shared_values
 from fsdplaunch.launch.cluster.group import Counter, Link, Tell
 from fsdplaunch.launch.cluster.guest import Guest
-from fsdplaunch.launch.cluster.host import Host, Terms
+from fsdplaunch.launch.cluster.host import Host
 from fsdplaunch.launch.cluster.place import Place, host_name, is_machine_0
+from fsdplaunch.launch.cluster.reception import Terms
 from fsdplaunch.launch.plan import Target
 from fsdplaunch.launch.ports import find_holder, is_free
 from fsdplaunch.launch.preflight import torch_version
