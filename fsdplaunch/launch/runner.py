@@ -61,15 +61,9 @@ def run_plan(
     start = time.monotonic()
     environ = {**os.environ, **plan.env, LAUNCHER: str(os.getpid())}
     agent = subprocess.Popen(plan.argv, env=environ, stdout=output, start_new_session=True)
-    if link is not None:
-        attach(link, agent, plan.run_dir)
-
-    def tell(number: int, count: int) -> None:
-        if link is not None:
-            link.stop(number)
-        on_signal(number, count)
-
-    with _signals_passed_to(agent, plan.config.launch.signals, tell) as received:
+    names = plan.config.launch.signals
+    is_new = attach(link, agent, plan.run_dir, names).came if link is not None else lambda _number: True
+    with _signals_passed_to(agent, names, on_signal, is_new) as received:
         code = agent.wait()
         status, record = _read_record(plan, code, received)
         if link is not None:
@@ -146,12 +140,20 @@ def with_unsharded_cause(record: Mapping[str, Any], plan: LaunchPlan, rank: int)
 
 @contextmanager
 def _signals_passed_to(
-    agent: subprocess.Popen[bytes], names: Sequence[str], on_signal: Callable[[int, int], None]
+    agent: subprocess.Popen[bytes],
+    names: Sequence[str],
+    on_signal: Callable[[int, int], None],
+    is_new: Callable[[int], bool],
 ) -> Iterator[list[int]]:
-    """Pass signals on; the agent knows what a second one means. At the third, kill it, and with it its workers."""
+    """Pass signals on; the agent knows what a second one means. At the third, kill it, and with it its workers.
+
+    Signals that are not new, because they have come through another machine, are left out.
+    """
     received: list[int] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
+        if not is_new(number):
+            return
         received.append(number)
         if len(received) > PATIENCE:
             agent.kill()
