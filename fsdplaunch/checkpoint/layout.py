@@ -3,12 +3,13 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsdplaunch.checkpoint.hf_shards import SHARD_FILE
 from fsdplaunch.checkpoint.index import INDEX_NAME
+from fsdplaunch.checkpoint.rank_files import RANK_FILE
 from fsdplaunch.checkpoint.refusal import short
 from fsdplaunch.errors import CheckpointError, LaunchError, UsageError
 
@@ -45,21 +46,6 @@ OTHER_FORMATS = (
         "save it with the default use_collectives=True",
     ),
     Format(_DATA_FILE, f"has data files but no {INDEX_NAME}: the save did not finish", "use an older checkpoint"),
-    Format(
-        re.compile(r"model_world_size_\d+_rank_\d+\.pt"),
-        "holds one pickled file per rank, as verl writes them",
-        "merge it with verl's model_merger",
-    ),
-    Format(
-        re.compile(r"pytorch_model_fsdp(_\d+)?_rank\d+\.bin"),
-        "holds one pickled file per rank (LOCAL_STATE_DICT, or use_dcp=False)",
-        "load it with as many ranks as wrote it, and save it with SHARDED_STATE_DICT",
-    ),
-    Format(
-        re.compile(r"pytorch_model_fsdp(_\d+)?\.bin"),
-        "holds the full weights already (FULL_STATE_DICT)",
-        "there is nothing to merge; load the file with torch.load(..., weights_only=True)",
-    ),
     Format(
         re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"),
         "is merged already",
@@ -122,7 +108,7 @@ def find_optimizer(given: Path) -> Found:
     if (given / INDEX_NAME).is_file():
         _check_manifest(given, given.parent)
         return Found(given=given, folder=given)
-    folders = list(_walk(given))
+    folders = list(_walk(given, lambda names: INDEX_NAME in names))
     found = [path for path, names in folders if INDEX_NAME in names and _OPTIMIZER.fullmatch(path.name)]
     if not found:
         msg = f"{given} holds no optimizer's checkpoint: no folder optimizer_0 with a {INDEX_NAME}"
@@ -135,8 +121,8 @@ def find_optimizer(given: Path) -> Found:
 
 
 def is_sharded(files: Iterable[str]) -> bool:
-    """Say whether a folder with these files is a sharded checkpoint: it has an index, or sharded safetensors."""
-    return any(name == INDEX_NAME or SHARD_FILE.fullmatch(name) for name in files)
+    """Say whether a folder with these files is a checkpoint: an index, sharded safetensors, or files of ranks."""
+    return any(name == INDEX_NAME or SHARD_FILE.fullmatch(name) or RANK_FILE.fullmatch(name) for name in files)
 
 
 def _check_folder(given: Path) -> None:
@@ -156,8 +142,8 @@ def _check_folder(given: Path) -> None:
     raise UsageError(msg, hint=f"{parent} holds {_names(sorted(path.name for path in parent.iterdir()))}")
 
 
-def _walk(top: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield each folder from `top` down with the names of its files, nearest first, not below a checkpoint."""
+def _walk(top: Path, ends: Callable[[list[str]], bool] = is_sharded) -> Iterator[tuple[Path, list[str]]]:
+    """Yield each folder from `top` down with the names of its files, nearest first, not below one that `ends`."""
     level, seen = [top], set[Path]()
     for depth in range(MAX_DEPTH + 1):
         below: list[Path] = []
@@ -171,7 +157,7 @@ def _walk(top: Path) -> Iterator[tuple[Path, list[str]]]:
                 raise CheckpointError(msg, hint="give the checkpoint's own folder")
             files, folders = _entries(folder, follow=depth < MAX_DEPTH)
             yield folder, files
-            if not is_sharded(files):
+            if not ends(files):
                 below.extend(folders)
         level = below
 
@@ -195,6 +181,8 @@ def _entries(folder: Path, *, follow: bool) -> tuple[list[str], list[Path]]:
 
 def _check_manifest(folder: Path, parent: Path) -> None:
     """Check the model's folder against the manifest beside it, if our own save wrote one."""
+    beside = (folder / MANIFEST_NAME).is_file()  # files of ranks stand beside it, a model's folder below it
+    parent = folder if beside else parent
     path = parent / MANIFEST_NAME
     try:
         manifest = json.loads(path.read_text(encoding="utf-8") if path.stat().st_size <= _MAX_MANIFEST else "")
@@ -210,7 +198,7 @@ def _check_manifest(folder: Path, parent: Path) -> None:
         msg = f"{parent} is not complete: its save did not finish"
         raise CheckpointError(msg, hint="use an older checkpoint")
     for name, size in files.items():
-        if name.rpartition("/")[0] == folder.name:
+        if name.rpartition("/")[0] == ("" if beside else folder.name):
             _check_listed(folder / name.rpartition("/")[2], size)
 
 

@@ -94,16 +94,8 @@ def test_only_an_optimizer_below_is_said(optimizer, tmp_path):
     [
         (["__0_0.distcp", "__1_0.distcp"], r"data files but no \.metadata: the save did not finish"),
         (["__0.metadata", "__0_0.distcp"], "an index per rank"),
-        (["pytorch_model_fsdp.bin", "optimizer.bin"], r"full weights already \(FULL_STATE_DICT\)"),
-        (["pytorch_model_fsdp_1.bin"], r"full weights already \(FULL_STATE_DICT\)"),
-        (
-            ["pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin"],
-            r"one pickled file per rank \(LOCAL_STATE_DICT",
-        ),
-        (["pytorch_model_fsdp_0_rank3.bin"], "one pickled file per rank"),
         (["model.safetensors", "config.json"], "is merged already"),
         (["model-00001-of-00002.safetensors", "model.safetensors.index.json"], "is merged already"),
-        (["model_world_size_8_rank_0.pt"], "verl"),
         (["consolidated_rank_3.pth"], "one pickled file per rank"),
     ],
 )
