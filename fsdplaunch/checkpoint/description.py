@@ -13,6 +13,8 @@ from fsdplaunch.checkpoint.refusal import RefusedError, short
 from fsdplaunch.checkpoint.unpickle import unpickle
 from fsdplaunch.errors import CheckpointError
 
+# torch, and what pickles of protocol 2 call modules of the standard library.
+_REFUSED = {"torch", "__builtin__", "copy_reg", "commands", "__main__"}
 # Wrapper classes whose one inner tensor of the same shape and dtype is the weight.
 _TRANSPARENT = {
     "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor",
@@ -96,7 +98,7 @@ def read_description(data: bytes) -> Description:
 def foreign(module: str, name: str) -> Maker:
     """Stand for a class of some library; refuse torch's and the standard library's, where none is harmless."""
     top = module.partition(".")[0]
-    if top == "torch" or top in sys.stdlib_module_names:
+    if top in _REFUSED or top in sys.stdlib_module_names:
         msg = f"it names {short(module + '.' + name)}, which a tensor has no use for"
         raise RefusedError(msg)
     return Maker(f"{module}.{name}", call=lambda _: _Opaque(), new=_Opaque, any_arguments=True)

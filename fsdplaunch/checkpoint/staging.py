@@ -8,15 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fsdplaunch.checkpoint.exchange import exchange
 from fsdplaunch.errors import CheckpointError, UsageError
 
 # The files that a merge writes; only these are replaced when an output folder is overwritten.
 WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _SPARE = 2**20
 _NAME_PART = 30  # characters; a file name has 255 bytes, a character up to 4
-# linux/fcntl.h and linux/fs.h
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 
 
 def check_output(output: Path, sources: tuple[Path, ...], *, overwrite: bool) -> Path:
@@ -153,7 +151,7 @@ def _carry_over(path: Path, goal: Path) -> None:
 
 def _swap(partial: Path, target: Path) -> None:
     """Put `partial` in the place of the folder `target`, and remove the old one."""
-    if _exchange(partial, target):
+    if exchange(partial, target):
         shutil.rmtree(partial, ignore_errors=True)
         return
     aside = partial.with_name(partial.name + "-old")
@@ -164,17 +162,6 @@ def _swap(partial: Path, target: Path) -> None:
         aside.rename(target)
         raise
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step, so that `other` exists at every moment; False where the system cannot."""
-    import ctypes
-
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    if rename is None:
-        return False
-    result: int = rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
-    return result == 0
 
 
 def _prefix(target: Path) -> str:
