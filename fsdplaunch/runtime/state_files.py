@@ -43,7 +43,9 @@ def _absent(state: State, folder: Path, *, strict: bool) -> set[str]:
     stored = set(SafeReader(folder).read_metadata().state_dict_metadata)
     asked = set(flatten_state_dict(state)[0])
     if strict:
-        check_names(stored, asked, folder)
+        outer = f"{next(iter(state))}."  # the checkpoint's own word, no part of the model's names
+        own, needed = ({name.removeprefix(outer) for name in names} for names in (stored, asked))
+        check_names(own, needed, folder)
     elif _STATES in state.get(_OPTIMIZER, {}):
         check_names(_owners(stored) - _owners(asked), set(), folder)  # state may be missing, not left over
     return asked - stored
