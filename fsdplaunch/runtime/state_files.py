@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.agreement import from_rank_0, together
+from fsdplaunch.runtime.early_files import EarlyFileSystem
 from fsdplaunch.runtime.plain_files import read_plain
 from fsdplaunch.runtime.safe_reader import SafePlanner, SafeReader
 
@@ -24,7 +25,9 @@ _SHOWN = 4
 
 def write_sharded(state: State, folder: Path, group: dist.ProcessGroup | None) -> None:
     """Write every rank's part into a folder, with one index, and force all of it to disk."""
-    save(state, storage_writer=FileSystemWriter(folder), process_group=group)
+    writer = FileSystemWriter(folder)
+    writer.fs = EarlyFileSystem()
+    save(state, storage_writer=writer, process_group=group)
 
 
 def read_sharded(state: State, folder: Path, *, strict: bool) -> set[str]:
