@@ -478,3 +478,49 @@ def test_weights_of_the_configuration_are_loaded_and_never_forgotten(two_ranks: 
         assert difference < 1e-6
         assert same
         assert "was never read" in text
+
+
+# Memory
+
+MB = 1_000_000
+
+
+def anonymous() -> float:
+    """Anonymous resident memory of this process, in MB."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024 / MB
+
+
+def peak_while_loading(folder: str, fields: dict[str, Any], layers: int, width: int) -> float:
+    """MB of anonymous memory at the worst moment, above what was there before."""
+    import threading
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    made = plugin(**fields, auto_wrap_policy=lambda module: isinstance(module, nn.Linear))
+    seen, done, before = [0.0], threading.Event(), anonymous()
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            seen.append(anonymous() - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    model = fsdplaunch.prepare(model, plugin=made, weights=folder)
+    done.set()
+    thread.join()
+    return max(*seen, anonymous() - before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("version", [1, 2])
+def test_no_rank_ever_holds_more_than_its_shard_and_a_buffer(
+    two_ranks: RankPool, tmp_path: Path, version: int, dtype: torch.dtype
+) -> None:
+    layers, width = 3, 4096  # 67 MB each in fp32
+    torch.manual_seed(0)
+    state = {f"{n}.weight": torch.zeros(width, width, dtype=dtype) for n in range(layers)}
+    save_file(state, tmp_path / "model.safetensors")
+    shard = layers * width * width * 4 / 2 / MB
+    for peak in two_ranks.run(peak_while_loading, str(tmp_path), {"fsdp_version": version}, layers, width):
+        assert shard * 0.9 < peak < shard + 32

@@ -117,7 +117,8 @@ def _held(name: str, tensor: torch.Tensor, *, saved: bool) -> Held:
         msg = f"{name} is kept as parts of a sum, which no file holds"
         raise CheckpointError(msg, hint="load the weights before the model computes")
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local = tensor.detach().to_local()
+    with torch.no_grad():
+        local = tensor.to_local()
     return Held(names=(name,), shape=shape, part=Box(tuple(offsets), tuple(sizes)), local=local, saved=saved)
 
 

@@ -47,6 +47,9 @@ def pretrained_for(
     said = decode().checkpoint
     where = said.weights if weights is None else weights
     if where is False or where is None or (weights is None and not models):
+        if strict is not None:
+            msg = "prepare was told how strictly to load weights, and was given none"
+            raise UsageError(msg, hint="give weights=FOLDER, or set checkpoint.weights")
         return None
     if len(models) != 1:
         named = "checkpoint.weights" if weights is None else "weights"

@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -212,7 +213,8 @@ def _put(target: torch.Tensor, values: torch.Tensor, weight: StoredWeight) -> No
 
 def _memory(tensor: torch.Tensor) -> memoryview:
     """A contiguous CPU tensor's bytes, to be written into."""
-    return memoryview(tensor.view(torch.uint8).numpy())
+    array: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> None:
