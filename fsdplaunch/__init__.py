@@ -16,6 +16,7 @@ _HOMES = {
     "load_weights": "fsdplaunch.runtime.loading.load",
     "save_checkpoint": "fsdplaunch.runtime.state",
     "load_checkpoint": "fsdplaunch.runtime.state",
+    "should_stop": "fsdplaunch.runtime.stopping",
     "merge_fsdp_weights": "fsdplaunch.checkpoint.merge",
     "DistModule": "fsdplaunch.runtime.reference",
     "apply_fsdp2": "fsdplaunch.runtime.reference",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
         load_state_dict,
     )
     from fsdplaunch.runtime.state import load_checkpoint, save_checkpoint
+    from fsdplaunch.runtime.stopping import should_stop
 
 
 def __getattr__(name: str) -> Any:

@@ -19,6 +19,7 @@ from fsdplaunch.runtime.optimizer import repoint
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin, ambient_plugin
 from fsdplaunch.runtime.prepared import known_parameters
 from fsdplaunch.runtime.shard import Place, is_sharded, place_for, shard_model
+from fsdplaunch.runtime.stuck import watch_main_thread
 
 
 def prepare(
@@ -61,6 +62,7 @@ def prepare(
         UsageError: An environment variable holds none of its key's values, or weights are given for no model or
             for several.
     """
+    watch_main_thread()
     chosen = plugin or ambient_plugin()
     place = place_for(chosen.settings(), mesh=mesh, process_group=process_group, device=device)
     ready: dict[int, Any] = {}
