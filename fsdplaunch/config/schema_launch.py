@@ -178,6 +178,19 @@ class CheckpointSection:
         "checkpoints",
         "Folder that save_checkpoint and load_checkpoint use when the script names none.",
     )
+    weights: str | None = key(
+        v.TEXT,
+        None,
+        """Folder of pretrained weights (safetensors, or pytorch_model.bin), or one file of them. prepare reads
+        them into the model, every rank its own shards only; build the model on the meta device and no rank ever
+        holds all of it. Left out, the model keeps the weights the script gave it.""",
+    )
+    weights_strict: bool = key(
+        v.FLAG,
+        True,
+        """Whether tensors that checkpoint.weights lacks, or has too many, are errors. With false the model
+        initialises what is missing, and what is left over is left out; both are said.""",
+    )
     async_: bool = key(
         v.FLAG,
         False,
