@@ -89,6 +89,17 @@ def _two_addresses(view: View) -> Iterator[Fault]:
         yield Fault(about=about, message=message, hint="keep one of the two")
 
 
+@rule("static-restarts")
+def _static_restarts(view: View) -> Iterator[Fault]:
+    """launch.max_restarts or launch.nodes with the static rendezvous, where machines cannot meet again."""
+    config = view.config
+    again = "max_restarts" if config.launch.max_restarts else "nodes" if config.launch.nodes else None
+    if config.rdzv_backend == "static" and config.num_machines > 1 and again:
+        message = "static lets the machines meet once, and after a failure they have to meet again"
+        about = (("rdzv_backend",), ("launch", again))
+        yield Fault(about=about, message=message, hint="set rdzv_backend: c10d")
+
+
 @rule("shown-rank")
 def _shown_rank(view: View) -> Iterator[Fault]:
     """launch.show_ranks names a rank that does not exist."""
