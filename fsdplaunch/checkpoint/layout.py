@@ -23,6 +23,23 @@ _OPTIMIZER = re.compile(r"optim(izer)?(_\d+)?")
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 
+class AmbiguousError(UsageError):
+    """Several checkpoints stand where one was asked for.
+
+    Attributes:
+        candidates: Their folders.
+    """
+
+    def __init__(self, message: str, candidates: Iterable[Path]) -> None:
+        super().__init__(message, hint="give one of them")
+        self.candidates = tuple(sorted(candidates, key=_by_number))
+
+
+def _by_number(path: Path) -> list[tuple[int, str]]:
+    """Sort checkpoint-900 before checkpoint-1000."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """One kind of checkpoint that is not merged from here.
@@ -77,7 +94,8 @@ def find_model(given: Path) -> Found:
 
     Raises:
         UsageError: When `given` is no folder.
-        CheckpointError: When it holds no model, several, or one in a format that is not merged from here.
+        AmbiguousError: When it holds several models.
+        CheckpointError: When it holds no model, or one in a format that is not merged from here.
     """
     _check_folder(given)
     if is_sharded(path.name for path in given.iterdir()):
@@ -102,7 +120,8 @@ def find_optimizer(given: Path) -> Found:
 
     Raises:
         UsageError: When `given` is no folder.
-        CheckpointError: When it holds no optimizer's checkpoint, or several.
+        AmbiguousError: When it holds several optimizers.
+        CheckpointError: When it holds no optimizer's checkpoint.
     """
     _check_folder(given)
     if (given / INDEX_NAME).is_file():
@@ -115,7 +134,7 @@ def find_optimizer(given: Path) -> Found:
         raise CheckpointError(msg, hint="an optimizer.bin beside the model is merged already")
     if len(found) > 1:
         msg = f"{given} holds {len(found)} optimizers: {_paths(found)}"
-        raise CheckpointError(msg, hint="give one of them")
+        raise AmbiguousError(msg, found)
     _check_manifest(found[0], found[0].parent)
     return Found(given=given, folder=found[0])
 
@@ -219,7 +238,7 @@ def _several(given: Path, models: list[Path], unfinished: list[Path]) -> LaunchE
         msg = f"{given} holds {models[0]} and a checkpoint whose save did not finish: {_paths(unfinished)}"
         return CheckpointError(msg, hint=f"give {models[0]} itself")
     msg = f"{given} holds {len(models)} models: {_paths(models)}"
-    return CheckpointError(msg, hint="give one of them")
+    return AmbiguousError(msg, models)
 
 
 def _nothing(given: Path, folders: list[tuple[Path, list[str]]], sharded: list[Path]) -> LaunchError:
@@ -238,7 +257,7 @@ def _nothing(given: Path, folders: list[tuple[Path, list[str]]], sharded: list[P
 
 def _paths(paths: list[Path]) -> str:
     more = f" and {len(paths) - MAX_LISTED} more" if len(paths) > MAX_LISTED else ""
-    return ", ".join(map(str, sorted(paths)[:MAX_LISTED])) + more
+    return ", ".join(map(str, sorted(paths, key=_by_number)[:MAX_LISTED])) + more
 
 
 def _names(names: list[str]) -> str:

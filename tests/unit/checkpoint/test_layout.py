@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from fsdplaunch.checkpoint.layout import find_model
+from fsdplaunch.checkpoint.layout import AmbiguousError, find_model
 from fsdplaunch.checkpoint.merge import merge
 from fsdplaunch.errors import CheckpointError, UsageError
 
@@ -48,13 +48,14 @@ def test_the_optimizer_folder_itself_is_taken_when_it_is_given(optimizer, tmp_pa
 
 
 def test_several_models_are_listed(model, tmp_path):
-    for name in ("checkpoint-1000", "checkpoint-2000"):
+    for name in ("checkpoint-1000", "checkpoint-900"):
         model.save(tmp_path / name / "pytorch_model_fsdp_0")
     with pytest.raises(
-        CheckpointError, match=r"holds 2 models: .*checkpoint-1000/py.*, .*checkpoint-2000/py"
+        AmbiguousError, match=r"holds 2 models: .*checkpoint-900/py.*, .*checkpoint-1000/py"
     ) as caught:
         find_model(tmp_path)
     assert caught.value.hint == "give one of them"
+    assert [path.parent.name for path in caught.value.candidates] == ["checkpoint-900", "checkpoint-1000"]
 
 
 def test_a_link_to_the_newest_checkpoint_is_the_same_checkpoint(model, tmp_path):

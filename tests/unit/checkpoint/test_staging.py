@@ -73,7 +73,7 @@ def test_output_is_made_with_its_parents(checkpoint, dcp, tmp_path):
 @pytest.mark.parametrize("atomic", [True, False])
 def test_overwrite_replaces_weights_and_keeps_other_files(checkpoint, atomic, dcp, tmp_path, monkeypatch):
     if not atomic:
-        monkeypatch.setattr(staging, "_exchange", lambda *_: False)
+        monkeypatch.setattr(staging, "exchange", lambda *_: False)
     out = tmp_path / "out"
     out.mkdir()
     old = [
