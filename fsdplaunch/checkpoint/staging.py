@@ -58,17 +58,39 @@ def _check_free(output: Path, target: Path, *, overwrite: bool) -> None:
         raise UsageError(msg, hint="choose another output folder")
 
 
+def free_space(target: Path) -> int:
+    """Return the bytes that are free on the disk where `target` will stand."""
+    return shutil.disk_usage(existing_parent(target)).free
+
+
 def check_space(target: Path, needed: int) -> None:
     """Check that `needed` bytes fit where `target` will stand.
 
     Raises:
         CheckpointError: When they do not, with both numbers.
     """
-    place = existing_parent(target)
-    free = shutil.disk_usage(place).free
+    place, free = existing_parent(target), free_space(target)
     if needed + _SPARE > free:
         msg = f"the merged weights need {readable(needed)}, {place} has {readable(free)} free"
         raise CheckpointError(msg, hint="free some space or choose another disk")
+
+
+def check_memory(needed: int) -> None:
+    """Check that `needed` bytes of memory are available, where the system says how much is.
+
+    Raises:
+        CheckpointError: When they are not, with both numbers.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return
+    if needed > free:
+        msg = (
+            f"the torch format needs the whole checkpoint in memory: {readable(needed)}, {readable(free)} are free"
+        )
+        raise CheckpointError(msg, hint="merge to safetensors, which needs next to none")
 
 
 def existing_parent(path: Path) -> Path:

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from fsdplaunch.checkpoint.layout import AmbiguousError, find_model, find_optimizer
-from fsdplaunch.checkpoint.merge import MergeOptions, MergeResult, merge, prepare_merge
+from fsdplaunch.checkpoint.merge import MergeOptions, MergeResult, MergeStart, merge, prepare_merge
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.progress import byte_progress, size_text
 from fsdplaunch.errors import UsageError
@@ -130,6 +130,7 @@ def merge_command(
             output,
             options=options,
             progress=lambda now: update(now.phase, now.done, now.total, now.tensor),
+            announce=lambda start: out.say("\n".join(start_lines(start))),
         )
     if as_json:
         out.json(result_as_data(result))
@@ -138,6 +139,15 @@ def merge_command(
         out.say(line)
     for path in result.files:
         out.data(str(path))
+
+
+def start_lines(start: MergeStart) -> list[str]:
+    """Say what is about to be read and written, and what it takes."""
+    size = size_text(start.nbytes)
+    return [
+        f"{start.source}: {start.tensors} tensors in {start.files} files",
+        f"{start.output}: {size} of {size_text(start.free)} free, memory at most {size_text(start.memory)}",
+    ]
 
 
 def show_plan(checkpoint: Path, output: Path, *, options: MergeOptions, as_json: bool, out: Output) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -123,3 +124,11 @@ def test_removal_is_said(cli, checkpoint, tmp_path):
     done = cli("merge-weights", "ckpt", "out", "--remove-checkpoint-dir", "--json")
     assert json.loads(done.stdout)["removed"] is True
     assert not checkpoint.exists()
+
+
+def test_what_it_takes_is_said_before_the_merge(cli, checkpoint, tmp_path):
+    done = cli("merge-weights", "ckpt", "out")
+    lines = done.stderr.splitlines()
+    assert lines[0] == "ckpt: 3 tensors in 1 files"
+    assert re.fullmatch(rf"{tmp_path}/out: \d+ B of [\d.]+ .B free, memory at most 80.0 MB", lines[1])
+    assert lines[2].startswith("merged 3 tensors")

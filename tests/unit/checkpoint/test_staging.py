@@ -12,6 +12,7 @@ import pytest
 
 from fsdplaunch.checkpoint import staging
 from fsdplaunch.checkpoint.merge import MergeOptions, merge
+from fsdplaunch.checkpoint.staging import check_memory
 from fsdplaunch.errors import CheckpointError, UsageError
 
 OVERWRITE = MergeOptions(overwrite=True)
@@ -231,3 +232,10 @@ def test_readable_sizes():
         "1.0 KiB",
         "1.5 GiB",
     ]
+
+
+def test_torch_format_without_the_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "MemTotal: 9 kB\nMemAvailable: 2048 kB\n")
+    check_memory(2**21)
+    with pytest.raises(CheckpointError, match=r"in memory: 3.0 MiB, 2.0 MiB are free"):
+        check_memory(3 * 2**20)
