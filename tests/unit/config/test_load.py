@@ -114,6 +114,14 @@ def test_the_environment_of_the_guides_example_is_right_for_every_key():
         "FSDPLAUNCH_PRECISION_REDUCE": "fp32",
         "FSDPLAUNCH_PRECISION_BUFFER": "bf16",
         "FSDPLAUNCH_PRECISION_MASTER": "fp32",
+        "FSDPLAUNCH_SHARDING_CHECKPOINT_EVERY": "1",
+        "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "true",
+        "ACCELERATE_FP8_PAD_INNER_DIM": "true",
+        "ACCELERATE_DYNAMO_BACKEND": "NO",
+        "ACCELERATE_DYNAMO_MODE": "default",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "false",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "false",
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "false",
     }
     assert loaded.notes == (
         "fsdp_config.fsdp_backward_prefetch_policy is read as fsdp_backward_prefetch",
