@@ -22,8 +22,10 @@ _HOMES = {
     "named_parameters": "fsdplaunch.runtime.members",
     "params_with_grad": "fsdplaunch.runtime.members",
     "state_dict_type": "fsdplaunch.runtime.state_kind",
+    "load_weights": "fsdplaunch.runtime.loading.load",
     "save_checkpoint": "fsdplaunch.runtime.state",
     "load_checkpoint": "fsdplaunch.runtime.state",
+    "should_stop": "fsdplaunch.runtime.stopping",
     "merge_fsdp_weights": "fsdplaunch.checkpoint.merge",
     "DistModule": "fsdplaunch.runtime.reference",
     "apply_fsdp2": "fsdplaunch.runtime.reference",
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from fsdplaunch.runtime.description import describe
     from fsdplaunch.runtime.full_parameters import apply, summon_full_params
     from fsdplaunch.runtime.gradients import clip_grad_norm_, clip_grad_value_, no_sync
+    from fsdplaunch.runtime.loading.load import load_weights
     from fsdplaunch.runtime.members import fsdp_modules, named_buffers, named_parameters, params_with_grad
     from fsdplaunch.runtime.optim_states import (
         full_optim_state_dict,
@@ -69,6 +72,7 @@ if TYPE_CHECKING:
     )
     from fsdplaunch.runtime.state import load_checkpoint, save_checkpoint
     from fsdplaunch.runtime.state_kind import state_dict_type
+    from fsdplaunch.runtime.stopping import should_stop
 
 
 def __getattr__(name: str) -> Any:

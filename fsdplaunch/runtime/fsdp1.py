@@ -56,13 +56,14 @@ def shard(
     places = Places(model)
     for unit in _batch_norms(model, settings):
         aligner.settle(unit)
-        places.exchange(unit, FullyShardedDataParallel(unit, **common))
+        with aligner.wrapping():
+            places.exchange(unit, FullyShardedDataParallel(unit, **common))
     for name, unit in reversed(units.items()):
         aligner.settle(unit)
-        with naming(name):
+        with naming(name), aligner.wrapping():
             places.exchange(unit, FullyShardedDataParallel(unit, **common, mixed_precision=precision))
     aligner.settle(model)
-    with naming(type(model).__name__):
+    with naming(type(model).__name__), aligner.wrapping():
         return FullyShardedDataParallel(model, **common, mixed_precision=precision)
 
 

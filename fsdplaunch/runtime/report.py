@@ -10,3 +10,9 @@ def say(text: str) -> None:
     if rank() == 0:
         sys.stderr.write(f"fsdplaunch: {text}\n")
         sys.stderr.flush()
+
+
+def say_anywhere(text: str) -> None:
+    """Write one line to stderr, on whichever rank finds something out that rank 0 may not know."""
+    sys.stderr.write(f"fsdplaunch: rank {rank()}: {text}\n")
+    sys.stderr.flush()

@@ -3,6 +3,7 @@
 import os
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from fsdplaunch.runtime.description import describe
 from fsdplaunch.runtime.float8 import convert
 from fsdplaunch.runtime.formats import separate_formats
 from fsdplaunch.runtime.left_out import LeftOut, left_out
+from fsdplaunch.runtime.loading.pretrained import Pretrained
 from fsdplaunch.runtime.mesh import SHARD, make_mesh
 from fsdplaunch.runtime.methods import forward_methods, register
 from fsdplaunch.runtime.names import named_parameters, tied_names
@@ -95,8 +97,16 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule | FullyShardedDataParallel)
 
 
-def shard_model(model: nn.Module, plugin: FullyShardedDataParallelPlugin, place: Place) -> nn.Module:
+def shard_model(
+    model: nn.Module, plugin: FullyShardedDataParallelPlugin, place: Place, weights: Pretrained | None = None
+) -> nn.Module:
     """Shard a model as the plugin says; see `prepare` for the order of work.
+
+    Args:
+        model: Not sharded yet.
+        plugin: How.
+        place: Where.
+        weights: Files whose values it gets; None leaves it those it has.
 
     Returns:
         The model itself (version 2) or the wrapper around it (version 1).
@@ -113,7 +123,7 @@ def shard_model(model: nn.Module, plugin: FullyShardedDataParallelPlugin, place:
     home = note_origins(dict(named_parameters(model)))
     converted = convert(model, settings, out)
     units = _planned(model, settings, out)
-    aligner = _aligner(model, settings, place, out)
+    aligner = _aligner(model, settings, place, out, weights)
     if settings.activation_checkpointing:
         units = checkpoint_blocks(model, units, settings, place.device)
     compile_blocks(units, settings)
@@ -121,6 +131,7 @@ def shard_model(model: nn.Module, plugin: FullyShardedDataParallelPlugin, place:
     sharded = shard(
         model, units, settings=settings, mesh=place.mesh, aligner=aligner, out=out, device=place.device
     )
+    aligner.fill(sharded)
     home.model = weakref.ref(sharded)
     compile_whole(model, settings)
     register(sharded, model, methods)
@@ -155,20 +166,30 @@ def _planned(model: nn.Module, settings: Settings, out: LeftOut) -> Units:
     return units
 
 
-def _aligner(model: nn.Module, settings: Settings, place: Place, out: LeftOut) -> Aligner:
-    """Make what gives the tensors their values, and have it do so for what is left out."""
-    aligner = Aligner(
-        model,
-        mesh=place.mesh,
-        device=torch.device("meta") if place.layout_only else place.device,
-        master=settings.dtypes.master,
-        frozen_too=settings.version == 1,  # a flat parameter has one format
-        ignored=out.modules.values(),
-        init_fn=settings.param_init_fn,
-        send=settings.sync_module_states or settings.ram_efficient,
-    )
-    if not aligner.send and not place.layout_only:
-        check_same_values(aligner.entries, place.mesh, place.device)
+def _aligner(
+    model: nn.Module, settings: Settings, place: Place, out: LeftOut, weights: Pretrained | None
+) -> Aligner:
+    """What settles the model's tensors, with rank 0's values or so that files fill them later.
+
+    It has begun with what is left out: settling may exchange parameters, and sharding is told which to leave out.
+    """
+    arguments: dict[str, Any] = {
+        "mesh": place.mesh,
+        "device": torch.device("meta") if place.layout_only else place.device,
+        "master": settings.dtypes.master,
+        "frozen_too": settings.version == 1,  # a flat parameter has one format
+        "ignored": out.modules.values(),
+        "init_fn": settings.param_init_fn,
+        "send": settings.sync_module_states or settings.ram_efficient,
+    }
+    if weights is None or place.layout_only:
+        aligner = Aligner(model, **arguments)
+        if not aligner.send and not place.layout_only:
+            check_same_values(aligner.entries, place.mesh, place.device)
+    else:
+        from fsdplaunch.runtime.loading.skeleton import Skeleton
+
+        aligner = Skeleton(model, where=weights.where, strict=weights.strict, settings=settings, **arguments)
     for module in out.modules.values():
         aligner.settle(module)
     aligner.settle_scalars()
