@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.consensus import is_rehearsal, unequal
-from fsdplaunch.runtime.mesh import groups_from_first, shard_group
+from fsdplaunch.runtime.consensus import unequal
+from fsdplaunch.runtime.mesh import groups_from_first, is_rehearsal, shard_group
 from fsdplaunch.runtime.names import clean_name, named_parameters, unwrapped
 from fsdplaunch.runtime.prepared import Prepared
 from fsdplaunch.runtime.weights import Entry

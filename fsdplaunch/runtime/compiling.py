@@ -1,5 +1,9 @@
 """torch.compile as the configuration says: block by block before sharding, or the whole forward after it."""
 
+import copy
+import functools
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -48,11 +52,35 @@ def _compile(module: nn.Module, how: Compiling) -> None:
         msg = f"dynamo_backend {how.backend.upper()} is not one this torch has"
         names = [name for name in DYNAMO.choices if name.lower() in known]
         raise ShardingError(msg, hint=f"it has {', '.join(names)}")
-    compiled: Any = torch.compile(
-        module.forward,
-        backend=how.backend,
-        mode=how.mode if how.backend == "inductor" else None,
-        fullgraph=how.fullgraph,
-        dynamic=True if how.dynamic else None,
-    )
-    module.__dict__["forward"] = compiled
+    module.__dict__["forward"] = CompiledForward(module, how, module.__dict__.get("forward"))
+
+
+class CompiledForward:
+    """A module's forward, compiled when it is first called; a copy of the module gets one of its own."""
+
+    def __init__(self, module: nn.Module, how: Compiling, given: Callable[..., Any] | None = None) -> None:
+        self.module = module
+        self.how = how
+        self.given = given
+        self.run: Callable[..., Any] | None = None
+        functools.update_wrapper(self, self._plain(), updated=())
+
+    def _plain(self) -> Callable[..., Any]:
+        """The forward that is compiled: the class's, unless the module was given another."""
+        return self.given or MethodType(type(self.module).forward, self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute; what is compiled is the plain forward."""
+        if self.run is None:
+            self.run = torch.compile(
+                self._plain(),
+                backend=self.how.backend,
+                mode=self.how.mode if self.how.backend == "inductor" else None,
+                fullgraph=self.how.fullgraph,
+                dynamic=True if self.how.dynamic else None,
+            )
+        return self.run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledForward":
+        """The copy of the module, not this one, is what it computes with."""
+        return CompiledForward(copy.deepcopy(self.module, memo), self.how, copy.deepcopy(self.given, memo))

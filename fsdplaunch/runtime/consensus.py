@@ -15,11 +15,6 @@ from fsdplaunch.runtime.mesh import groups_from_first
 from fsdplaunch.runtime.settings import Settings
 
 
-def is_rehearsal(mesh: DeviceMesh) -> bool:
-    """Whether the ranks are pretended (torch's fake backend): nothing they say or send means anything."""
-    return dist.get_backend(mesh.get_group(0)) == "fake"
-
-
 def check_settings(settings: Settings, mesh: DeviceMesh) -> None:
     """Check that every rank is about to do the same; with another strategy on one rank all would wait for ever.
 

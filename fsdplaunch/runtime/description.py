@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.blocks import class_name
+from fsdplaunch.runtime.compiling import CompiledForward
 from fsdplaunch.runtime.names import clean_name, count, named_parameters, unwrapped
 from fsdplaunch.runtime.prepared import Prepared, prepared_of
 
@@ -257,7 +258,7 @@ def _wrapped(model: nn.Module) -> dict[str, Any]:
 
 def _is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile made the module's forward."""
-    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+    return isinstance(module.__dict__.get("forward"), CompiledForward)
 
 
 def _of_version_1(model: FullyShardedDataParallel) -> dict[str, Any]:

@@ -30,11 +30,12 @@ def convert(model: nn.Module, settings: Settings, out: LeftOut) -> int:
     linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m not in out.below()}
     ends = set(list(linear)[:1] + list(linear)[-1:])
     chosen = {name for name, m in linear.items() if name not in ends and (settings.float8.pad or _fits(m))}
-    if not chosen:
+    done = sum(type(module).__name__ == "Float8Linear" for module in model.modules())
+    if not chosen and not done:
         msg = f"mixed_precision fp8: no linear layer of {type(model).__name__} can compute in float8"
         raise ShardingError(msg, hint="use mixed_precision: bf16")
     swap(model, module_filter_fn=lambda _, name: name in chosen, config=config)
-    return len(chosen)
+    return len(chosen) + done
 
 
 def _torchao(how: Float8) -> tuple[Any, Any]:

@@ -290,6 +290,24 @@ def test_compiled_model_trains_as_alone_under_its_own_names(
     assert clean
 
 
+def test_copy_of_a_compiled_module_computes_with_its_own_parameters() -> None:
+    from copy import deepcopy
+    from inspect import signature
+
+    from fsdplaunch.runtime.compiling import CompiledForward
+    from fsdplaunch.runtime.settings import Compiling
+
+    module = nn.Linear(3, 2)
+    module.__dict__["forward"] = CompiledForward(module, Compiling(backend="eager"))
+    copied = deepcopy(module)
+    with torch.no_grad():
+        copied.weight.zero_()
+        copied.bias.fill_(7.0)
+    assert copied(torch.ones(1, 3)).tolist() == [[7.0, 7.0]]
+    assert list(signature(copied.forward).parameters) == ["input"]
+    assert module(torch.ones(1, 3)).tolist() != [[7.0, 7.0]]
+
+
 def unknown_backend() -> str:
     try:
         fsdplaunch.prepare(build())
