@@ -3,6 +3,7 @@
 The only module of this package that imports torch. Runs in the agent, after the nursery has been forked.
 """
 
+import os
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import (
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
 from fsdplaunch.launch.crew import Crew
@@ -118,6 +119,17 @@ def raise_if_stopped(crew: Crew) -> None:
         raise SignalException(msg, signal.Signals(number))
 
 
+def read_options(options: Sequence[str]) -> LaunchConfig:
+    """Have torchrun's own parser read its options.
+
+    It takes a PET_ variable for each one that is not given, which a cluster's operator sets for a bare torchrun.
+    What they say has been decided by now; workers still see them.
+    """
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]
+    return config_from_args(parse_args([*options, "--no-python", "worker"]))[0]
+
+
 def run_elastic(options: Sequence[str], crew: Crew, *, nodes_vary: bool) -> None:
     """Run torch's agent with torchrun's options until the workers are done.
 
@@ -131,7 +143,7 @@ def run_elastic(options: Sequence[str], crew: Crew, *, nodes_vary: bool) -> None
         SignalException: The run was stopped.
         RendezvousError: The machines did not find each other.
     """
-    config, _, _ = config_from_args(parse_args([*options, "--no-python", "worker"]))
+    config = read_options(options)
     config.logs_specs = RunFolderLogs(log_dir=str(crew.job.run_dir))
 
     membership = Membership(crew) if config.max_nodes > config.min_nodes else None
