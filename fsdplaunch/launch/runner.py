@@ -24,6 +24,7 @@ from fsdplaunch.launch.result import RunResult, read_result
 from fsdplaunch.launch.run_folder import (
     AGENT_LOG,
     CONFIG,
+    LOST,
     PLAN,
     RESULT,
     agent_record,
@@ -71,6 +72,8 @@ def run_plan(
             status, record = settle(link, status, record)
     result = _result(plan, status, record, round(time.monotonic() - start, 3))
     write_json(plan.run_dir / RESULT, result.to_dict())
+    if result.failure is not None and result.failure.lost:
+        (plan.run_dir / LOST).write_text("\n".join(result.failure.lost) + "\n", encoding="utf-8")
     return result
 
 

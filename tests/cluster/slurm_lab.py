@@ -150,7 +150,7 @@ class Slurm:
             subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], env=self.environ)
             return self.job_state(job) != "PENDING"
 
-        wait_until(has_started, 30, self.logs)
+        wait_until(has_started, 60, self.logs)
 
     def logs(self) -> str:
         texts = [f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.state.glob("*.log"))]
