@@ -46,6 +46,26 @@ def test_machines_with_different_numbers_of_workers_run_together(three: Lab, fol
     assert "3 on 2 machines" in err0
 
 
+def test_sharded_training_over_two_machines_writes_one_checkpoint(three: Lab, folder: Path):
+    script = Path(__file__).parents[2] / "scripts" / "examples" / "train_lm.py"
+    words = (
+        "--use-cpu",
+        "--nproc-per-node",
+        "1",
+        "--num-machines",
+        "2",
+        "--main-process-ip",
+        "host0",
+        str(script),
+    )
+    runs = [three.launch(k, *words, "--steps", "2", cwd=folder, OMP_NUM_THREADS="1") for k in (0, 1)]
+    (code0, out0, err0), (code1, _, err1) = finish(runs[0], 100), finish(runs[1], 100)
+    assert (code0, code1) == (0, 0), err0 + err1
+    assert "evaluation loss after training" in out0
+    parts = sorted(path.name for path in folder.rglob("*.distcp"))
+    assert [name.partition("_0.")[0] for name in parts if name.startswith("__")].count("__1") > 0, parts
+
+
 def test_worker_that_fails_on_the_other_machine_is_the_cause_on_both(three: Lab, folder: Path):
     first = three.launch(0, *TWO, "--main-process-ip", "host0", "sum.py", cwd=folder, FAIL="3")
     other = three.launch(1, *TWO, "--main-process-ip", "host0", "sum.py", cwd=folder, FAIL="3")

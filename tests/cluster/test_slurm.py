@@ -145,3 +145,22 @@ def test_preempted_run_saves_waits_and_goes_on(slurm: Slurm, folder: Path):
     slurm.start_now(job)
     wait_until(lambda: slurm.job_state(job) == "COMPLETED", 90, lambda: output(run_dir) + slurm.logs())
     assert "done at step 60" in output(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("FSDPLAUNCH_CAMPAIGN" not in os.environ, reason="minutes long: scripts/campaigns/cluster")
+def test_sharded_training_resumes_from_its_last_complete_checkpoint(slurm: Slurm, folder: Path):
+    script = Path(__file__).parents[2] / "scripts" / "examples" / "train_lm.py"
+    words = ("--use-cpu", "--nproc-per-node", "1", "--num-machines", "2", "--machine-timeout-seconds", "3")
+    job, run_dir = submit(slurm, folder, *words, str(script), "--steps", "60", "--save-every", "10")
+    checkpoints = folder / "checkpoints" / "lm"
+    wait_until(lambda: len(list(checkpoints.glob("*20*"))) > 0, 200, lambda: output(run_dir))
+    slurm.kill_machine(1)
+    try:
+        slurm.start_now(job)
+        wait_until(lambda: slurm.job_state(job) == "COMPLETED", 250, lambda: output(run_dir) + slurm.logs())
+    finally:
+        slurm.start_machine(1)
+    assert "resumed after step " in output(run_dir)
+    assert "step 60 " in output(run_dir)
+    assert "evaluation loss after training" in output(run_dir)
