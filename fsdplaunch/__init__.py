@@ -13,8 +13,10 @@ _HOMES = {
     "prepare": "fsdplaunch.runtime.prepare",
     "clip_grad_norm_": "fsdplaunch.runtime.gradients",
     "no_sync": "fsdplaunch.runtime.gradients",
+    "load_weights": "fsdplaunch.runtime.loading.load",
     "save_checkpoint": "fsdplaunch.runtime.state",
     "load_checkpoint": "fsdplaunch.runtime.state",
+    "should_stop": "fsdplaunch.runtime.stopping",
     "merge_fsdp_weights": "fsdplaunch.checkpoint.merge",
     "DistModule": "fsdplaunch.runtime.reference",
     "apply_fsdp2": "fsdplaunch.runtime.reference",
@@ -36,6 +38,7 @@ __all__ = ["__version__", *_HOMES]  # noqa: PLE0604  (names of the lazy table)
 if TYPE_CHECKING:
     from fsdplaunch.checkpoint.merge import merge_fsdp_weights
     from fsdplaunch.runtime.gradients import clip_grad_norm_, no_sync
+    from fsdplaunch.runtime.loading.load import load_weights
     from fsdplaunch.runtime.optim_states import (
         full_optim_state_dict,
         rekey_optim_state_dict,
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
         load_state_dict,
     )
     from fsdplaunch.runtime.state import load_checkpoint, save_checkpoint
+    from fsdplaunch.runtime.stopping import should_stop
 
 
 def __getattr__(name: str) -> Any:

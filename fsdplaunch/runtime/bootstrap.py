@@ -50,6 +50,7 @@ def _work(config: Config, target: Target) -> None:
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
+    _finish_saves()
     if config.distributed_type == "FSDP":
         from fsdplaunch.runtime.watch import check_sharded
 
@@ -69,6 +70,13 @@ def _set_up(config: Config) -> None:
     if device.type == "cpu":
         adapt_accelerate_to_cpu()
         take_out_offload_to_cpu()
+
+
+def _finish_saves() -> None:
+    """Wait for a checkpoint that is still being written; a run whose last one failed has failed."""
+    saving = sys.modules.get("fsdplaunch.runtime.saving")
+    if saving is not None:
+        saving.finish_saves()
 
 
 def _abandon() -> None:

@@ -51,13 +51,14 @@ def shard(
     precision = _precision(settings)
     for unit in _batch_norms(model, settings):
         aligner.settle(unit)
-        replace_modules(model, {unit: FullyShardedDataParallel(unit, **common)})
+        with aligner.wrapping():
+            replace_modules(model, {unit: FullyShardedDataParallel(unit, **common)})
     for name, unit in reversed(units.items()):
         aligner.settle(unit)
-        with naming(name):
+        with naming(name), aligner.wrapping():
             replace_modules(model, {unit: FullyShardedDataParallel(unit, **common, mixed_precision=precision)})
     aligner.settle(model)
-    with naming(type(model).__name__):
+    with naming(type(model).__name__), aligner.wrapping():
         whole = FullyShardedDataParallel(model, **common, mixed_precision=precision)
     if hasattr(model, "generate"):
         object.__setattr__(whole, "generate", partial(_generate, whole, model))

@@ -4,6 +4,7 @@ import os
 import re
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from fsdplaunch.runtime import fsdp1, fsdp2, report
 from fsdplaunch.runtime.blocks import class_name
 from fsdplaunch.runtime.checkpointing import checkpoint_blocks
 from fsdplaunch.runtime.checks import check_model, check_whole
+from fsdplaunch.runtime.loading.pretrained import Pretrained
 from fsdplaunch.runtime.mesh import SHARD, make_mesh
 from fsdplaunch.runtime.names import clean_name, count, tied_names
 from fsdplaunch.runtime.optimizer import note_origins
@@ -81,8 +83,16 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule | FullyShardedDataParallel)
 
 
-def shard_model(model: nn.Module, plugin: FullyShardedDataParallelPlugin, place: Place) -> nn.Module:
+def shard_model(
+    model: nn.Module, plugin: FullyShardedDataParallelPlugin, place: Place, weights: Pretrained | None = None
+) -> nn.Module:
     """Shard a model as the plugin says; see `prepare` for the order of work.
+
+    Args:
+        model: Not sharded yet.
+        plugin: How.
+        place: Where.
+        weights: Files whose values it gets; None leaves it those it has.
 
     Returns:
         The model itself (version 2) or the wrapper around it (version 1).
@@ -97,22 +107,16 @@ def shard_model(model: nn.Module, plugin: FullyShardedDataParallelPlugin, place:
     total = sum(param.numel() for param in model.parameters())
     ignored = _ignored(model, settings)
     units = plan_units(model, settings, ignored)
-    aligner = Aligner(
-        model,
-        mesh=place.mesh,
-        device=place.device,
-        master=settings.dtypes.master,
-        frozen_too=settings.version == 1,  # a flat parameter has one format
-        ignored=ignored,
-        init_fn=settings.param_init_fn,
-        send=settings.sync_module_states or settings.ram_efficient,
-    )
+    aligner = _aligner(model, settings, place, ignored, weights)
     kinds = [class_name(unit) for unit in units.values()]
     home = note_origins({entry.name: entry.tensor for entry in aligner.entries})
+    for module in ignored:  # first: settling may exchange parameters, and sharding is told which to leave out
+        aligner.settle(module)
     if settings.activation_checkpointing:
         units = checkpoint_blocks(model, units, settings, place.device)
     shard = fsdp1.shard if settings.version == 1 else fsdp2.shard
     sharded = shard(model, units, settings=settings, mesh=place.mesh, aligner=aligner, ignored=ignored)
+    aligner.fill(sharded)
     home.model = weakref.ref(sharded)
     prepared = Prepared(
         plugin=plugin,
@@ -127,6 +131,26 @@ def shard_model(model: nn.Module, plugin: FullyShardedDataParallelPlugin, place:
     mark_sharded("prepare")
     report.say(report.describe(sharded, prepared, name=name, kinds=kinds, total=count(total)))
     return sharded
+
+
+def _aligner(
+    model: nn.Module, settings: Settings, place: Place, ignored: list[nn.Module], weights: Pretrained | None
+) -> Aligner:
+    """What settles the model's tensors: with rank 0's values, or so that files fill them later."""
+    arguments: dict[str, Any] = {
+        "mesh": place.mesh,
+        "device": place.device,
+        "master": settings.dtypes.master,
+        "frozen_too": settings.version == 1,  # a flat parameter has one format
+        "ignored": ignored,
+        "init_fn": settings.param_init_fn,
+        "send": settings.sync_module_states or settings.ram_efficient,
+    }
+    if weights is None:
+        return Aligner(model, **arguments)
+    from fsdplaunch.runtime.loading.skeleton import Skeleton
+
+    return Skeleton(model, where=weights.where, strict=weights.strict, settings=settings, **arguments)
 
 
 def _ignored(model: nn.Module, settings: Settings) -> list[nn.Module]:

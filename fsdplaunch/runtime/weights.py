@@ -6,6 +6,7 @@ of several models without any error.
 
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from fsdplaunch.runtime.names import clean_name
 Spec = tuple[tuple[int, ...], torch.dtype, bool]
 """Shape, number format, whether it has storage."""
 Specs = dict[str, Spec]
+_MARK = 0xA5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,6 +31,7 @@ class Entry:
 
     Attributes:
         name: Its first clean name.
+        names: All its clean names.
         spec: Its shape and number format here, and whether it has storage.
         places: Each module that holds it, and under which attribute.
         settled: Whether it has storage on the device and rank 0's values.
@@ -36,6 +39,7 @@ class Entry:
 
     name: str
     spec: Spec
+    names: list[str] = field(default_factory=list)
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     settled: bool = False
 
@@ -62,7 +66,9 @@ def entries_of(model: nn.Module) -> list[Entry]:
                 continue
             name = clean_name(f"{prefix}.{attribute}" if prefix else attribute)
             spec = (tuple(tensor.shape), tensor.dtype, not tensor.is_meta)
-            found.setdefault(id(tensor), Entry(name=name, spec=spec)).places.append((module, attribute))
+            entry = found.setdefault(id(tensor), Entry(name=name, spec=spec))
+            entry.names.append(name)
+            entry.places.append((module, attribute))
     return list(found.values())
 
 
@@ -135,6 +141,13 @@ class Aligner:
             self._to_master(entry)
             entry.settled = True
 
+    def wrapping(self) -> AbstractContextManager[Any]:
+        """What must be active while the old wrapper's constructor runs: nothing."""
+        return nullcontext()
+
+    def fill(self, sharded: nn.Module) -> None:
+        """Give the sharded model the values it does not have yet: it has all."""
+
     def _give_storage(self, entry: Entry) -> None:
         """Make the tensor one on the device, in rank 0's number format.
 
@@ -156,6 +169,8 @@ class Aligner:
         entry.exchange(new)
 
     def _initialise(self, empty: list[Entry]) -> None:
+        for entry in empty:
+            _mark(entry.tensor)
         for module in dict.fromkeys(module for entry in empty for module, _ in entry.places):
             init = self.init_fn or getattr(type(module), "reset_parameters", None)
             if init is None:
@@ -164,6 +179,14 @@ class Aligner:
                 raise ShardingError(msg, hint=hint)
             with torch.no_grad():
                 init(module)
+        for entry in empty:
+            if _is_marked(entry.tensor):
+                holder, attribute = entry.places[0]
+                msg = (
+                    f"{entry.name} has no values on any rank, and initialising {type(holder).__name__} makes none"
+                )
+                hint = f"set {attribute} in its reset_parameters method, or pass param_init_fn to the plugin"
+                raise ShardingError(msg, hint=hint)
 
     def _receive(self, due: list[Entry]) -> None:
         for group in self.groups:
@@ -187,6 +210,19 @@ class Aligner:
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a contiguous tensor's storage that every backend can send, whatever the number format is."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def _mark(tensor: torch.Tensor) -> None:
+    """Fill a tensor with bytes that no initialisation leaves behind, so that one that writes nothing is seen."""
+    if type(tensor) in (nn.Parameter, torch.Tensor):
+        _as_bytes(tensor.data).fill_(_MARK)
+
+
+def _is_marked(tensor: torch.Tensor) -> bool:
+    if type(tensor) not in (nn.Parameter, torch.Tensor) or not tensor.numel() or not tensor.is_contiguous():
+        return False
+    raw = _as_bytes(tensor.data)
+    return bool((raw[:64] == _MARK).all()) and bool((raw == _MARK).all())
 
 
 def _difference(mine: Specs, theirs: Specs) -> str | None:
