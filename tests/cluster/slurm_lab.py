@@ -19,7 +19,7 @@ SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={state}/munge.socket
 CredType=cred/munge
-SlurmctldPort=6817
+SlurmctldPort={port}
 SlurmdPort=6818
 StateSaveLocation={state}/ctld
 SlurmdSpoolDir={state}/spool-%n
@@ -55,6 +55,7 @@ class Slurm:
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
         self.state = Path(tempfile.mkdtemp(prefix="slurm-"))
+        self.daemons: list[subprocess.Popen[bytes]] = []
         self.environ = clean_environ() | {"SLURM_CONF": str(self.state / "slurm.conf")}
 
     def up(self) -> None:
@@ -64,14 +65,22 @@ class Slurm:
         key.chmod(0o400)
         munged = ["munged", "--force", f"--key-file={key}", f"--socket={self.state}/munge.socket"]
         munged += [f"--pid-file={self.state}/munged.pid", f"--log-file={self.state}/munged.log"]
-        self._do([*munged, f"--seed-file={self.state}/munged.seed", "--num-threads=2"])
-        self._do(["slurmctld", "-c"])
+        self._daemon(*munged, f"--seed-file={self.state}/munged.seed", "--num-threads=2", "--foreground")
+        wait_until((self.state / "munge.socket").exists, 10)
+        self._daemon("slurmctld", "-D", "-c")
         for machine in range(self.lab.size):
             self.start_machine(machine)
         wait_until(lambda: self.states().count("idle") == self.lab.size, 20, self.logs)
 
     def _write(self) -> None:
-        lines = [SETTINGS.format(control=os.uname().nodename, gateway=self.lab.gateway, state=self.state)]
+        lines = [
+            SETTINGS.format(
+                control=os.uname().nodename,
+                port=20000 + os.getpid() % 10000,
+                gateway=self.lab.gateway,
+                state=self.state,
+            )
+        ]
         for machine in range(self.lab.size):
             (self.state / f"spool-host{machine}").mkdir()
             about = f"NodeName=host{machine} NodeHostname=host{machine} NodeAddr={self.lab.address(machine)}"
@@ -86,11 +95,21 @@ class Slurm:
         plugin = "cgroup/v1" if version.startswith("22.") else "disabled"
         (self.state / "cgroup.conf").write_text(f"CgroupPlugin={plugin}\n")
 
-    def _do(self, words: list[str]) -> None:
-        subprocess.run(words, env=self.environ, check=True, capture_output=True, timeout=30)
+    def _daemon(self, *words: str) -> None:
+        """Start a daemon that ends with us, whatever ends us."""
+        with (self.state / "output.log").open("ab") as log:
+            process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "TERM", *words],
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.daemons.append(process)
 
     def start_machine(self, machine: int) -> None:
-        self._do([*self.lab.inside(machine), "slurmd", "-N", f"host{machine}"])
+        self._daemon(*self.lab.inside(machine), "slurmd", "-D", "-N", f"host{machine}")
 
     def kill_machine(self, machine: int) -> None:
         """Its slurmd and everything it started are gone at once, as when the power fails."""
@@ -134,9 +153,13 @@ class Slurm:
 
     def down(self) -> None:
         subprocess.run(["scancel", "-u", "root"], env=self.environ, capture_output=True)
-        for file in [*self.state.glob("slurm*.pid"), self.state / "munged.pid"]:
-            if file.exists() and file.read_text().strip():
-                end(int(file.read_text()))
+        for process in reversed(self.daemons):  # munged last: the others speak through it
+            process.terminate()
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
         shutil.rmtree(self.state, ignore_errors=True)
 
 

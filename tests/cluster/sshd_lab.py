@@ -1,6 +1,5 @@
 """An sshd of our own in each machine's namespace: own keys and settings, nothing of the system's touched."""
 
-import os
 import shutil
 import signal
 import subprocess
@@ -8,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from tests.cluster.lab import Lab
-from tests.cluster.slurm_lab import end
+from tests.cluster.slurm_lab import wait_until
 
 SERVER = """\
 Port 22
@@ -43,6 +42,7 @@ class Sshd:
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
         self.state = Path(tempfile.mkdtemp(prefix="sshd-"))
+        self.servers: dict[int, subprocess.Popen[bytes]] = {}
         self.config = self.state / "config"
 
     def up(self) -> None:
@@ -61,31 +61,33 @@ class Sshd:
         file = self.state / f"sshd{machine}.conf"
         text = SERVER.format(address=self.lab.address(machine), state=self.state, machine=machine)
         file.write_text(text)
-        log = self.state / f"sshd{machine}.log"
-        words = [
-            *self.lab.inside(machine),
+        server = [
             shutil.which("sshd") or "/usr/sbin/sshd",
+            "-D",
             "-f",
             str(file),
             "-E",
-            str(log),
+            str(file.with_suffix(".log")),
         ]
-        subprocess.run(words, check=True, capture_output=True)
-
-    def pid(self, machine: int) -> int:
-        return int((self.state / f"sshd{machine}.pid").read_text())
+        words = ["setpriv", "--pdeathsig", "TERM", *self.lab.inside(machine), *server]
+        self.servers[machine] = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
+        pid_file = self.state / f"sshd{machine}.pid"
+        wait_until(lambda: pid_file.exists() and bool(pid_file.read_text().strip()), 10)
 
     def pause(self, machine: int) -> None:
         """It still accepts connections, by the kernel, and says nothing."""
-        os.kill(self.pid(machine), signal.SIGSTOP)
+        self.servers[machine].send_signal(signal.SIGSTOP)
 
     def go_on(self, machine: int) -> None:
-        os.kill(self.pid(machine), signal.SIGCONT)
+        self.servers[machine].send_signal(signal.SIGCONT)
 
     def stop_machine(self, machine: int) -> None:
-        end(self.pid(machine))
+        self.servers[machine].terminate()
+        self.servers[machine].wait(5)
+        (self.state / f"sshd{machine}.pid").unlink(missing_ok=True)
 
     def down(self) -> None:
-        for file in self.state.glob("sshd*.pid"):
-            end(int(file.read_text()))
+        for server in self.servers.values():
+            server.terminate()
+            server.wait(5)
         shutil.rmtree(self.state, ignore_errors=True)

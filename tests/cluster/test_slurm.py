@@ -1,6 +1,7 @@
 """A real SLURM: inside an allocation, submitted, followed, cancelled, warned, requeued after a failure."""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -132,6 +133,7 @@ def test_machine_that_dies_puts_the_run_back_and_it_resumes_on_the_others(slurm:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("FSDPLAUNCH_CAMPAIGN" not in os.environ, reason="minutes long: scripts/campaigns/cluster")
 def test_preempted_run_saves_waits_and_goes_on(slurm: Slurm, folder: Path):
     state = folder / "state.json"
     words = (*PLAIN, "--num-machines", "3", "--slurm.partition", "low", "saves.py")

@@ -487,7 +487,7 @@ MB = 1_000_000
 
 def anonymous() -> float:
     """Anonymous resident memory of this process, in MB."""
-    with open("/proc/self/status") as status:
+    with Path("/proc/self/status").open() as status:
         return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024 / MB
 
 
