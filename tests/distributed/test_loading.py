@@ -384,7 +384,7 @@ def refusal(folder: str, case: str, version: int = 2) -> str:
             model,
             *options.get("models", ()),
             plugin=options.get("plugin") or plugin(fsdp_version=version),
-            weights=folder,
+            weights=False if case == "only rank 0" and dist.get_rank() else folder,
         )
     except LaunchError as error:
         return str(error)
@@ -443,6 +443,7 @@ REFUSED = {
     "nothing": ["holds no weights"],
     "pickle": ["pytorch_model.bin", "only running code could read"],
     "rank 1 cannot": ["rank 1: cannot open", "Permission denied"],
+    "only rank 0": ["the model gets weights from", "on rank 0 and values of its own on rank 1"],
     "two models": ["is for one model, and prepare was given 2"],
     "forgetful": ["rotary.frequencies has no values on any rank, and initialising Forgetful makes none"],
 }

@@ -48,7 +48,7 @@ class Skeleton(Aligner):
     def __init__(
         self, model: nn.Module, *, where: Path, strict: bool, settings: Settings, **arguments: Any
     ) -> None:
-        super().__init__(model, **arguments)
+        super().__init__(model, origin=f"weights from {where}, strict={strict}", **arguments)
         self.settings = settings
         self.ranks = Ranks(self.groups, self.device)
         self.name = class_name(model)
