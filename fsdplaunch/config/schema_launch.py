@@ -29,6 +29,12 @@ class LaunchSection:
         v.SECONDS, 0.1, "How often the workers are looked at.", aliases=("monitor_interval",)
     )
     role: str = key(v.TEXT, "default", "Name of this kind of worker, which scripts find as ROLE_NAME.")
+    event_log: v.EventLogName | None = key(
+        v.EVENT_LOG,
+        None,
+        "console: torch's agent writes its events into the run's agent.log. Left out, nowhere.",
+        aliases=("event_log_handler",),
+    )
     rendezvous_endpoint: str | None = key(
         v.ENDPOINT,
         None,

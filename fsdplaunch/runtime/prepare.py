@@ -34,18 +34,21 @@ def prepare(
     """Shard models and fit everything that goes with them, on this rank and on all others alike.
 
     Takes any number of models, optimizers, data loaders and schedulers in any order. For each model, in this
-    order: parameters shared between modules are found by identity; ignored modules are matched; units are chosen;
-    blocks are wrapped for activation checkpointing; unit by unit, bottom-up, tensors get storage on the device,
-    rank 0's values (so that all ranks start from one model) and the master number format, and are sharded. Then
-    optimizers are moved to the sharded parameters, by name and with their state, and everything is checked: the
-    shards of all ranks add up to the whole model, and every optimizer trains prepared parameters only.
+    order: the ranks compare their settings; parameters shared between modules are found by identity; ignored
+    modules are matched; linear layers become float8 ones, if asked for; units are chosen; blocks are wrapped for
+    activation checkpointing, then compiled; unit by unit, bottom-up, tensors get storage on the device, rank 0's
+    values (so that all ranks start from one model) and the master number format, and are sharded. Then optimizers
+    are moved to the sharded parameters, by name and with their state, and everything is checked: the shards of all
+    ranks add up to the whole model, copies are alike, and every optimizer trains prepared parameters only.
+    `describe` says what came out.
 
     Args:
         objects: Models, optimizers, data loaders and schedulers. Models already sharded stay as they are.
         plugin: How to shard; the one made of the launch's configuration when left out.
         mesh: The ranks' layout, if it is not to be made from the plugin: one axis, or copies x shards.
         process_group: The ranks to shard over, as another way to give a mesh of one axis.
-        device: Where to compute; this worker's own when left out.
+        device: Where to compute; this worker's own when left out. `meta` shards without memory and values, to look
+            at the layout (version 2).
         weights: A folder of pretrained weights, or one file, for the one model given. It may be built on the meta
             device: it is sharded without memory, and every rank reads only its own shards. `checkpoint.weights` of
             the configuration when left out; False for none in spite of it.

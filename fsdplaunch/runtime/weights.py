@@ -99,6 +99,10 @@ class Aligner:
         self.init_fn = init_fn or _own_init(model)
         self.groups = groups_from_first(mesh)
         self.entries = entries_of(model)
+        self.held: dict[nn.Module, list[Entry]] = {}
+        for entry in self.entries:
+            for module, _ in entry.places:
+                self.held.setdefault(module, []).append(entry)
         self.ignored = {below for module in ignored for below in module.modules()}
         self.origin = origin
         self.sources = self._agree()
@@ -134,17 +138,29 @@ class Aligner:
 
     def settle(self, module: nn.Module) -> None:
         """Settle every tensor that `module` or a module below it holds and that is not settled yet."""
-        inside = set(module.modules())
-        due = [e for e in self.entries if not e.settled and any(m in inside for m, _ in e.places)]
+        inside = (entry for m in module.modules() for entry in self.held.get(m, ()) if not entry.settled)
+        self.settle_entries(list({id(entry): entry for entry in inside}.values()))
+
+    def settle_scalars(self) -> None:
+        """Settle the parameters that have no dimension to split, before it is looked which ones are left whole."""
+        scalars = (e for e in self.entries if not e.spec[0] and isinstance(e.tensor, nn.Parameter))
+        self.settle_entries([entry for entry in scalars if not entry.settled])
+
+    def settle_entries(self, due: list[Entry]) -> None:
+        """Settle tensors that are not settled yet."""
+        if self.device.type != "meta":  # there the layout alone is wanted, and nothing has values
+            self._fill(due)
+        for entry in due:
+            self._to_master(entry)
+            entry.settled = True
+
+    def _fill(self, due: list[Entry]) -> None:
         empty = [entry for entry in due if not self.sources[entry.name][2]]
         for entry in due:
             self._give_storage(entry)
         self._initialise(empty)
         if self.send:
             self._receive(due)
-        for entry in due:
-            self._to_master(entry)
-            entry.settled = True
 
     def wrapping(self) -> AbstractContextManager[Any]:
         """What must be active while the old wrapper's constructor runs: nothing."""

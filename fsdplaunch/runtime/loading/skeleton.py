@@ -72,12 +72,10 @@ class Skeleton(Aligner):
 
     def _is_split(self, entry: Entry) -> bool:
         ignored = any(module in self.ignored for module, _ in entry.places)
-        return isinstance(entry.tensor, nn.Parameter) and not ignored
+        return isinstance(entry.tensor, nn.Parameter) and bool(entry.spec[0]) and not ignored  # scalars stay whole
 
-    def settle(self, module: nn.Module) -> None:
-        """Settle every tensor below `module` that is not settled yet; those that are read later have no values."""
-        inside = set(module.modules())
-        due = [e for e in self.entries if not e.settled and any(m in inside for m, _ in e.places)]
+    def settle_entries(self, due: list[Entry]) -> None:
+        """Settle tensors that are not settled yet; those that are read later have no values."""
         for entry in due:
             if self.plan.stored(entry.names) is None:
                 continue
@@ -86,7 +84,7 @@ class Skeleton(Aligner):
             else:
                 self._make_room(entry)
             entry.settled = True
-        super().settle(module)
+        super().settle_entries([entry for entry in due if not entry.settled])
         for entry in due:
             if self._is_split(entry) and self.plan.stored(entry.names) is None:
                 self._put_aside(entry)
