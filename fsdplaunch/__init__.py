@@ -15,6 +15,7 @@ _HOMES = {
     "no_sync": "fsdplaunch.runtime.gradients",
     "save_checkpoint": "fsdplaunch.runtime.state",
     "load_checkpoint": "fsdplaunch.runtime.state",
+    "should_stop": "fsdplaunch.runtime.stopping",
     "merge_fsdp_weights": "fsdplaunch.checkpoint.merge",
     "DistModule": "fsdplaunch.runtime.reference",
     "apply_fsdp2": "fsdplaunch.runtime.reference",
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
         load_state_dict,
     )
     from fsdplaunch.runtime.state import load_checkpoint, save_checkpoint
+    from fsdplaunch.runtime.stopping import should_stop
 
 
 def __getattr__(name: str) -> Any:

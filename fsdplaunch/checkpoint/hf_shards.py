@@ -19,8 +19,9 @@ from fsdplaunch.checkpoint.boxes import Box, find_tiling_fault, row_major
 from fsdplaunch.checkpoint.counts import check_count, check_counts
 from fsdplaunch.checkpoint.description import Description
 from fsdplaunch.checkpoint.dtypes import DTYPES, Dtype
-from fsdplaunch.checkpoint.index import MAX_FILES, CheckpointIndex, Place, StoredChunk, StoredTensor
+from fsdplaunch.checkpoint.index import MAX_FILES, CheckpointIndex, StoredChunk, StoredTensor
 from fsdplaunch.checkpoint.item import Item
+from fsdplaunch.checkpoint.places import Place
 from fsdplaunch.checkpoint.refusal import RefusedError, short
 from fsdplaunch.checkpoint.safetensors_file import MAX_HEADER
 from fsdplaunch.errors import CheckpointError

@@ -8,7 +8,6 @@ import math
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -31,15 +30,15 @@ _ENCRYPTED = 1
 
 
 class Member(NamedTuple):
-    """One file of the zip: where its local header stands, its size in bytes, its CRC32."""
+    """One file of the zip: where its local header stands, its size in bytes, its CRC32, and its entry's place."""
 
     header: int
     size: int
     crc: int
+    entry: int
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """One chunk's data.
 
     Attributes:
@@ -55,7 +54,15 @@ class Item:
     crc: int | None
 
 
-class _Window:
+class Zip(NamedTuple):
+    """How an item is built: where its table of contents starts, the files in it, and the folder they are in."""
+
+    directory: int
+    members: dict[str, Member]
+    prefix: str
+
+
+class Window:
     """Reads of one item; the first and last pages are fetched once."""
 
     def __init__(self, read: Read, length: int) -> None:
@@ -68,6 +75,7 @@ class _Window:
             self.tail_start = length - _PIECE
 
     def bytes_at(self, offset: int, count: int) -> bytes:
+        """Return exactly `count` bytes at `offset`."""
         if offset < 0 or count < 0 or offset + count > self.length:
             msg = f"it refers to {count} bytes at {offset}, the item has {self.length}"
             raise RefusedError(msg)
@@ -84,10 +92,18 @@ def read_item(read: Read, length: int) -> Item:
     Raises:
         RefusedError: When it is not a tensor as torch.save writes it.
     """
-    if length < _END.size:
-        msg = f"an item of {length} bytes is too short to be a tensor"
+    return parse_item(Window(read, length))[0]
+
+
+def parse_item(window: Window) -> tuple[Item, Zip]:
+    """Return what the item in `window` holds, and how it is built.
+
+    Raises:
+        RefusedError: When it is not a tensor as torch.save writes it.
+    """
+    if window.length < _END.size:
+        msg = f"an item of {window.length} bytes is too short to be a tensor"
         raise RefusedError(msg)
-    window = _Window(read, length)
     directory_start, members = _directory(window)
     prefix = next((name[: -len("/data.pkl")] for name in members if name.endswith("/data.pkl")), None)
     if prefix is None:
@@ -102,10 +118,11 @@ def read_item(read: Read, length: int) -> Item:
     start = _data_start(window, name, members[name], directory_start)
     _check_extent(description, members[name].size)
     has_crc = members[name].crc or members[f"{prefix}/data.pkl"].crc
-    return Item(description, start, members[name].size, members[name].crc if has_crc else None)
+    item = Item(description, start, members[name].size, members[name].crc if has_crc else None)
+    return item, Zip(directory_start, members, prefix)
 
 
-def _directory(window: _Window) -> tuple[int, dict[str, Member]]:
+def _directory(window: Window) -> tuple[int, dict[str, Member]]:
     """Return where the central directory starts and what it lists."""
     magic, disk, first_disk, here, count, size, start, comment = _END.unpack(
         window.bytes_at(window.length - _END.size, _END.size)
@@ -126,10 +143,10 @@ def _directory(window: _Window) -> tuple[int, dict[str, Member]]:
     if disk or first_disk or here != count or size > MAX_DIRECTORY or start + size > limit:
         msg = f"its table of contents of {size} bytes at {start} does not fit"
         raise RefusedError(msg)
-    return start, _entries(window.bytes_at(start, size), count)
+    return start, _entries(window.bytes_at(start, size), count, start)
 
 
-def _entries(table: bytes, count: int) -> dict[str, Member]:
+def _entries(table: bytes, count: int, start: int) -> dict[str, Member]:
     members: dict[str, Member] = {}
     position = 0
     while position + _ENTRY.size <= len(table):
@@ -145,7 +162,7 @@ def _entries(table: bytes, count: int) -> dict[str, Member]:
         if method or flags & _ENCRYPTED or stored != size:
             msg = f"{short(name)} is compressed or encrypted"
             raise RefusedError(msg)
-        members[name] = Member(header, size, crc)
+        members[name] = Member(header, size, crc, start + position)
         position = end
     if position != len(table) or len(members) != count:
         msg = f"its table of contents lists {len(members)} files, {count} were announced"
@@ -175,7 +192,7 @@ def _sizes(fields: tuple[int, ...], extra: bytes) -> tuple[int, int, int]:
     return values[1], values[0], values[2]
 
 
-def _data_start(window: _Window, name: str, member: Member, limit: int) -> int:
+def _data_start(window: Window, name: str, member: Member, limit: int) -> int:
     """Return where a member's bytes start, after its local header."""
     fields = _LOCAL.unpack(window.bytes_at(member.header, _LOCAL.size))
     magic, method, name_length, extra_length = fields[0], fields[3], fields[9], fields[10]
@@ -187,7 +204,7 @@ def _data_start(window: _Window, name: str, member: Member, limit: int) -> int:
     return int(start)
 
 
-def _member_bytes(window: _Window, name: str, member: Member) -> bytes:
+def _member_bytes(window: Window, name: str, member: Member) -> bytes:
     if member.size > MAX_DESCRIPTION:
         msg = f"{short(name)} has {member.size} bytes"
         raise RefusedError(msg)
@@ -203,12 +220,12 @@ def _parsed(raw: bytes) -> Description:
     return read_description(raw)
 
 
-def _description(window: _Window, members: dict[str, Member], prefix: str) -> Description:
+def _description(window: Window, members: dict[str, Member], prefix: str) -> Description:
     name = f"{prefix}/data.pkl"
     return _parsed(_member_bytes(window, name, members[name]))
 
 
-def _check_byte_order(window: _Window, members: dict[str, Member], prefix: str) -> None:
+def _check_byte_order(window: Window, members: dict[str, Member], prefix: str) -> None:
     name = f"{prefix}/byteorder"
     if name in members and (order := _member_bytes(window, name, members[name])) != b"little":
         msg = f"its byte order is {short(order.decode(errors='replace'))}, not little"

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdplaunch.checkpoint.collection import no_collection
 from fsdplaunch.checkpoint.companions import Companion, find_companions
 from fsdplaunch.checkpoint.names import Selection, select_weights
 from fsdplaunch.checkpoint.opened import Opened
@@ -73,9 +74,10 @@ def prepare(opened: Opened, target: Path | None, options: MergeOptions) -> Prepa
     groups = [] if options.keep_tied else known_ties(source, options.copy_from, selection.plain)
     tied = find_tied(selection, groups, items, opened.sources)
     selection = without(selection, {left_out for left_out, _ in tied})
-    plan = build_plan(
-        selection, items, max_shard_size=options.max_shard_size, dtype=options.dtype, aliases=dict(tied)
-    )
+    with no_collection():
+        plan = build_plan(
+            selection, items, max_shard_size=options.max_shard_size, dtype=options.dtype, aliases=dict(tied)
+        )
     if target is not None:
         check_space(target, plan.nbytes + sum(companion.nbytes for companion in companions))
     return Prepared(folder=source, selection=selection, plan=plan, tied=tied, companions=companions)

@@ -28,6 +28,13 @@ config_app = typer.Typer(
 )
 app.add_typer(config_app, name="config")
 
+runs_app = typer.Typer(
+    help="List runs and their states; show a run's output; cancel a run.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(runs_app, name="runs")
+
 ConfigOption = Annotated[
     Path | None, typer.Option("-c", "--config", "--config_file", help="The YAML file [default: ./fsdp.yaml]")
 ]
@@ -105,7 +112,9 @@ def _own_options() -> tuple[set[str], set[str]]:
         for info in getattr(hint, "__metadata__", ()):
             if isinstance(info, typer.models.OptionInfo):
                 spelled = "--" + name.replace("_", "-")
-                names = set(info.param_decls or (spelled, spelled.replace("--", "--no-", 1)))
+                first = () if info.default is ... else (str(info.default),)  # typer keeps the first spelling there
+                written = {*first, *(info.param_decls or ())}
+                names = written or {spelled, spelled.replace("--", "--no-", 1)}
                 (flags if hint.__origin__ is bool else options).update(names)
     return flags, options
 
@@ -311,6 +320,15 @@ def launch(
     allow_unsharded: Annotated[
         bool, typer.Option("--allow-unsharded", help="Accept a script that never shards a model")
     ] = False,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Submit to SLURM as slurm: in the file says; start nothing here")
+    ] = False,
+    kubernetes: Annotated[
+        bool, typer.Option("--kubernetes", help="Apply Kubernetes objects as kubernetes: in the file says")
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="With --slurm or --kubernetes: show the output until the end")
+    ] = False,
     help_all: Annotated[
         bool,
         typer.Option(
@@ -320,7 +338,7 @@ def launch(
     as_json: JsonOption = False,
 ) -> None:
     """Run a training script on every worker, sharded as the YAML says."""
-    from fsdplaunch.cli.launch_cmd import Wishes, launch_script
+    from fsdplaunch.cli.launch_cmd import Wishes, launch_script, one_route
 
     wishes = Wishes(
         module=module,
@@ -329,11 +347,61 @@ def launch(
         check_only=check_only,
         allow_unsharded=allow_unsharded,
         as_json=as_json,
+        route=one_route(slurm=slurm, kubernetes=kubernetes, follow=follow),
+        follow=follow,
     )
     status = launch_script(
         script, context.args, file=config, overrides=overrides or [], wishes=wishes, out=Output()
     )
     raise typer.Exit(status)
+
+
+LogDirOption = Annotated[
+    Path | None, typer.Option("--log-dir", help="Folder with the runs [default: launch.log_dir of the file]")
+]
+
+
+@runs_app.callback(invoke_without_command=True)
+def runs(
+    context: typer.Context,
+    config: ConfigOption = None,
+    log_dir: LogDirOption = None,
+    limit: Annotated[int, typer.Option("-n", "--limit", help="How many, newest first")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """List runs, newest first, with their states."""
+    if context.invoked_subcommand is None:
+        from fsdplaunch.cli import runs_cmd
+
+        raise typer.Exit(runs_cmd.list_runs(config, log_dir, limit=limit, as_json=as_json, out=Output()))
+
+
+@runs_app.command("logs")
+def runs_logs(
+    run: Annotated[str, typer.Argument(metavar="ID", help="The run, or as much of its name as is unique; latest")],
+    rank: Annotated[int | None, typer.Option(help="One rank's output instead of what the launcher showed")] = None,
+    stderr: Annotated[bool, typer.Option("--stderr", help="That rank's error output")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends")] = False,
+    config: ConfigOption = None,
+    log_dir: LogDirOption = None,
+) -> None:
+    """Print a run's output."""
+    from fsdplaunch.cli import runs_cmd
+
+    wanted = runs_cmd.Wanted(rank=rank, stream="stderr" if stderr else "stdout", follow=follow)
+    raise typer.Exit(runs_cmd.show_logs(run, config, log_dir, wanted=wanted, out=Output()))
+
+
+@runs_app.command("cancel")
+def runs_cancel(
+    run: Annotated[str, typer.Argument(metavar="ID", help="The run, or as much of its name as is unique; latest")],
+    config: ConfigOption = None,
+    log_dir: LogDirOption = None,
+) -> None:
+    """Ask a run to end; its workers may save first."""
+    from fsdplaunch.cli import runs_cmd
+
+    raise typer.Exit(runs_cmd.cancel_run(run, config, log_dir, out=Output()))
 
 
 @app.command("merge-weights")

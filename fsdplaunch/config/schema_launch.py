@@ -21,9 +21,8 @@ class LaunchSection:
     nodes: str | None = key(
         v.NODE_RANGE,
         None,
-        """MIN:MAX machines for an elastic run, which starts with MIN and takes in more up to MAX. Left out,
-        exactly num_machines.""",
-        pending="elastic node counts are not supported yet",
+        """MIN:MAX machines for an elastic run, which starts with MIN and takes in more up to MAX. Machines that
+        come or go have all workers start again from the last checkpoint. Left out, exactly num_machines.""",
     )
     max_restarts: int = key(v.WHOLE, 0, "How often all workers are started again after one of them failed.")
     monitor_interval_seconds: float = key(
@@ -51,8 +50,25 @@ class LaunchSection:
     local_address: str | None = key(
         v.TEXT, None, "This machine's address, as the other machines reach it.", aliases=("local_addr",)
     )
+    network_interface: str | None = key(
+        v.TEXT,
+        None,
+        """Interface the machines talk over, for example eth0: gives this machine's address and sets
+        GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. Left out, gloo uses the interface towards machine 0, and NCCL
+        chooses.""",
+    )
     rendezvous_timeout_seconds: float = key(
         v.SECONDS, 300.0, "How long to wait for the other machines before giving up."
+    )
+    meeting: bool = key(
+        v.FLAG,
+        True,
+        """Have the launchers of several machines compare versions and configuration before torch starts, watch
+        each other and end together. Torch's store then gets the port after main_process_port. False is for a run
+        whose other machines are started by torchrun.""",
+    )
+    machine_timeout_seconds: float = key(
+        v.SECONDS, 10.0, "How long a machine may be silent before it counts as lost."
     )
     process_group_timeout_seconds: float = key(
         v.SECONDS, 600.0, "How long a collective may wait for the slowest rank before the run fails."
@@ -165,12 +181,11 @@ class CheckpointSection:
     async_: bool = key(
         v.FLAG,
         False,
-        "Write checkpoints in the background while training goes on.",
-        pending="writing in the background is not supported yet",
+        """Write checkpoints in the background: save_checkpoint returns when everything is copied to host memory.
+        Each worker then needs memory for its part of the checkpoint once more.""",
     )
     keep_last: int | None = key(
         v.COUNT,
         None,
-        "How many complete checkpoints stay; older ones are deleted. Left out, all.",
-        pending="deleting old checkpoints is not supported yet",
+        "How many complete checkpoints that were saved with a step stay; older ones are deleted. Left out, all.",
     )

@@ -22,6 +22,7 @@ from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
 from fsdplaunch.launch.crew import Crew
+from fsdplaunch.launch.membership import order_machines, watch_machines
 
 __all__ = ["ChildFailedError", "RendezvousError", "SignalException", "run_elastic"]
 
@@ -135,6 +136,9 @@ def run_elastic(options: Sequence[str], crew: Crew, *, nodes_vary: bool) -> None
     setattr(local_elastic_agent, "start_processes", start_processes)  # noqa: B010  (its type is narrower)
     if not nodes_vary and hasattr(dynamic_rendezvous, "_delay"):
         dynamic_rendezvous._delay = _no_skew(dynamic_rendezvous._delay)
+    if nodes_vary:
+        order_machines(crew.job.machine)
+        watch_machines(crew)
     elastic_launch(config, "worker")()
 
 

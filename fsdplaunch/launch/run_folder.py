@@ -9,6 +9,7 @@ PLAN = "plan.json"
 CONFIG = "config.yaml"
 RESULT = "result.json"
 AGENT_LOG = "agent.log"
+MACHINES = "machines.json"
 _RECORD = "agent.json"
 _TAIL_BYTES = 8192
 

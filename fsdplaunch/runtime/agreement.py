@@ -10,13 +10,14 @@ from fsdplaunch.errors import CheckpointError
 
 
 @contextmanager
-def together(doing: str) -> Iterator[None]:
+def together(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a block on every rank and raise on all of them if it failed on any.
 
     Torch's checkpoint functions raise an exception that is no `Exception`; it counts, too.
 
     Args:
         doing: What the block does, to complete "cannot ...".
+        group: All ranks, in a group of its own when another thread uses theirs meanwhile.
 
     Raises:
         CheckpointError: With the first failing rank's words.
@@ -29,7 +30,7 @@ def together(doing: str) -> Iterator[None]:
     except BaseException as error:
         failure = error
     outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, None if failure is None else _words(failure))
+    dist.all_gather_object(outcomes, None if failure is None else _words(failure), group=group)
     for rank, words in enumerate(outcomes):
         if words is not None:
             msg = f"cannot {doing}: rank {rank}: {words[0]}"

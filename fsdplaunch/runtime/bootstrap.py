@@ -50,6 +50,7 @@ def _work(config: Config, target: Target) -> None:
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
+    _finish_saves()
     if config.distributed_type == "FSDP":
         from fsdplaunch.runtime.watch import check_sharded
 
@@ -59,10 +60,23 @@ def _work(config: Config, target: Target) -> None:
 def _set_up(config: Config) -> None:
     """Prepare for sharding; other kinds of run own their set-up, as they do under torchrun."""
     from fsdplaunch.runtime.device import choose_device, join_group
+    from fsdplaunch.runtime.peers.accelerate_cpu import adapt_accelerate_to_cpu
+    from fsdplaunch.runtime.peers.fsdp1_cpu import take_out_offload_to_cpu
     from fsdplaunch.runtime.watch import watch_sharding
 
-    join_group(config, choose_device(config))
+    device = choose_device(config)
+    join_group(config, device)
     watch_sharding()
+    if device.type == "cpu":
+        adapt_accelerate_to_cpu()
+        take_out_offload_to_cpu()
+
+
+def _finish_saves() -> None:
+    """Wait for a checkpoint that is still being written; a run whose last one failed has failed."""
+    saving = sys.modules.get("fsdplaunch.runtime.saving")
+    if saving is not None:
+        saving.finish_saves()
 
 
 def _abandon() -> None:

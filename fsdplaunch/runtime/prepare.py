@@ -16,6 +16,7 @@ from fsdplaunch.runtime.optimizer import repoint
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin, ambient_plugin
 from fsdplaunch.runtime.prepared import known_parameters
 from fsdplaunch.runtime.shard import Place, is_sharded, place_for, shard_model
+from fsdplaunch.runtime.stuck import watch_main_thread
 
 
 def prepare(
@@ -49,6 +50,7 @@ def prepare(
         ShardingError: A model cannot be sharded as asked, or an optimizer trains parameters of no prepared model.
         UsageError: An environment variable holds none of its key's values.
     """
+    watch_main_thread()
     chosen = plugin or ambient_plugin()
     place = place_for(chosen.settings(), mesh=mesh, process_group=process_group, device=device)
     ready: dict[int, Any] = {}

@@ -20,6 +20,12 @@ def say(text: str) -> None:
         sys.stderr.flush()
 
 
+def say_anywhere(text: str) -> None:
+    """Write one line to stderr, on whichever rank finds something out that rank 0 may not know."""
+    sys.stderr.write(f"fsdplaunch: rank {rank()}: {text}\n")
+    sys.stderr.flush()
+
+
 def describe(model: "nn.Module", prepared: "Prepared", *, name: str, kinds: Iterable[str], total: str) -> str:
     """Say in one line what was sharded and how, with the formats the sharded model really has.
 
