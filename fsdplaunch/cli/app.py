@@ -537,3 +537,32 @@ def doctor(
         out=Output(),
     )
     raise typer.Exit(status)
+
+
+@app.command(
+    epilog="Example: fsdplaunch check train.py --lr 3e-4. Everything after SCRIPT belongs to the script.",
+    context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
+)
+def check(
+    context: typer.Context,
+    script: Annotated[str | None, typer.Argument(help="Script to try", show_default=False)] = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps after which the script is ended")] = 2,
+    as_json: JsonOption = False,
+) -> None:
+    """Try a script with its configuration: two CPU workers, a few steps, one checkpoint there and back."""
+    from fsdplaunch.cli.check_cmd import check as run_check
+
+    status = run_check(
+        script,
+        context.args,
+        file=config,
+        overrides=overrides or [],
+        module=module,
+        steps=steps,
+        as_json=as_json,
+        out=Output(),
+    )
+    raise typer.Exit(status)

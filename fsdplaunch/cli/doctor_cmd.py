@@ -66,7 +66,7 @@ def _load(file: Path | None, overrides: Sequence[str]) -> tuple[Loaded | None, t
     try:
         return load_config(file, overrides=overrides), ()
     except ConfigError as error:
-        return None, tuple(error.message.splitlines())
+        return None, tuple(str(problem).splitlines()[0] for problem in error.problems)
 
 
 def show(checks: Sequence[Check], out: Output) -> None:

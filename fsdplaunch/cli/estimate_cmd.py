@@ -1,4 +1,4 @@
-"""`fsdplaunch estimate`: will it fit, and what to change if not. Imports torch in a process of its own, if at all."""
+"""`fsdplaunch estimate`: will it fit, and what to change if not. Torch, if needed, has a process of its own."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ class Wanted:
     """What the command line says.
 
     Attributes:
-        source: A model folder, a config.json, or SCRIPT:FUNCTION; None for a model folder in the working directory.
+        source: A model folder, a config.json, or SCRIPT:FUNCTION; None for a model folder found here.
         world: Ranks over all machines; None for the configuration's.
         gpu_memory: Of one GPU, in bytes; None for that of the GPUs here.
         batch_size: Sequences per rank and step.
@@ -124,10 +124,8 @@ def _read_folder(folder: Path) -> _Source:
     sizes = read_sizes(folder)
     notes: tuple[str, ...] = ()
     if described is not None and described.sizes.parameters != sizes.parameters:
-        notes = (
-            f"the files hold {short_count(sizes.parameters)} parameters, config.json describes "
-            f"{short_count(described.sizes.parameters)}: the files are counted",
-        )
+        counted = (short_count(sizes.parameters), short_count(described.sizes.parameters))
+        notes = ("the files hold {} parameters, config.json describes {}: the files count".format(*counted),)
     return _Source(path=config, case=Case(sizes=sizes, shape=described.shape if described else None), notes=notes)
 
 

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 from fsdplaunch.checkpoint.merge import MergeOptions, MergeResult, merge, prepare_merge
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.progress import byte_progress, size_text
-from fsdplaunch.cli.size_option import parse_size
 from fsdplaunch.errors import UsageError
 
 

@@ -1,4 +1,4 @@
-"""`fsdplaunch doctor --network`: start the network test on every worker of the configuration, read what it found."""
+"""`fsdplaunch doctor --network`: start the network test on every configured worker, read what it found."""
 
 import json
 import os

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,8 @@ def run() -> None:
         dist.barrier()
         if rank in (first, second):
             peer = second if rank == first else first
-            seconds[f"{first}-{second}"] = _timed(
-                lambda: _exchange(peer, first=rank == first, device=device), device
-            )  # noqa: B023
+            swap = partial(_exchange, peer, first=rank == first, device=device)
+            seconds[f"{first}-{second}"] = _timed(swap, device)
     found: list[Any] = [None] * world
     dist.all_gather_object(found, {"wrong": wrong, "pairs": seconds, "together": together})
     if rank == 0:
@@ -107,7 +107,7 @@ def _timed(act: Callable[[], Any], device: torch.device) -> float:
 
 
 def _write(found: list[dict[str, Any]], hosts: list[str], world: int, backend: str) -> None:
-    pairs = {}
+    pairs: dict[str, float] = {}
     for answer in found:
         for name, seconds in answer["pairs"].items():
             pairs[name] = max(pairs.get(name, 0.0), seconds)

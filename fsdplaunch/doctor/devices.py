@@ -1,9 +1,10 @@
-"""Checks of the GPUs: that there are some, that they are alike, free, connected, healthy, and compute the format."""
+"""Checks of the GPUs: that they are there, alike, free, connected and healthy, and compute the format."""
 
 from collections.abc import Iterator
 
 from fsdplaunch.doctor.facts import Check, Facts
 from fsdplaunch.launch.ports import describe_process
+from fsdplaunch.probe.gpus import Gpu
 
 GIB = 1024**3
 
@@ -19,7 +20,7 @@ def check_gpus(facts: Facts) -> Iterator[Check]:
         return
     kinds: dict[str, int] = {}
     for gpu in facts.gpus:
-        kind = f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB, sm_{gpu.compute_capability[0]}{gpu.compute_capability[1]})"
+        kind = f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB, {_arch(gpu)})"
         kinds[kind] = kinds.get(kind, 0) + 1
     text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     if len(kinds) > 1:
@@ -46,7 +47,8 @@ def check_links(facts: Facts) -> Iterator[Check]:
     linked = sum(1 for count in facts.driver.nvlinks.values() if count)
     if slow:
         first, second = slow[0]
-        text = f"{len(slow)} of {len(facts.driver.peers)} pairs go through host memory, GPU {first} and {second} first"
+        pairs = f"{len(slow)} of {len(facts.driver.peers)} pairs"
+        text = f"{pairs} go through host memory, GPU {first} and {second} first"
         yield Check(topic="links", status="warning", text=text, hint="NCCL_P2P_DISABLE unset? IOMMU (ACS) off?")
     elif linked == len(facts.gpus):
         yield Check(topic="links", status="ok", text="NVLink on every GPU")
@@ -88,3 +90,7 @@ def check_formats(facts: Facts) -> Iterator[Check]:
                 f"torch has no code for GPU {number} (sm_{gpu.compute_capability[0]}{gpu.compute_capability[1]})"
             )
             yield Check(topic="formats", status="problem", text=text, hint="install another build of torch")
+
+
+def _arch(gpu: Gpu) -> str:
+    return "sm_{}{}".format(*gpu.compute_capability)

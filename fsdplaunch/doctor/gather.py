@@ -93,7 +93,7 @@ def read_driver() -> DriverFacts:
         import pynvml as nvml
 
         nvml.nvmlInit()
-    except Exception as error:  # noqa: BLE001  (the bindings raise many kinds; each means: no driver to ask)
+    except Exception as error:
         return DriverFacts(notes=(f"the NVIDIA driver does not answer: {error}",))
     try:
         return _ask(nvml)
@@ -108,7 +108,9 @@ def _ask(nvml: Any) -> DriverFacts:
     for index in range(nvml.nvmlDeviceGetCount()):
         with suppress(nvml.NVMLError):
             handles.append((index, nvml.nvmlDeviceGetHandleByIndex(index)))
-    peers, links, errors = {}, {}, {}
+    peers: dict[tuple[int, int], bool] = {}
+    links: dict[int, int] = {}
+    errors: dict[int, int] = {}
     for index, handle in handles:
         links[index] = sum(1 for link in range(18) if _link_is_up(nvml, handle, link))
         with suppress(nvml.NVMLError):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from fsdplaunch.doctor.facts import Check, Facts
+from fsdplaunch.doctor.facts import Check, Facts, Status
 
 MIB = 1024**2
 GIB = 1024**3
@@ -11,6 +11,7 @@ _LITTLE_SHARED = GIB
 _NO_SHARED = 64 * MIB
 _FEW_FILES, _NO_FILES = 4096, 1024
 _LITTLE_SPACE, _NO_SPACE = 10 * GIB, 64 * MIB
+SHARED = "/dev/shm"  # noqa: S108  (asked about, not written to)
 _SHARED_KINDS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "fuse", "wekafs", "9p")
 _FLEETING_KINDS = ("tmpfs", "ramfs", "overlay")
 
@@ -32,25 +33,25 @@ def check_memory(facts: Facts) -> Iterator[Check]:
         yield Check(topic="memory", status="skipped", text="not known")
         return
     text = f"{facts.memory / GIB:.1f} GiB usable"
-    status = "warning" if facts.memory < _LITTLE_MEMORY else "ok"
+    status: Status = "warning" if facts.memory < _LITTLE_MEMORY else "ok"
     hint = "loading weights and offloading need more" if status == "warning" else ""
-    yield Check(topic="memory", status=status, text=text, hint=hint)  # type: ignore[arg-type]
+    yield Check(topic="memory", status=status, text=text, hint=hint)
 
 
 def check_shared_memory(facts: Facts) -> Iterator[Check]:
     """Data loaders' workers, and NCCL within a machine, pass data through /dev/shm."""
     size = facts.shared_memory
     if size is None:
-        yield Check(topic="/dev/shm", status="warning", text="there is none", hint="mount a tmpfs there")
+        yield Check(topic=SHARED, status="warning", text="there is none", hint="mount a tmpfs there")
         return
     text = f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
     hint = "run the container with --shm-size=8g, or with --ipc=host"
     if size <= _NO_SHARED and len(facts.gpus) > 1:
-        yield Check(topic="/dev/shm", status="problem", text=f"{text}: NCCL needs more", hint=hint)
+        yield Check(topic=SHARED, status="problem", text=f"{text}: NCCL needs more", hint=hint)
     elif size < _LITTLE_SHARED:
-        yield Check(topic="/dev/shm", status="warning", text=f"{text}: data loaders may need more", hint=hint)
+        yield Check(topic=SHARED, status="warning", text=f"{text}: data loaders may need more", hint=hint)
     else:
-        yield Check(topic="/dev/shm", status="ok", text=text)
+        yield Check(topic=SHARED, status="ok", text=text)
 
 
 def check_limits(facts: Facts) -> Iterator[Check]:
@@ -59,7 +60,7 @@ def check_limits(facts: Facts) -> Iterator[Check]:
     text = f"{soft} open files" if soft >= 0 else "open files without limit"
     if 0 <= soft < _FEW_FILES:
         raised = f"ulimit -n {hard}" if hard > soft else "ask the administrator for a higher hard limit"
-        status = "problem" if soft < _NO_FILES and len(facts.gpus) > 1 else "warning"
+        status: Status = "problem" if soft < _NO_FILES and len(facts.gpus) > 1 else "warning"
         yield Check(topic="limits", status=status, text=text, hint=raised)
     else:
         yield Check(topic="limits", status="ok", text=text)
@@ -98,6 +99,6 @@ def check_clock(facts: Facts) -> Iterator[Check]:
     elif facts.clock_synchronised:
         yield Check(topic="clock", status="ok", text="synchronised")
     else:
-        status = "warning" if facts.machines > 1 else "skipped"
+        status: Status = "warning" if facts.machines > 1 else "skipped"
         hint = "start chrony or systemd-timesyncd" if status == "warning" else ""
-        yield Check(topic="clock", status=status, text="not synchronised", hint=hint)  # type: ignore[arg-type]
+        yield Check(topic="clock", status=status, text="not synchronised", hint=hint)

@@ -1,14 +1,14 @@
-"""Take from a text what must not reach a public bug report: secrets, names of users and machines, addresses. Pure."""
+"""Take secrets, names of users and machines, and addresses out of a text for a public bug report. Pure."""
 
 import re
 from collections.abc import Mapping, Sequence
 
 from fsdplaunch.doctor.facts import Check, Facts
 
-_SECRET_WORDS = "TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY|PRIVATE|AUTH"
-_SECRET_NAME = re.compile(_SECRET_WORDS, re.IGNORECASE)
+_TELLING = "TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY|PRIVATE|AUTH"
+_SECRET_NAME = re.compile(_TELLING, re.IGNORECASE)
 _SECRET_PAIR = re.compile(
-    rf"""([\w.-]*(?:{_SECRET_WORDS})[\w.-]*["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,}}\]]+)""", re.IGNORECASE
+    rf"""([\w.-]*(?:{_TELLING})[\w.-]*["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,}}\]]+)""", re.IGNORECASE
 )
 _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{8,}|gh[pousr]_[A-Za-z0-9]{8,}|github_pat_\w{8,}|sk-[A-Za-z0-9-]{8,}|AKIA[0-9A-Z]{12,}"

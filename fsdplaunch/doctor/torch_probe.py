@@ -1,4 +1,4 @@
-"""Ask the installed torch about itself: the code runs in a process of its own, and this module never imports torch."""
+"""Ask the installed torch about itself, in a process of its own: this one never imports torch."""
 
 import json
 import subprocess

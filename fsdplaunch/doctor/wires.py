@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from fnmatch import fnmatch
 
-from fsdplaunch.doctor.facts import Check, Facts, Interface
+from fsdplaunch.doctor.facts import Check, Facts, Interface, Status
 
 _UNLIKELY = ("docker*", "veth*", "br-*", "virbr*", "cni*", "flannel*", "cali*", "tun*", "tap*")
 
@@ -18,9 +18,9 @@ def check_interfaces(facts: Facts) -> Iterator[Check]:
             text = f"{name}={wanted} names no interface that is up; there are {there}"
             yield Check(topic="network", status="problem", text=text, hint="correct the variable, or unset it")
     if not usable:
-        status = "problem" if facts.machines > 1 else "ok"
+        status: Status = "problem" if facts.machines > 1 else "ok"
         text = "only this machine itself can be reached"
-        yield Check(topic="network", status=status, text=text)  # type: ignore[arg-type]
+        yield Check(topic="network", status=status, text=text)
         return
     gloo, nccl = chosen(facts, "GLOO_SOCKET_IFNAME"), chosen(facts, "NCCL_SOCKET_IFNAME")
     text = f"gloo takes {_words(gloo)}" + (f", NCCL takes {_words(nccl)}" if facts.gpus else "")
@@ -73,10 +73,10 @@ def _words(interface: Interface | None) -> str:
 def check_name(facts: Facts) -> Iterator[Check]:
     """Other machines, and gloo itself, find this one by its name."""
     if not facts.own_address:
-        status = "problem" if facts.machines > 1 else "warning"
+        status: Status = "problem" if facts.machines > 1 else "warning"
         hint = f"add {facts.hostname} to /etc/hosts with an address of this machine"
         text = f"{facts.hostname} resolves to no address"
-        yield Check(topic="name", status=status, text=text, hint=hint)  # type: ignore[arg-type]
+        yield Check(topic="name", status=status, text=text, hint=hint)
     elif facts.machines > 1 and facts.own_address.startswith("127."):
         hint = "remove the line from /etc/hosts, or set GLOO_SOCKET_IFNAME"
         text = f"{facts.hostname} resolves to {facts.own_address}, which other machines cannot reach"
@@ -92,6 +92,6 @@ def check_port(facts: Facts) -> Iterator[Check]:
     elif facts.port_holder is None:
         yield Check(topic="port", status="ok", text=f"{facts.port} is free")
     else:
-        status = "problem" if facts.machines > 1 else "warning"
+        status: Status = "problem" if facts.machines > 1 else "warning"
         text = f"{facts.port} is in use by {facts.port_holder}"
-        yield Check(topic="port", status=status, text=text, hint="set main_process_port to a free one")  # type: ignore[arg-type]
+        yield Check(topic="port", status=status, text=text, hint="set main_process_port to a free one")

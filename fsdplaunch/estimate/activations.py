@@ -57,7 +57,9 @@ def _per_token(shape: Shape, width: int) -> float:
     norm = (_FP32 * h + width * h if width < _FP32 else 2 * width * h) if shape.full_norm else width * h
     head_norm = (_FP32 + width) * (q + kv) if width < _FP32 else 2 * width * (q + kv)
     attention = width * (h + 2 * q + 2 * kv)
-    if shape.gated:
+    if shape.relu:
+        inside = shape.ffn  # relu keeps its result, which the next layer keeps anyway
+    elif shape.gated:
         inside = 4 * shape.ffn
     else:
         inside = (_STEPS_OF_GELU if shape.composite else 2) * shape.ffn
@@ -73,5 +75,5 @@ def _per_token(shape: Shape, width: int) -> float:
 def _weights(shape: Shape, setup: Setup, width: int) -> int:
     """Attention weights, where they are kept: scores, their softmax, and what dropout makes of it."""
     pairs = setup.batch_size * shape.eager * setup.length * setup.length
-    each = _FP32 + (width if width < _FP32 else 0) + (width + 1 if shape.dropout else 0) + shape.capped * 2 * width
+    each = _FP32 + (width if width < _FP32 else 0) + 2 * width if shape.capped else width + 2
     return round(pairs * each * (1 + shape.cross / max(shape.layers, 1)))

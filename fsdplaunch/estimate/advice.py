@@ -1,4 +1,4 @@
-"""From bytes to answers: does it fit, what to change and what that saves, the fewest ranks, the largest batch. Pure."""
+"""From bytes to answers: does it fit, what to change and what that saves, fewest ranks, largest batch. Pure."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

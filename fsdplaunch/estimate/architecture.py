@@ -30,6 +30,7 @@ class Shape:
         vocab: Width of the output; 0 for a model without a head over the vocabulary.
         gated: Whether the feed-forward part multiplies two branches.
         full_norm: Whether norms compute in fp32 step by step (RMSNorm) or in one kernel (LayerNorm).
+        relu: Whether the feed-forward part's only activation function is relu.
         composite: Whether the activation function is written out in many steps (GPT-2's gelu_new).
         dropout: Dropout masks a block keeps, in widths of the residual stream.
         norms: Norms of a block that see the whole residual stream.
@@ -49,6 +50,7 @@ class Shape:
     vocab: int
     gated: bool = True
     full_norm: bool = True
+    relu: bool = False
     composite: bool = False
     dropout: float = 0
     norms: int = 2
@@ -336,6 +338,7 @@ def _opt(read: _Reader, *, head: str) -> Answer:
     shape = Shape(
         hidden=h, layers=layers, heads=h, keys=h, ffn=ffn, vocab=vocab if head == "lm" else 0, gated=False,
         full_norm=False, dropout=dropout, max_length=length,
+        relu=read.config.get("activation_function", "relu") == "relu",
     )  # fmt: skip
     return shapes, shape, {f"{inside}.layers": layers}
 
@@ -419,7 +422,7 @@ def _t5(read: _Reader, *, head: str) -> Answer:
     shape = Shape(
         hidden=h, layers=encoder + decoder, heads=q, keys=q, ffn=ffn, vocab=vocab if head == "lm" else 0,
         gated=gated, dropout=3.0 if read.config.get("dropout_rate", 0.1) else 0, eager=heads, upcasts=False,
-        cross=decoder,
+        cross=decoder, relu=not gated and "relu" in str(read.config.get("feed_forward_proj", "relu")),
     )  # fmt: skip
     return shapes, shape, lists
 

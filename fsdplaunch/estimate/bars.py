@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from fsdplaunch.estimate.advice import verdict_of
+from fsdplaunch.estimate.need import PARTS
 from fsdplaunch.estimate.report import GIB, Report, Row, moment_words, shares
 
 LETTERS = {
@@ -10,8 +11,7 @@ LETTERS = {
     "activations": "a", "temporary": "t", "context": "x",
 }  # fmt: skip
 """The letter that stands for each part in a bar."""
-_COLUMNS = ("parameters", "gradients", "optimizer", "gathered", "communication", "activations", "temporary")
-_HEADS = ("params", "grads", "optim", "gathered", "comm", "activ", "temp")
+_HEADS = ("params", "grads", "optim", "gathered", "comm", "activ", "temp", "context")
 _MOST_CHANGES = 5
 
 
@@ -38,12 +38,12 @@ def _gib(amount: int) -> str:
 
 def _table(report: Report) -> Iterator[str]:
     names = [_name(row) for row in report.rows]
-    wide = max(len("GiB per GPU"), *map(len, names))
-    yield f"{'GiB per GPU':<{wide}}" + "".join(f"{head:>9}" for head in _HEADS) + f"{'total':>9}"
+    wide = max(len("GiB per GPU, at the peak"), *map(len, names))
+    yield f"{'GiB per GPU, at the peak':<{wide}}" + "".join(f"{head:>9}" for head in _HEADS) + f"{'total':>8}"
     for name, row in zip(names, report.rows, strict=True):
         parts = row.need.parts
-        cells = "".join(f"{_gib(parts[part]):>9}" for part in _COLUMNS)
-        yield f"{name:<{wide}}{cells}{_gib(row.need.gpu):>9}  {_verdict(row)}"
+        cells = "".join(f"{_gib(amount):>9}" for amount in (*(parts[part] for part in PARTS), row.need.context))
+        yield f"{name:<{wide}}{cells}{_gib(row.need.gpu):>8}  {_verdict(row)}"
 
 
 def _name(row: Row) -> str:
@@ -68,7 +68,8 @@ def _bars(report: Report, width: int) -> Iterator[str]:
             bar = f"{bar:<{room}}"
             bar = (bar[:mark] + "|" + bar[mark + 1 :]).rstrip()
         yield f"{_name(row):<{wide}}  {bar}"
-    used = [name for name in LETTERS if any(row.need.parts.get(name) or name == "context" for row in report.rows)]
+    shown = [dict(shares(row.need.parts, row.need.context)) for row in report.rows]
+    used = [name for name in LETTERS if any(name in parts for parts in shown)]
     yield " " * (wide + 2) + "  ".join(f"{LETTERS[name]} {name}" for name in used)
 
 
@@ -114,15 +115,14 @@ def _answers(report: Report) -> Iterator[str]:
         )
     yield f"peak            {moment_words(need)}"
     if report.memory is not None:
-        fewest = f"{report.fewest} ranks" if report.fewest else "no number of ranks is enough"
+        plural = "" if report.fewest == 1 else "s"
+        fewest = f"{report.fewest} rank{plural}" if report.fewest else "no number of ranks is enough"
         yield f"smallest world  {fewest}, at a batch of {setup.batch_size} x {setup.length} tokens per rank"
         if report.batch is not None:
             batch = f"{report.batch} x {setup.length} tokens per rank" if report.batch else "not even 1"
             yield f"largest batch   {batch}, with {setup.world} ranks"
-    yield (
-        f"host memory     {need.loading / GIB:.1f} GiB per machine while loading, {need.host_per_node / GIB:.1f} for"
-        f" offloaded state"
-    )
+    loading, offloaded = need.loading / GIB, need.host_per_node / GIB
+    yield f"host memory     {loading:.1f} GiB per machine while loading, {offloaded:.1f} for offloaded state"
     yield f"checkpoint      {need.checkpoint / GIB:.1f} GiB, optimizer included"
 
 

@@ -80,7 +80,7 @@ def build_from_config(path: Path) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
         named = (getattr(config, "architectures", None) or [""])[0]
-        kind = getattr(transformers, named, None) or transformers.AutoModelForCausalLM
+        kind: Any = getattr(transformers, named, None) or transformers.AutoModelForCausalLM
         make = getattr(kind, "from_config", None) or kind._from_config
         dtype = getattr(config, "dtype", None) or torch.float32
         model: nn.Module = make(config, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype)
@@ -147,7 +147,7 @@ def loss_of(output: Any) -> torch.Tensor:
     if isinstance(loss, torch.Tensor):
         return loss
     values = list(output.values()) if isinstance(output, Mapping) else output
-    found = [item for item in (values if isinstance(values, list | tuple) else [values])]
+    found = values if isinstance(values, list | tuple) else [values]
     tensors = [item for item in found if isinstance(item, torch.Tensor) and item.is_floating_point()]
     scalar = next((item for item in tensors if item.dim() == 0), None)
     if not tensors:

@@ -1,7 +1,7 @@
-"""How many bytes each GPU and each host need: arithmetic on a model's sizes, at four moments of a training step."""
+"""How many bytes each GPU and each host need: arithmetic on a model's sizes, at four moments of a step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fsdplaunch.estimate.activations import Activations, activations_of
 from fsdplaunch.estimate.architecture import Shape
@@ -12,7 +12,7 @@ from fsdplaunch.estimate.units import cut
 PARTS = ("parameters", "gradients", "optimizer", "gathered", "communication", "activations", "temporary")
 """What memory is for, in the order it is shown."""
 CONTEXT = 768 * 1024**2
-"""Memory of a GPU that torch does not count: the CUDA context, cuBLAS and NCCL. An assumption, not measured here."""
+"""Memory of a GPU that torch does not count: CUDA context, cuBLAS, NCCL. An assumption, not measured."""
 MOMENTS = {
     "loss": "the loss, between forward and backward",
     "backward": "backward of a block",
@@ -85,7 +85,8 @@ def need_of(sizes: Sizes, shape: Shape | None, setup: Setup) -> Need:
     host = 0
     if setup.offload:
         host = sum(kept.values())
-        moving = compute * max(unit.share(setup.shards) for unit in (root, *blocks))  # one unit's part, copied in
+        flat = setup.version == 1
+        moving = compute * max(unit.share(setup.shards, flat=flat) for unit in (root, *blocks))  # copied in
         moments = {
             name: {**parts, **dict.fromkeys(kept, 0), "communication": parts["communication"] + moving}
             for name, parts in moments.items()
@@ -166,8 +167,3 @@ def _head(shape: Shape | None, sizes: Sizes) -> int:
     if shape is None:
         return max((tensor.numel for tensor, _ in sizes.root.tensors), default=0)
     return shape.vocab * shape.hidden
-
-
-def with_batch(setup: Setup, batch_size: int) -> Setup:
-    """The same run with another batch."""
-    return replace(setup, batch_size=batch_size)

@@ -121,7 +121,8 @@ def _key(report: Report) -> str:
 def _table(report: Report) -> Iterator[str]:
     parts = [name for name in _COLOURS if name != "context"]
     heads = "".join(f"<th>{name}</th>" for name in parts)
-    yield f'<div class="wide"><table id="strategies"><tr><th>GiB per GPU</th>{heads}<th>context</th><th>total</th></tr>'
+    yield f'<div class="wide"><table id="strategies"><tr><th>GiB per GPU</th>{heads}'
+    yield "<th>context</th><th>total</th></tr>"
     for row in report.rows:
         cells = "".join(f"<td>{_gib(row.need.parts[name])}</td>" for name in parts)
         total = f"<td>{_gib(row.need.context)}</td><td>{_gib(row.need.gpu)}</td>"
@@ -155,8 +156,8 @@ def _drawing(course: Sequence[tuple[str, int]], memory: int | None) -> str:
     step = (_WIDTH - _LEFT) / max(1, len(course))
     bars = "".join(
         f'<rect x="{_LEFT + number * step:.2f}" y="{_y(amount, top):.2f}" width="{step + 0.3:.2f}" '
-        f'height="{_HEIGHT - _BOTTOM - _y(amount, top):.2f}" fill="{_PHASES[phase]}"><title>{phase}: {_gib(amount)}'
-        " GiB</title></rect>"
+        f'height="{_HEIGHT - _BOTTOM - _y(amount, top):.2f}" fill="{_PHASES[phase]}">'
+        f"<title>{phase}: {_gib(amount)} GiB</title></rect>"
         for number, (phase, amount) in enumerate(course)
     )
     marks = "".join(

@@ -1,4 +1,4 @@
-"""How a run shards and computes, as far as memory depends on it: taken from a configuration, or varied from one."""
+"""How a run shards and computes, as far as memory depends on it: from a configuration, or varied from one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -106,7 +106,7 @@ def setup_of(
     if fsdp.fsdp_version == 1 or isinstance(reshard, str | None):
         keeps = int(strategy in _KEEPS)
     else:
-        keeps = {True: 0, False: 1}.get(reshard, int(reshard))
+        keeps = int(reshard) if not isinstance(reshard, bool) else int(not reshard)
     return Setup(
         strategy=strategy,
         world=world,

@@ -1,4 +1,4 @@
-"""What a model consists of: how many tensors of which shape, in which unit. Read from headers, or made of names."""
+"""What a model consists of: how many tensors of which shape, in which unit. Read from headers, or from names."""
 
 from collections import Counter
 from collections.abc import Mapping

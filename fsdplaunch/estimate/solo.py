@@ -1,7 +1,8 @@
 """One process in the place of all ranks: torch's fake process group, and what the other ranks would have answered.
 
-Runs in the tracing process only. Collectives on tensors are answered by torch's fake group. Those on Python objects
-read tensors' values, which a traced run does not have: every rank builds the same model, so each answer is our own.
+Runs in the tracing process only. Collectives on tensors are answered by torch's fake group. Those on Python
+objects read tensors' values, which a traced run does not have: every rank builds the same model, so each answer is
+our own.
 """
 
 import os

@@ -2,9 +2,9 @@
 
     python -m fsdplaunch.estimate.trace REQUEST.json ANSWER.json
 
-A process of its own: it needs torch, and private parts of it. Tensors have shapes and no storage (fake tensors), the
-ranks are torch's fake process group, `prepare` and torch's FSDP are the real ones. The configuration comes in the
-environment, as it does to a worker.
+A process of its own: it needs torch, and private parts of it. Tensors have shapes and no storage (fake tensors),
+the ranks are torch's fake process group, `prepare` and torch's FSDP are the real ones. The configuration comes in
+the environment, as it does to a worker.
 """
 
 import json
@@ -109,6 +109,7 @@ def _trace_step(request: Mapping[str, Any], plugin: Any, mesh: Any) -> dict[str,
     if batch is None:
         batch = make_batch(model, batch_size=request["batch_size"], length=request["length"])
     model = prepare(model, plugin=plugin, mesh=mesh)
+    prepared = prepared_of(model)
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = _OPTIMIZERS[request["optimizer"]](trained)
     _give_state(optimizer, trained, request["optimizer"])
@@ -123,7 +124,7 @@ def _trace_step(request: Mapping[str, Any], plugin: Any, mesh: Any) -> dict[str,
         "peak": {"phase": phase, "module": module},
         "course": _thin(tracker.course),
         "tensors": tensors,
-        "units": list(prepared_of(model).units),
+        "units": list(prepared.units) if prepared else [],
     }
 
 

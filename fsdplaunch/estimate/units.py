@@ -1,7 +1,7 @@
 """Which tensors are gathered together under each wrap policy, told from their names alone."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from fsdplaunch.estimate.setup import Setup
 from fsdplaunch.estimate.sizes import Sizes, Tensor, Unit
@@ -21,8 +21,8 @@ def cut(sizes: Sizes, setup: Setup) -> tuple[Unit, tuple[Unit, ...]]:
     return sizes.root, sizes.blocks
 
 
-def _unit(name: str, count: int, tensors: "Iterator[Tensor] | object") -> Unit:
-    content = Counter(tensors)  # type: ignore[call-overload]
+def _unit(name: str, count: int, tensors: Iterable[Tensor]) -> Unit:
+    content = Counter(tensors)
     return Unit(name=name, count=count, tensors=tuple(sorted(content.items(), key=lambda item: item[0].shape)))
 
 
