@@ -75,6 +75,9 @@ def trace_step(
     Raises:
         LaunchError: The model cannot be built, sharded or traced.
     """
+    if config.fsdp_config.fsdp_version == 1:
+        msg = "the exact estimate covers fsdp_version 2 only: torch's memory tracker does not know version 1"
+        raise UsageError(msg, hint="leave --exact out, or set fsdp_version to 2")
     request = {
         "source": source, "function": function, "world": world, "per_node": per_node, "batch_size": batch_size,
         "length": length, "optimizer": optimizer,

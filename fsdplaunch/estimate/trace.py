@@ -91,9 +91,6 @@ def trace(request: Mapping[str, Any]) -> dict[str, Any]:
         from fsdplaunch.runtime.plugin import ambient_plugin
 
         plugin = ambient_plugin()
-        if plugin.fsdp_version != 2:  # noqa: PLR2004
-            msg = "the exact estimate covers fsdp_version 2 only: torch's tracker does not know version 1"
-            raise UsageError(msg, hint="leave --exact out, or set fsdp_version to 2")
         mesh = make_mesh(plugin.settings(), torch.device("cpu"))
         with FakeTensorMode(allow_non_fake_inputs=True):
             answer = _trace_step(request, plugin, mesh)
@@ -101,6 +98,7 @@ def trace(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trace_step(request: Mapping[str, Any], plugin: Any, mesh: Any) -> dict[str, Any]:
+    from fsdplaunch.runtime.names import clean_name
     from fsdplaunch.runtime.prepare import prepare
     from fsdplaunch.runtime.prepared import prepared_of
 
@@ -121,7 +119,7 @@ def _trace_step(request: Mapping[str, Any], plugin: Any, mesh: Any) -> dict[str,
     phase, module = tracker.peak_at
     return {
         "parts": _parts(peak),
-        "peak": {"phase": phase, "module": module},
+        "peak": {"phase": phase, "module": clean_name(module).removeprefix("FSDP")},
         "course": _thin(tracker.course),
         "tensors": tensors,
         "units": list(prepared.units) if prepared else [],

@@ -206,7 +206,10 @@ def read_index(folder: Path) -> dict[str, str]:
         folder: The model's folder.
     """
     listed = _read_mapping(folder / _INDEX).get("weight_map")
-    return {str(name): Path(str(file)).name for name, file in listed.items()} if isinstance(listed, dict) else {}
+    if not isinstance(listed, dict):
+        return {}
+    files = {file: Path(str(file)).name for file in set(map(str, listed.values()))}
+    return {str(name): files[str(file)] for name, file in listed.items()}
 
 
 def weight_files(folder: Path) -> list[Path]:
