@@ -43,6 +43,15 @@ class Record:
         raise RefusedError(msg)
 
 
+class Table(dict[Any, Any], Record):
+    """A dictionary with attributes, such as a state dict with its versions; the attributes are dropped."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        """Forget the state."""
+
+
 Fuse = Callable[["Machine", int], int]
 Names = Mapping[tuple[str, str], Any]
 Unknown = Callable[[str, str], Any]
@@ -117,7 +126,7 @@ class Machine:
     def store(self, pairs: list[Any]) -> None:
         """Set keys and values on the dictionary on top."""
         target = self.top()
-        if type(target) is not dict or len(pairs) % 2:
+        if type(target) not in {dict, Table} or len(pairs) % 2:
             msg = f"entries are set on a {type(target).__name__} at byte {self.position}"
             raise RefusedError(msg)
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):

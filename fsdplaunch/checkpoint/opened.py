@@ -11,6 +11,7 @@ from fsdplaunch.checkpoint.hf_shards import read_shards
 from fsdplaunch.checkpoint.index import INDEX_NAME, CheckpointIndex, StoredTensor, read_index
 from fsdplaunch.checkpoint.item import Item
 from fsdplaunch.checkpoint.places import Place
+from fsdplaunch.checkpoint.rank_files import RANK_FILE, read_rank_files
 from fsdplaunch.checkpoint.sources import Sources, open_sources
 
 
@@ -48,6 +49,8 @@ def open_checkpoint(folder: Path) -> Iterator[Opened]:
     with no_collection():
         if (folder / INDEX_NAME).is_file():
             index, known = read_index(folder), None
+        elif any(RANK_FILE.fullmatch(path.name) for path in folder.iterdir()):
+            index, known = read_rank_files(folder)
         else:
             index, known = read_shards(folder)
     with open_sources(folder, index) as sources:

@@ -33,6 +33,11 @@ class Prepared:
     tied: tuple[tuple[str, str], ...] = ()
     companions: tuple[Companion, ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is written, copied files included."""
+        return self.plan.nbytes + sum(companion.nbytes for companion in self.companions)
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything that would be done as plain data."""
         return {
@@ -78,6 +83,7 @@ def prepare(opened: Opened, target: Path | None, options: MergeOptions) -> Prepa
         plan = build_plan(
             selection, items, max_shard_size=options.max_shard_size, dtype=options.dtype, aliases=dict(tied)
         )
+    prepared = Prepared(folder=source, selection=selection, plan=plan, tied=tied, companions=companions)
     if target is not None:
-        check_space(target, plan.nbytes + sum(companion.nbytes for companion in companions))
-    return Prepared(folder=source, selection=selection, plan=plan, tied=tied, companions=companions)
+        check_space(target, prepared.nbytes)
+    return prepared

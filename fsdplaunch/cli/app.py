@@ -416,6 +416,9 @@ def merge_weights(
             help="Write pytorch_model.bin instead of safetensors",
         ),
     ] = False,
+    file_format: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help="safetensors, or torch for pytorch_model.bin")
+    ] = "safetensors",
     remove_checkpoint_dir: Annotated[
         bool,
         typer.Option(
@@ -453,14 +456,14 @@ def merge_weights(
 ) -> None:
     """Join a sharded checkpoint into safetensors."""
     from fsdplaunch.checkpoint.merge import MergeOptions
-    from fsdplaunch.cli.merge_cmd import merge_command, parse_rename
+    from fsdplaunch.cli.merge_cmd import merge_command, parse_format, parse_rename
     from fsdplaunch.cli.size_option import parse_size
 
     options = MergeOptions(
         max_shard_size=parse_size(max_shard_size),
         overwrite=overwrite,
         verify=verify or remove_checkpoint_dir,
-        safe_serialization=not unsafe_serialization,
+        safe_serialization=parse_format(file_format) and not unsafe_serialization,
         remove_checkpoint_dir=remove_checkpoint_dir,
         dtype=dtype,
         only=tuple(only or ()),

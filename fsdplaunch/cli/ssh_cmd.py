@@ -92,7 +92,7 @@ def _order(
         del env["FSDPLAUNCH_MACHINE_RANK"]
     return {
         "argv": order.words([]),
-        "folder": config.ssh.working_dir or str(Path.cwd()),
+        "folder": config.ssh.remote_dir or str(Path.cwd()),
         "env": env,
         "config_file": file,
         "config": snapshot(config, log_dir=Path(config.launch.log_dir)),

@@ -11,6 +11,8 @@ from typing import Any
 
 TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
 MAX_PORT = 65535
+RENDEZVOUS_PORT = 29400
+"""Where machines meet when an endpoint names no port, as torchrun has it."""
 FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})
 
 
@@ -236,8 +238,11 @@ def port_number(value: Any) -> int:
 
 
 def parse_endpoint(value: Any) -> str:
-    """HOST:PORT; a host with colons of its own stands in brackets."""
-    host, colon, port = parse_text(value).rpartition(":")
+    """HOST:PORT; a host with colons of its own stands in brackets. Without a port, the one that torchrun takes."""
+    text = parse_text(value)
+    if ":" not in text or text.endswith("]"):
+        text = f"{text}:{RENDEZVOUS_PORT}"
+    host, colon, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
     if not colon or not bare or any(mark in host for mark in " /") or (":" in bare and bare == host):
         raise ValueError(value)

@@ -89,4 +89,4 @@ class SshSection:
     python: str | None = key(
         v.TEXT, None, "Interpreter on the machines, its whole path. Left out, that of this command."
     )
-    working_dir: str | None = key(v.TEXT, None, "Folder on the machines. Left out, the one of this command.")
+    remote_dir: str | None = key(v.TEXT, None, "Folder on the machines. Left out, the one of this command.")

@@ -29,6 +29,12 @@ class LaunchSection:
         v.SECONDS, 0.1, "How often the workers are looked at.", aliases=("monitor_interval",)
     )
     role: str = key(v.TEXT, "default", "Name of this kind of worker, which scripts find as ROLE_NAME.")
+    event_log: v.EventLogName | None = key(
+        v.EVENT_LOG,
+        None,
+        "console: torch's agent writes its events into the run's agent.log. Left out, nowhere.",
+        aliases=("event_log_handler",),
+    )
     rendezvous_endpoint: str | None = key(
         v.ENDPOINT,
         None,
@@ -177,6 +183,19 @@ class CheckpointSection:
         v.TEXT,
         "checkpoints",
         "Folder that save_checkpoint and load_checkpoint use when the script names none.",
+    )
+    weights: str | None = key(
+        v.TEXT,
+        None,
+        """Folder of pretrained weights (safetensors, or pytorch_model.bin), or one file of them. prepare reads
+        them into the model, every rank its own shards only; build the model on the meta device and no rank ever
+        holds all of it. Left out, the model keeps the weights the script gave it.""",
+    )
+    weights_strict: bool = key(
+        v.FLAG,
+        True,
+        """Whether tensors that checkpoint.weights lacks, or has too many, are errors. With false the model
+        initialises what is missing, and what is left over is left out; both are said.""",
     )
     async_: bool = key(
         v.FLAG,

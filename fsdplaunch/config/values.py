@@ -184,6 +184,7 @@ DtypeName = Literal["fp32", "bf16", "fp16"]
 DistributedName = Literal["NO", "MULTI_CPU", "MULTI_GPU", "FSDP"]
 RendezvousName = Literal["static", "c10d"]
 EnvironmentName = Literal["LOCAL_MACHINE"]
+EventLogName = Literal["console"]
 NumaName = Literal["node", "socket", "exclusive", "core-complex"]
 KubernetesName = Literal["job", "trainjob"]
 ContextName = Literal["allgather", "alltoall"]
@@ -235,6 +236,7 @@ DISTRIBUTED = one_of(
 ENVIRONMENT = one_of(EnvironmentName, refused={"AMAZON_SAGEMAKER": "fsdplaunch starts processes on this machine"})
 RENDEZVOUS = one_of(RendezvousName)
 NUMA = one_of(NumaName)
+EVENT_LOG = one_of(EventLogName)
 KUBERNETES = one_of(KubernetesName)
 CONTEXT = one_of(ContextName)
 CONTEXT_BACKEND = one_of(ContextBackendName)

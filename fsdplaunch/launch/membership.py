@@ -5,6 +5,8 @@ In the agent, beside `elastic`. Every replaced name is looked for first: a torch
 
 import os
 import signal
+import socket
+import time
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
@@ -12,6 +14,8 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from fsdplaunch.launch.crew import Crew
 from fsdplaunch.launch.run_folder import MACHINES, read_json
 
+HOLD_SECONDS = 2.0
+"""How long an end of workers is held back in an elastic run: a machine that goes takes its peers' connections."""
 _Node: Any = getattr(dynamic_rendezvous, "_NodeDesc", object)
 _Handler: Any = dynamic_rendezvous.DynamicRendezvousHandler
 
@@ -35,8 +39,6 @@ class _Numbering:
 
     def generate(self, local_addr: str | None = None) -> Any:
         """Describe this machine."""
-        import socket
-
         return NumberedNode(local_addr or socket.getfqdn(), os.getpid(), self._number)
 
 
@@ -50,22 +52,48 @@ def order_machines(number: int | None) -> None:
         _Handler._node_desc_generator = _Numbering(number)
 
 
-def watch_machines(crew: Crew) -> None:
-    """Have torch's agent start the workers again when the launcher reports a lost machine.
+class Membership:
+    """Whether the machines that take part are changing; only elastic runs, whose machines may, have one.
 
-    The agent asks the rendezvous, at every look at its workers, how many machines wait to join. A lost machine's
-    peers hang in a collective, so its loss counts as one, and the workers are killed: they have nothing to save.
+    When machines come or go, every machine's workers start again, and that counts as no failure. The workers are
+    killed: their peers on a lost machine will never answer, and those that left well after a signal on one machine
+    would look finished on another.
     """
-    ask = _Handler.num_nodes_waiting
-    seen = 0
 
-    def num_nodes_waiting(self: Any) -> int:
-        nonlocal seen
-        changes = int(read_json(crew.job.run_dir / MACHINES).get("changes", 0))
-        if changes > seen:
-            seen = changes
-            crew.send(signal.SIGKILL)
-            return 1
-        return int(ask(self))
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+        self._seen = 0
+        self._held_since: float | None = None
 
-    _Handler.num_nodes_waiting = num_nodes_waiting
+    def begin(self) -> None:
+        """New workers start."""
+        self._held_since = None
+
+    def holds(self) -> bool:
+        """Whether an end of workers may be a change's doing, which will be known in a moment."""
+        if self._reported() > self._seen:
+            return True
+        now = time.monotonic()
+        self._held_since = now if self._held_since is None else self._held_since
+        return now - self._held_since < HOLD_SECONDS
+
+    def watch(self) -> None:
+        """Have torch's agent start the workers again when the launcher reports a lost machine.
+
+        The agent asks the rendezvous, at every look at its workers, how many machines wait to join.
+        """
+        ask = _Handler.num_nodes_waiting
+
+        def num_nodes_waiting(handler: Any) -> int:
+            reported = self._reported()
+            waiting = 1 if reported > self._seen else int(ask(handler))
+            if waiting:
+                self._seen, self._held_since = reported, None
+                self._crew.send(signal.SIGKILL)
+            return waiting
+
+        _Handler.num_nodes_waiting = num_nodes_waiting
+
+    def _reported(self) -> int:
+        """How often the launcher has seen a machine go."""
+        return int(read_json(self._crew.job.run_dir / MACHINES).get("changes", 0))

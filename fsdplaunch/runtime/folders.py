@@ -1,14 +1,13 @@
 """Checkpoint folders: a temporary one that is put in place in one move, and the newest complete one."""
 
-import ctypes
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdplaunch.checkpoint.exchange import exchange
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.manifest import (
     MANIFEST,
@@ -20,8 +19,6 @@ from fsdplaunch.runtime.manifest import (
     sequence_of,
 )
 
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 _NUMBERED = re.compile(r"checkpoint-(\d+)")
 
 
@@ -77,22 +74,13 @@ def _aside(target: Path) -> Path:
 
 
 def _exchange(partial: Path, target: Path) -> None:
-    if _swapped(partial, target):
+    if exchange(partial, target):
         return
     aside = _aside(target)
     if aside.exists():
         shutil.rmtree(aside)
     target.rename(aside)
     partial.rename(target)
-
-
-def _swapped(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step, where the kernel and the file system can."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None
-    if rename is None:
-        return False
-    done: int = rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
-    return done == 0
 
 
 def _carry_over(old: Path, new: Path) -> None:

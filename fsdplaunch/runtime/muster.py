@@ -79,10 +79,10 @@ def _notice(call: str, missing: Sequence[int]) -> bool:
 
 def _alone(call: str, missing: Sequence[int], places: dict[int, str], size: int) -> CheckpointError:
     here = [rank for rank in range(size) if rank not in missing]
-    first = missing[0]
+    whose = f" (rank {missing[0]})" if len(missing) > 1 else ""
     msg = (
-        f"{call} was called on {name_ranks(here)} only: {name_ranks(missing)} went on and now wait"
-        f" for {name_ranks(here)}, rank {first} at {places[first]}"
+        f"{call} was called on {name_ranks(here)} only: {name_ranks(missing)} went on, waiting for"
+        f" {name_ranks(here)} at {places[missing[0]]}{whose}"
     )
     return CheckpointError(msg, hint=f"call {call} on all ranks; take it out of `if rank == 0:`")
 

@@ -28,6 +28,7 @@ class Reading:
         epoch: The sampler's number of this pass.
         skip: Batches that the next pass leaves out at its start.
         skipped: Those that this pass left out.
+        goes_on: The next pass is the rest of one that had begun when the run was saved.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class Reading:
         self.epoch = 0
         self.skip = 0
         self.skipped = 0
+        self.goes_on = False
 
     def begin(self, loader: Any) -> None:
         """A new pass begins."""
@@ -55,7 +57,11 @@ def keep_count(loader: DataLoader[Any]) -> None:
     def make_and_count() -> Any:
         mine: Any = owner()
         reading.begin(mine)
+        goes_on, reading.goes_on = reading.goes_on, False
+        before = _random_states(mine) if goes_on else ()
         iterator = make(mine)
+        for generator, state in before:  # the pass had drawn its seed when it began
+            generator.set_state(state)
         _count(iterator, reading, owner)
         return iterator
 
@@ -98,12 +104,14 @@ def position_of(loader: Any) -> Position:
     counts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(counts, reading.batches if within else 0)
     sampler = _sampler(loader)
-    position = {
+    position: Position = {
         "batches": counts,
         "items_per_batch": _items_per_batch(loader),
         "epoch": reading.epoch if within else getattr(sampler, "epoch", 0),
         "seed": getattr(sampler, "seed", None),
     }
+    position["within"] = within
+    position["generators"] = [state for _, state in _random_states(loader)[1:]]
     drawn = getattr(sampler, "drawn", None)
     if within and drawn is not None:
         all_numbers = all(type(item) is int for item in drawn)
@@ -127,6 +135,9 @@ def resume_at(loader: Any, position: Position) -> None:
     for name in ("epoch", "seed"):
         if hasattr(sampler, name) and position.get(name) is not None:
             setattr(sampler, name, position[name])
+    reading.goes_on = position["within"]
+    for (generator, _), state in zip(_random_states(loader)[1:], position["generators"], strict=False):
+        generator.set_state(state)
     drawn = position.get("drawn")
     if drawn is not None and hasattr(sampler, "drawn"):
         sampler.given = drawn.tolist() if isinstance(drawn, torch.Tensor) else drawn
@@ -184,6 +195,14 @@ def _sampler(loader: Any) -> Any:
     outer = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     outer = outer.inner if isinstance(outer, Skipping) else outer
     return outer.sampler if isinstance(outer, BatchSampler) else outer
+
+
+def _random_states(loader: Any) -> list[tuple[torch.Generator, torch.Tensor]]:
+    """The generators a pass draws from, with their states: everyone's, then the loader's and sampler's own."""
+    sampler = _sampler(loader)
+    own = [loader.generator, getattr(getattr(sampler, "inner", sampler), "generator", None)]
+    found = {id(generator): generator for generator in own if isinstance(generator, torch.Generator)}
+    return [(each, each.get_state()) for each in (torch.default_generator, *found.values())]
 
 
 def _items_per_batch(loader: Any) -> int:

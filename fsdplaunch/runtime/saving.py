@@ -72,7 +72,7 @@ class Save:
             raise
 
     def _warn_if_large(self) -> None:
-        gathered = sum(_nbytes(part) for part in self.parts if part.kind == "FULL_STATE_DICT")
+        gathered = sum(_nbytes(part, once=True) for part in self.parts if part.kind == "FULL_STATE_DICT")
         if gathered >= LARGE_BYTES:
             report.say(
                 f"FULL_STATE_DICT sends {readable(gathered)} through rank 0, one tensor at a time:"
@@ -115,12 +115,11 @@ class Save:
             shutil.rmtree(partial_of(self.target), ignore_errors=True)
 
 
-def _nbytes(part: Part) -> int:
-    """Bytes of all tensors of a part over all ranks, each once."""
-    copies = 2 if part.safe_name is not None else 1
+def _nbytes(part: Part, *, once: bool = False) -> int:
+    """Bytes of a part over all ranks, as often as they are written, or each tensor's once."""
+    copies = 2 if part.safe_name is not None and not once else 1
     copies *= dist.get_world_size() if part.kind == "LOCAL_STATE_DICT" else 1
-    once = sum(torch.Size(tensor.size()).numel() * tensor.dtype.itemsize for tensor in _tensors(part.state))
-    return copies * int(once)
+    return copies * sum(int(tensor.numel() * tensor.dtype.itemsize) for tensor in _tensors(part.state))
 
 
 def _tensors(state: Any) -> Iterator[Any]:

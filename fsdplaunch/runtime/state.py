@@ -231,5 +231,5 @@ def _restore_random_states(folder: Path) -> None:
     path = folder / file_name(dist.get_rank())
     if path.exists():
         read_random_states(path)
-    if not (folder / file_name(dist.get_world_size() - 1)).exists():
+    if (folder / file_name(0)).exists() and not (folder / file_name(dist.get_world_size() - 1)).exists():
         report.say("the checkpoint is of fewer ranks: the others' random number generators start anew")

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.agreement import from_rank_0, together
+from fsdplaunch.runtime.early_files import EarlyFileSystem
 from fsdplaunch.runtime.plain_files import read_plain
 from fsdplaunch.runtime.safe_reader import SafePlanner, SafeReader
 
@@ -24,7 +25,9 @@ _SHOWN = 4
 
 def write_sharded(state: State, folder: Path, group: dist.ProcessGroup | None) -> None:
     """Write every rank's part into a folder, with one index, and force all of it to disk."""
-    save(state, storage_writer=FileSystemWriter(folder), process_group=group)
+    writer = FileSystemWriter(folder)
+    writer.fs = EarlyFileSystem()
+    save(state, storage_writer=writer, process_group=group)
 
 
 def read_sharded(state: State, folder: Path, *, strict: bool) -> set[str]:
@@ -43,7 +46,9 @@ def _absent(state: State, folder: Path, *, strict: bool) -> set[str]:
     stored = set(SafeReader(folder).read_metadata().state_dict_metadata)
     asked = set(flatten_state_dict(state)[0])
     if strict:
-        check_names(stored, asked, folder)
+        outer = f"{next(iter(state))}."  # the checkpoint's own word, no part of the model's names
+        own, needed = ({name.removeprefix(outer) for name in names} for names in (stored, asked))
+        check_names(own, needed, folder)
     elif _STATES in state.get(_OPTIMIZER, {}):
         check_names(_owners(stored) - _owners(asked), set(), folder)  # state may be missing, not left over
     return asked - stored

@@ -1,5 +1,6 @@
 """Clusters on one machine: network namespaces as hosts, a real SLURM, sshd. Without root: skipped, and why."""
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 
 from tests.cluster import lab as machines
 from tests.cluster.programs import ALL_REDUCE, SAVES_ON_TERM
+from tests.cluster.slurm_lab import Slurm
+from tests.cluster.sshd_lab import Sshd
 
 PLAIN = ("--distributed-type", "MULTI_CPU", "--nproc-per-node", "2")
 
@@ -31,3 +34,33 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "sum.py").write_text(ALL_REDUCE)
     (tmp_path / "saves.py").write_text(SAVES_ON_TERM)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def packages(namespaces: None) -> None:
+    """SLURM and sshd, installed when they are missing and can be."""
+    done = subprocess.run([Path(__file__).with_name("install_packages")], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"packages could not be installed: {done.stderr.strip()[-300:]}")
+
+
+@pytest.fixture(scope="session")
+def slurm(packages: None, three: machines.Lab) -> Iterator[Slurm]:
+    """SLURM on the three machines."""
+    cluster = Slurm(three)
+    try:
+        cluster.up()
+        yield cluster
+    finally:
+        cluster.down()
+
+
+@pytest.fixture(scope="session")
+def sshd(packages: None, three: machines.Lab) -> Iterator[Sshd]:
+    """sshd on the three machines."""
+    servers = Sshd(three)
+    try:
+        servers.up()
+        yield servers
+    finally:
+        servers.down()

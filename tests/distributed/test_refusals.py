@@ -13,16 +13,6 @@ from tests.distributed.pool import RankPool
 from tests.distributed.tiny import build, plugin
 
 
-class WithScalar(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.temperature = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
 class OneLinear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +31,6 @@ def half_frozen() -> nn.Module:
 def make(kind: str) -> Any:
     return {
         "tiny": build,
-        "scalar": WithScalar,
         "one": OneLinear,
         "compiled": lambda: torch.compile(build(), backend="eager"),
         "half frozen": half_frozen,
@@ -79,7 +68,6 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {"ignored_modules": "layer"},
         ["'layer' matches no module"],
     ),
-    "scalar": ("scalar", {}, ["temperature is a scalar"]),
     "another model": ("other", {}, ["embed.weight is 37x16 on rank 0 and 37x18 on rank 1"]),
     "frozen and trained in one flat parameter": (
         "half frozen",

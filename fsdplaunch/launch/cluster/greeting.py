@@ -203,4 +203,5 @@ def _script(first: Greeting, other: Greeting) -> Iterator[Trouble]:
         yield Trouble(
             message=f"the script on {other.name} is not the same text as on {first.name}",
             hint="copy it there again",
+            fatal=False,
         )

@@ -18,7 +18,7 @@ from fsdplaunch.launch.cluster.roster import check_reach
 TURN_SECONDS = 0.5
 RETRY_SECONDS = 0.5
 CONNECT_SECONDS = 5.0
-ANSWER_SECONDS = 10.0
+ANSWER_SECONDS = 5.0
 """How long machine 0 may take to say its first word; another program says none, or the wrong one."""
 FINAL_SECONDS = 20.0
 """How long to wait, after the grace, to hear how the run ended."""

@@ -181,6 +181,9 @@ def mounts(kube: KubernetesSection) -> list[Object]:
 def _train_job(config: Config, words: Sequence[str], *, name: str) -> Object:
     """A TrainJob: the operator makes the pods and the service; meeting and rendezvous stay ours (c10d)."""
     kube = config.kubernetes
+    if kube.secrets:
+        msg = "kubernetes.secrets cannot be said in a TrainJob"
+        raise UsageError(msg, hint="give them to the ClusterTrainingRuntime's pods, or use kind: job")
     container = _container(config, words, {"FSDPLAUNCH_GROUP_RUN": name})
     trainer = {
         "image": kube.image,
@@ -190,22 +193,15 @@ def _train_job(config: Config, words: Sequence[str], *, name: str) -> Object:
         "env": container["env"],
         **({"resourcesPerNode": container["resources"]} if kube.resources else {}),
     }
+    patched = {part: container[part] for part in ("volumeMounts", "securityContext")}
     pod = {
         **_pod_extras(kube),
         "securityContext": _pod_security(kube),
         "terminationGracePeriodSeconds": round(config.launch.shutdown_grace_seconds) + _MARGIN_SECONDS,
         "volumes": volumes(kube, name),
-        "containers": [
-            {
-                "name": "node",
-                "volumeMounts": container["volumeMounts"],
-                "securityContext": container["securityContext"],
-                **({"envFrom": container["envFrom"]} if kube.secrets else {}),
-            }
-        ],
+        "containers": [{"name": "node", **patched}],
     }
-    template = {"spec": {"template": {"spec": {"template": {"spec": pod}}}}}
-    job = {"name": "node", "template": {"spec": template["spec"]["template"]}}
+    job = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
     patch = {
         "manager": "fsdplaunch.dev/launch",
         "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}},

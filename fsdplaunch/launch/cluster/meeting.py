@@ -15,8 +15,9 @@ from fsdplaunch.launch.cluster import network
 from fsdplaunch.launch.cluster.greeting import Greeting, digest, shared_values
 from fsdplaunch.launch.cluster.group import Counter, Link, Tell
 from fsdplaunch.launch.cluster.guest import Guest
-from fsdplaunch.launch.cluster.host import Host, Terms
+from fsdplaunch.launch.cluster.host import Host
 from fsdplaunch.launch.cluster.place import Place, host_name, is_machine_0
+from fsdplaunch.launch.cluster.reception import Terms
 from fsdplaunch.launch.plan import Target
 from fsdplaunch.launch.ports import find_holder, is_free
 from fsdplaunch.launch.preflight import torch_version
@@ -142,7 +143,7 @@ def greet(mine: Attendance, address: str, beacon: network.Beacon) -> Greeting:
             "python": ".".join(platform.python_version_tuple()[:2]),
         },
         config=config_texts(mine.config),
-        command=mine.target.command,
+        command=(*(["-m"] if mine.target.is_module else []), mine.target.name, *mine.target.arguments),
         script=_script_digest(mine.target),
         obstacles=mine.obstacles,
         probe=(beacon.port, beacon.word),

@@ -1,5 +1,10 @@
 """Configuration keys as options of launch."""
 
+import importlib.util
+import re
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
 
 from fsdplaunch.cli.app import _expanded
@@ -111,11 +116,39 @@ def test_other_commands_are_left_alone():
         (["--standalone"], "num_machines=1"),
         (["--no-preload"], "launch.preload=none"),
         (["--start-method", "spawn"], "launch.preload=none"),
+        (["--event-log-handler", "console"], "launch.event_log=console"),
+        (["--num_cpu_threads_per_process", "3"], "launch.env.OMP_NUM_THREADS=3"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_torchruns_options_set_keys(written, assignment):
     assert expand([*written, "t.py"], own_flags=set(), own_options=set()) == ["--set", assignment, "t.py"]
+
+
+@pytest.mark.parametrize("switch", ["--run-path", "--run_path", "--quiet", "-q"])
+def test_switch_for_what_always_is_so_changes_nothing(switch):
+    assert expand([switch, "--cpu", "t.py"], own_flags=set(), own_options=set()) == [
+        "--set",
+        "use_cpu=true",
+        "t.py",
+    ]
+
+
+@pytest.mark.parametrize("option", ["--logs-specs=x", "--duplicate_stdout_filters"])
+def test_option_of_torchrun_without_a_meaning_is_refused_with_what_serves_instead(option):
+    with pytest.raises(UsageError, match="is torchrun's, and has no meaning here") as caught:
+        expand([option, "a", "t.py"], own_flags=set(), own_options=set())
+    assert "ranks/" in caught.value.hint
+
+
+def test_every_option_of_torchrun_is_known():
+    source = Path(importlib.util.find_spec("torch").origin).parent / "distributed" / "run.py"
+    options = set(re.findall(r'"(--[a-z][a-z-]+)"', source.read_text(encoding="utf-8")))
+    assert len(options) > 25
+    others = {"--module", "--no-python", "--local-rank"}  # launch's own; only spoken of
+    for option in options - others:
+        with suppress(UsageError):  # says more than that there is no such option
+            assert expand([f"{option}=1", "t.py"], own_flags=set(), own_options=set()) != [f"{option}=1", "t.py"]
 
 
 def test_start_method_that_forks_changes_nothing_and_another_is_refused():

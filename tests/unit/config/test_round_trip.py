@@ -52,6 +52,7 @@ BY_KIND = {
     id(v.MODULES): st.lists(MODULES.filter(str.isidentifier), max_size=3).map(tuple),
     id(v.THREE_FLAGS): st.tuples(st.booleans(), st.booleans(), st.booleans()),
     id(v.NODE_RANGE): st.tuples(st.integers(1, 4), st.integers(0, 4)).map(lambda pair: f"{pair[0]}:{sum(pair)}"),
+    id(v.EVENT_LOG): st.just("console"),
     id(v.ENDPOINT): st.sampled_from(["10.0.0.1:29500", "node-0:0", "[fe80::1]:400"]),
     id(v.WORKERS): st.just("auto") | st.integers(1, 64),
     id(v.LOCAL_WORKERS): st.sampled_from(["auto", "gpu", "cpu"]) | st.integers(1, 64),

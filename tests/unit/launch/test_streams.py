@@ -99,6 +99,21 @@ def test_stream_that_stays_open_is_let_go_of(pump, source):
     os.close(first)
 
 
+def test_reader_that_has_stopped_is_waited_for_until_patience_is_lost(pump, source, screen):
+    fcntl.fcntl(screen[1], fcntl.F_SETPIPE_SZ, 4096)
+    one, first = source("one")
+    pump.add(one)
+    os.write(first, b"x" * 10_000)
+    os.close(first)
+    asked = []
+    pump.drain(0.1, failed=False, until=lambda: asked.append(1) or len(asked) > 3)
+    assert len(asked) == 4
+    for _ in range(3):  # the copying thread ends well
+        shown(screen[0])
+        time.sleep(0.05)
+    pump.drain(5, failed=False)
+
+
 def test_screen_that_has_gone_away_does_not_stop_the_copy(source, tmp_path, screen):
     reading, writing = os.pipe()
     os.close(reading)
