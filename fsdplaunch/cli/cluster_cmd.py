@@ -10,7 +10,7 @@ from pathlib import Path
 from fsdplaunch.cli import launch_cmd
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load import Loaded
-from fsdplaunch.errors import EXIT_MACHINE, MachineError
+from fsdplaunch.errors import EXIT_MACHINE, MachineError, UsageError
 from fsdplaunch.launch.cluster import meeting, network
 from fsdplaunch.launch.cluster.group import Agreement, Counter, Link
 from fsdplaunch.launch.cluster.order import Order, shared_overrides
@@ -112,7 +112,15 @@ def _plan(part: Part, loaded: Loaded, *, rank: int, agreement: Agreement | None 
 
 
 def _run_unmet(part: Part, plan: LaunchPlan, out: Output) -> int:
-    """Leave the machines to torch's own rendezvous, as torchrun does."""
+    """Leave the machines to torch's own rendezvous, as torchrun does.
+
+    Raises:
+        UsageError: The machines cannot find each other without a meeting.
+    """
+    if part.place.rank is None or part.place.host is None:
+        what = "which machine this is" if part.place.rank is None else "where machine 0 is"
+        msg = f"launch.meeting is false, and nothing says {what}"
+        raise UsageError(msg, hint="set main_process_ip, and --machine-rank on each machine")
     if not launch_cmd.pass_checks(plan, part.hardware, part.wishes, out):
         return EXIT_MACHINE
     return launch_cmd.run_and_report(plan, part.loaded, as_json=part.wishes.as_json, out=out)

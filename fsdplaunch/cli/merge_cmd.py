@@ -115,7 +115,7 @@ def start_lines(start: MergeStart) -> list[str]:
     """Say what is about to be read and written, and what it takes."""
     size = size_text(start.nbytes)
     return [
-        f"{start.source}: {start.tensors} tensors in {start.files} files",
+        f"{start.source}: {start.tensors} tensors in {start.files} {'file' if start.files == 1 else 'files'}",
         f"{start.output}: {size} of {size_text(start.free)} free, memory at most {size_text(start.memory)}",
     ]
 

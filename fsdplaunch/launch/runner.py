@@ -24,6 +24,7 @@ from fsdplaunch.launch.result import RunResult, read_result
 from fsdplaunch.launch.run_folder import (
     AGENT_LOG,
     CONFIG,
+    LOST,
     PLAN,
     RESULT,
     agent_record,
@@ -62,21 +63,17 @@ def run_plan(
     start = time.monotonic()
     environ = {**os.environ, **plan.env, LAUNCHER: str(os.getpid())}
     agent = subprocess.Popen(plan.argv, env=environ, stdout=output, start_new_session=True)
-    if link is not None:
-        attach(link, agent, plan.run_dir)
-
-    def tell(number: int, count: int) -> None:
-        if link is not None:
-            link.stop(number)
-        on_signal(number, count)
-
-    with _signals_passed_to(agent, plan.config.launch.signals, tell) as received:
+    names = plan.config.launch.signals
+    is_new = attach(link, agent, plan.run_dir, names).came if link is not None else lambda _number: True
+    with _signals_passed_to(agent, names, on_signal, is_new) as received:
         code = agent.wait()
         status, record = _read_record(plan, code, received)
         if link is not None:
             status, record = settle(link, status, record)
     result = _result(plan, status, record, round(time.monotonic() - start, 3))
     write_json(plan.run_dir / RESULT, result.to_dict())
+    if result.failure is not None and result.failure.lost:
+        (plan.run_dir / LOST).write_text("\n".join(result.failure.lost) + "\n", encoding="utf-8")
     return result
 
 
@@ -153,12 +150,20 @@ def with_unsharded_cause(record: Mapping[str, Any], plan: LaunchPlan, rank: int)
 
 @contextmanager
 def _signals_passed_to(
-    agent: subprocess.Popen[bytes], names: Sequence[str], on_signal: Callable[[int, int], None]
+    agent: subprocess.Popen[bytes],
+    names: Sequence[str],
+    on_signal: Callable[[int, int], None],
+    is_new: Callable[[int], bool],
 ) -> Iterator[list[int]]:
-    """Pass signals on; the agent knows what a second one means. At the third, kill it, and with it its workers."""
+    """Pass signals on; the agent knows what a second one means. At the third, kill it, and with it its workers.
+
+    Signals that are not new, because they have come through another machine, are left out.
+    """
     received: list[int] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
+        if not is_new(number):
+            return
         received.append(number)
         if len(received) > PATIENCE:
             agent.kill()

@@ -144,8 +144,13 @@ class Slurm:
 
     def start_now(self, job: str) -> None:
         """SLURM lets a job that is back in the queue wait for two minutes; do not."""
-        wait_until(lambda: self.job_state(job) == "PENDING", 30, self.logs)
-        subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], env=self.environ)
+        wait_until(lambda: self.job_state(job) == "PENDING", 40, self.logs)
+
+        def has_started() -> bool:  # said too early, while the last start is still being cleaned up, it is lost
+            subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], env=self.environ)
+            return self.job_state(job) != "PENDING"
+
+        wait_until(has_started, 60, self.logs)
 
     def logs(self) -> str:
         texts = [f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.state.glob("*.log"))]

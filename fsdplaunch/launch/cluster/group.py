@@ -47,12 +47,12 @@ class Actions:
     """What a launcher does when another machine asks for it; called from the link's thread.
 
     Attributes:
-        stop: Pass a signal on to this machine's workers.
+        stop: Pass a signal on to this machine's workers; gets how many there have been of its number.
         end: End this machine's part, at once when asked so: the run cannot go on.
         change: Machines have gone: start the workers again with those that are left.
     """
 
-    stop: Callable[[int], None] = lambda _number: None
+    stop: Callable[[int, int], None] = lambda _number, _count: None
     end: Callable[[bool], None] = lambda _at_once: None
     change: Callable[[], None] = lambda: None
 
@@ -66,7 +66,7 @@ class Link(Protocol):
     def start(self) -> None:
         """Begin to listen to the others."""
 
-    def stop(self, number: int) -> None:
+    def stop(self, number: int, count: int) -> None:
         """Have every machine pass a signal on to its workers."""
 
     def settle(self, outcome: Mapping[str, Any]) -> Message:

@@ -11,7 +11,7 @@ from typing import Any
 from fsdplaunch.errors import EXIT_MACHINE, MachineError
 from fsdplaunch.launch.cluster.greeting import Greeting
 from fsdplaunch.launch.cluster.group import Actions, Agreement, Counter, Mailbox, Tell
-from fsdplaunch.launch.cluster.messages import PROTOCOL, Connection, Message, StrangerError, number_of, text_of
+from fsdplaunch.launch.cluster.messages import PROTOCOL, Connection, Message, StrangerError, text_of
 from fsdplaunch.launch.cluster.network import reason
 from fsdplaunch.launch.cluster.roster import check_reach
 
@@ -139,9 +139,9 @@ class Guest:
         self._heard = time.monotonic()
         threading.Thread(target=self._attend, daemon=True).start()
 
-    def stop(self, number: int) -> None:
+    def stop(self, number: int, count: int) -> None:
         """Have every machine pass a signal on to its workers."""
-        self._mail.post(lambda: self._connection.send(kind="stop", number=number))
+        self._mail.post(lambda: self._connection.send(kind="stop", number=number, count=count))
 
     def settle(self, outcome: Mapping[str, Any]) -> Message:
         """Report how this machine's part ended, and return how the run ended."""
@@ -205,7 +205,7 @@ class Guest:
 
     def _obey(self, message: Message) -> None:
         actions: dict[str, Callable[[], None]] = {
-            "stop": lambda: self.actions.stop(number_of(message, "number") or 15),
+            "stop": lambda: self.actions.stop(int(message["number"]), int(message["count"])),
             "end": lambda: self.actions.end(bool(message.get("at_once"))),
             "lost": self.actions.change,
             "final": lambda: self._hear_final(message["final"]),

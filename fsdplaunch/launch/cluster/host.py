@@ -39,9 +39,9 @@ class Host(Gathering):
         """Go on listening in the background."""
         threading.Thread(target=self._attend, daemon=True).start()
 
-    def stop(self, number: int) -> None:
+    def stop(self, number: int, count: int) -> None:
         """Have every machine pass a signal on to its workers."""
-        self._mail.post(lambda: self._stop_all(number, None))
+        self._mail.post(lambda: self._stop_all(number, count, None))
 
     def settle(self, outcome: Mapping[str, Any]) -> Message:
         """Report how this machine's part ended, wait for the others', and return how the run ended."""
@@ -90,13 +90,13 @@ class Host(Gathering):
             self._end(at_once=True)
         self._check_done()
 
-    def _stop_all(self, number: int, sender: Seat | None) -> None:
+    def _stop_all(self, number: int, count: int, sender: Seat | None) -> None:
         self._stopped_by = self._stopped_by or signal_name(number)
         for seat in self._present:
             if seat is not sender and seat.connection is not None:
-                seat.connection.send(kind="stop", number=number)
+                seat.connection.send(kind="stop", number=number, count=count)
         if sender is not None:
-            self.actions.stop(number)
+            self.actions.stop(number, count)
 
     def _end(self, *, at_once: bool) -> None:
         """One machine has failed or gone: the others need not wait for it."""
@@ -134,7 +134,7 @@ class Host(Gathering):
         handlers: dict[str, Callable[[Seat, Message], None]] = {
             "hello": self._greet,
             "reached": lambda seat, message: setattr(seat, "reached", list(message["failed"])),
-            "stop": lambda seat, message: self._stop_all(number_of(message, "number") or 15, seat),
+            "stop": lambda seat, message: self._stop_all(int(message["number"]), int(message["count"]), seat),
             "outcome": lambda seat, message: self._take_outcome(seat, dict(message["outcome"])),
             "ping": lambda _seat, _message: None,
         }

@@ -12,9 +12,12 @@ from pathlib import Path
 from fsdplaunch.config.schema import Config, SlurmSection
 from fsdplaunch.config.world import node_range
 from fsdplaunch.errors import UsageError
+from fsdplaunch.launch.run_folder import LOST
 from fsdplaunch.launch.stop import EXIT_SAVED
 
 OUTPUT = "slurm-%j.out"
+LOST_TIMES = 20
+"""How often a job goes back into the queue because a machine was lost: a network may be broken for good."""
 _PART = '"${SLURM_ARRAY_TASK_ID:+task$SLURM_ARRAY_TASK_ID/}try${SLURM_RESTART_COUNT:-0}"'
 """Folder of this part of the run, inside the run's own: one per task of an array and per start."""
 _PLAIN = re.compile(r"[^\x00-\x1f\x7f]*")
@@ -39,7 +42,11 @@ done
 """
 _REQUEUE = """
 preempted() { scontrol show job -o "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]'; }
-if [ "$code" = @SAVED@ ] || { [ "$code" != 0 ] && { [ "$warned" = 1 ] || preempted; }; }; then
+lost() {  # the launchers notice a lost machine long before SLURM does; but not for ever
+    [ "${SLURM_RESTART_COUNT:-0}" -lt @TIMES@ ] || return
+    find @RUNS@/"$FSDPLAUNCH_GROUP_RUN" -maxdepth 2 -name @LOST@ | grep -q .
+}
+if [ "$code" = @SAVED@ ] || { [ "$code" != 0 ] && { [ "$warned" = 1 ] || preempted || lost; }; }; then
     echo "fsdplaunch: the workers have stopped ($code): back into the queue" >&2
     if scontrol requeue "$SLURM_JOB_ID"; then
         sleep 60  # until SLURM ends this script
@@ -69,7 +76,10 @@ def batch_script(config: Config, command: Sequence[str], *, run_id: str, run_dir
     lines += [*slurm.setup, ""]
     words = " \\\n        ".join(shlex.quote(word) for word in command)
     body = _BODY.replace("@SRUN@", " ".join(map(shlex.quote, _srun(slurm)))).replace("@COMMAND@", words)
-    requeue = _REQUEUE.replace("@SAVED@", str(EXIT_SAVED)) if slurm.requeue else ""
+    requeue = _REQUEUE if slurm.requeue else ""
+    facts = {"SAVED": EXIT_SAVED, "LOST": LOST, "TIMES": LOST_TIMES, "RUNS": shlex.quote(str(run_dir.parent))}
+    for name, value in facts.items():
+        requeue = requeue.replace(f"@{name}@", str(value))
     return "\n".join(lines) + body + requeue + 'exit "$code"\n'
 
 

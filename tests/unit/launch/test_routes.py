@@ -82,6 +82,19 @@ def test_batch_script_goes_back_into_the_queue_after_saving(tmp_path: Path, code
     assert (tmp_path / "scontrol.json").exists() is asked
 
 
+@pytest.mark.parametrize(("part", "asked"), [("try0", True), ("try0/node1", True), ("other", False)])
+def test_batch_script_goes_back_into_the_queue_when_a_machine_was_lost(tmp_path: Path, part: str, asked: bool):
+    place = tmp_path / "runs dir" / "r1" / part
+    place.mkdir(parents=True)
+    (place / "lost").write_text("lost host1\n")
+    (tmp_path / "runs dir" / "r1" / "try0").mkdir(exist_ok=True)
+    status, _ = run_script(written(tmp_path, Config(), ["true"]), code=3)
+    assert status == 3
+    assert (tmp_path / "scontrol.json").exists()  # it also asks whether the job was preempted
+    words = json.loads((tmp_path / "scontrol.json").read_text())["words"]
+    assert (words[0] == "requeue") is asked
+
+
 def test_batch_script_asks_for_what_the_section_says(tmp_path: Path):
     slurm = SlurmSection(
         partition="gpu",
