@@ -18,6 +18,7 @@ from fsdplaunch.checkpoint.companions import copy_companions
 from fsdplaunch.checkpoint.layout import find_model, find_optimizer
 from fsdplaunch.checkpoint.opened import Opened, open_checkpoint
 from fsdplaunch.checkpoint.options import (
+    MEMORY_PER_CHUNK,
     STREAMING_MEMORY,
     Announce,
     MergeOptions,
@@ -170,7 +171,8 @@ def _reported(source: Path, output: Path | None) -> Iterator[None]:
 def _merge_to_safetensors(opened: Opened, target: Path, options: MergeOptions, watcher: Watcher) -> MergeResult:
     prepared = prepare(opened, target, options)
     plan, verify = prepared.plan, options.verify or options.remove_checkpoint_dir
-    watcher.start(opened, target, len(plan.tensors), prepared.nbytes, STREAMING_MEMORY)
+    memory = STREAMING_MEMORY + MEMORY_PER_CHUNK * sum(len(tensor.chunks) for tensor in opened.index.tensors)
+    watcher.start(opened, target, len(plan.tensors), prepared.nbytes, memory)
     with staged(target, overwrite=options.overwrite) as partial:
         copy_companions(prepared.companions, partial)
         write_plan(plan, opened.sources, partial, Meter("copy", plan.tensor_bytes, watcher.progress))

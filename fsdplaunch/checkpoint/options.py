@@ -151,8 +151,9 @@ class MergeResult:
 
 Progress = Callable[[MergeProgress], None]
 Announce = Callable[[MergeStart], None]
-# What a merge to safetensors was measured to take at every size, buffers and interpreter included.
+# What a merge to safetensors was measured to take at every size, and for each chunk of the checkpoint besides.
 STREAMING_MEMORY = 80 * 10**6
+MEMORY_PER_CHUNK = 400
 
 
 class Meter:

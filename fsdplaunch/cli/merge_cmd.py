@@ -15,18 +15,6 @@ from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.progress import byte_progress, size_text
 from fsdplaunch.errors import UsageError
 
-UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
-
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
@@ -45,24 +33,6 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for number in caught:
             signal.signal(number, signal.SIG_DFL)
-
-
-def parse_size(text: str) -> int:
-    """Read a size such as `5GB`, `500 MB` or `2GiB`, in bytes.
-
-    Raises:
-        UsageError: When it is no size.
-    """
-    word = text.strip().upper().replace(" ", "")
-    digits = word.rstrip("KMGTIB")
-    try:
-        size = int(float(digits) * UNITS[word[len(digits) :]])
-    except (ValueError, KeyError, OverflowError):
-        size = 0
-    if size <= 0:
-        msg = f"--max-shard-size {text!r} is not a size"
-        raise UsageError(msg, hint="write it as 5GB, 500MB or 2GiB")
-    return size
 
 
 def parse_format(text: str) -> bool:
@@ -145,7 +115,7 @@ def start_lines(start: MergeStart) -> list[str]:
     """Say what is about to be read and written, and what it takes."""
     size = size_text(start.nbytes)
     return [
-        f"{start.source}: {start.tensors} tensors in {start.files} files",
+        f"{start.source}: {start.tensors} tensors in {start.files} {'file' if start.files == 1 else 'files'}",
         f"{start.output}: {size} of {size_text(start.free)} free, memory at most {size_text(start.memory)}",
     ]
 

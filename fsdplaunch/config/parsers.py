@@ -83,7 +83,10 @@ def parse_text(value: Any) -> str:
 
 
 def parse_pattern(value: Any) -> str:
-    """A regular expression that compiles."""
+    """A regular expression that compiles; several are joined to one, which `alternatives` takes apart again."""
+    if isinstance(value, list | tuple) and value:
+        each = [parse_pattern(item) for item in value]
+        return each[0] if len(each) == 1 else "|".join(f"(?:{pattern})" for pattern in each)
     text = parse_text(value)
     try:
         re.compile(text)
@@ -91,6 +94,19 @@ def parse_pattern(value: Any) -> str:
         msg = f"{text} is not a regular expression: {error}"
         raise SaidValueError(msg) from None
     return text
+
+
+def alternatives(pattern: str) -> list[str]:
+    """The expressions that a joined one was made of; any other one alone."""
+    if not (pattern.startswith("(?:") and pattern.endswith(")")):
+        return [pattern]
+    parts = pattern[3:-1].split(")|(?:")
+    try:
+        for part in parts:
+            re.compile(part)
+    except re.error:
+        return [pattern]
+    return parts
 
 
 def parse_names(value: Any) -> tuple[str, ...]:

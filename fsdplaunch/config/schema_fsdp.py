@@ -148,7 +148,8 @@ class FsdpConfig:
     fsdp_ignored_modules: str | None = key(
         v.PATTERN,
         None,
-        "Regular expression; modules whose whole name matches are left unsharded.",
+        """Regular expression, or a list of them; modules whose whole name matches are left unsharded. One that
+        matches nothing is an error.""",
         env="FSDP_IGNORED_MODULES",
     )
     xla: bool = key(v.FLAG, False, "Shard with PyTorch/XLA on TPUs.", pending=_XLA)

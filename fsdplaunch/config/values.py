@@ -107,7 +107,12 @@ NUMBER = Kind("a number", p.parse_number, {"type": "number"})
 SECONDS = Kind("a number of seconds above 0", p.parse_seconds, {"type": "number", "exclusiveMinimum": 0})
 WAIT = Kind("a number of seconds, at least 0", p.parse_wait, {"type": "number", "minimum": 0})
 TEXT = Kind("text, not empty", p.parse_text, _TEXT_SCHEMA, verbatim=True)
-PATTERN = Kind("a regular expression that Python can compile", p.parse_pattern, _TEXT_SCHEMA, verbatim=True)
+PATTERN = Kind(
+    "a regular expression that Python can compile, or a list of them",
+    p.parse_pattern,
+    {"anyOf": [_TEXT_SCHEMA, {"type": "array", "items": {"type": "string"}}]},
+    verbatim=True,
+)
 NAMES = Kind(
     "names separated by commas, or a list of names",
     p.parse_names,

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from fsdplaunch.config.environment import decode
+from fsdplaunch.config.environment import REHEARSAL_STEPS, decode
 from fsdplaunch.config.schema import Config
 from fsdplaunch.lifeline import die_with_parent
 from fsdplaunch.runtime.failure import conclude
@@ -45,6 +45,10 @@ def _work(config: Config, target: Target) -> None:
     if config.distributed_type == "FSDP":
         _set_up(config)
     start_heartbeat()
+    if steps := os.environ.get(REHEARSAL_STEPS):
+        from fsdplaunch.runtime.rehearsal import stop_after
+
+        stop_after(int(steps))
     try:
         run_target(target)
     except SystemExit as leaving:

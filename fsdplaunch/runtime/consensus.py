@@ -78,6 +78,7 @@ def unequal(
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor's bytes, eight at a time where they are a multiple of that; overflow does no harm."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    local = getattr(local, "_tensor", local)  # torchao's weights hold a plain tensor
     data = local.contiguous().view(-1).view(torch.uint8)
     data = data.view(torch.int64) if data.numel() % 8 == 0 and data.storage_offset() % 8 == 0 else data
     return data.sum(dtype=torch.int64)

@@ -3,41 +3,26 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.blocks import class_name
-from fsdplaunch.runtime.compiling import CompiledForward
-from fsdplaunch.runtime.names import clean_name, count, named_parameters, unwrapped
+from fsdplaunch.runtime.names import count, named_parameters, unwrapped
 from fsdplaunch.runtime.prepared import Prepared, prepared_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """Parameters that are gathered and freed together.
-
-    Attributes:
-        name: The module's clean name; empty for the root.
-        kind: The module's class, as the user wrote it.
-        parameters: How many numbers it holds over all ranks of one copy.
-        reshard_after_forward: Whether it is freed after forward, or the number of ranks it is then spread over.
-        compute: Number format it is gathered and computed in, or None for the one it is kept in.
-        reduce: Number format its gradients are summed in, or None for the one they have.
-    """
-
-    name: str
-    kind: str
-    parameters: int
-    reshard_after_forward: bool | int
-    compute: str | None
-    reduce: str | None
+from fsdplaunch.runtime.readback import (
+    Unit,
+    flat_parameters,
+    format_name,
+    own_class,
+    settings_1,
+    settings_2,
+    units_1,
+    units_2,
+    wrappers,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,10 +132,10 @@ def describe(model: nn.Module) -> Description:
         raise ShardingError(msg, hint="describe what fsdplaunch.prepare returns")
     model = unwrapped(model)
     version1 = isinstance(model, FullyShardedDataParallel)
-    (root, *units) = _units_1(model) if version1 else _units_2(model)
+    (root, *units) = units_1(model) if version1 else units_2(model)
     named = dict(named_parameters(model))
     return Description(
-        model=_own_class(model.module if isinstance(model, FullyShardedDataParallel) else model),
+        model=own_class(model.module if isinstance(model, FullyShardedDataParallel) else model),
         version=1 if version1 else 2,
         strategy=prepared.settings.strategy,
         mesh=dict(zip(prepared.mesh.mesh_dim_names or ("ranks",), prepared.mesh.shape, strict=True)),
@@ -163,8 +148,8 @@ def describe(model: nn.Module) -> Description:
         methods=prepared.methods,
         float8=prepared.converted,
         **_counted(model, named, prepared, sum(unit.parameters for unit in (root, *units))),
-        **_wrapped(model),
-        **(_of_version_1(model) if isinstance(model, FullyShardedDataParallel) else _of_version_2(model)),
+        **wrappers(model),
+        **(settings_1(model) if isinstance(model, FullyShardedDataParallel) else settings_2(model)),
     )
 
 
@@ -176,12 +161,12 @@ def _counted(
     sharded = [param for name, param in named.items() if name not in apart]
     still = sum(param.numel() for param in apart.values() if not param.requires_grad)
     if isinstance(model, FullyShardedDataParallel):
-        flat = list(_numbers_1(model))
+        flat = list(flat_parameters(model))
     else:
         flat = [(param.dtype, param.numel(), param.requires_grad) for param in sharded]
     kept: Counter[str] = Counter()
     for dtype, size, trained in flat:
-        kept[_name(dtype) or ""] += size
+        kept[format_name(dtype) or ""] += size
         still += 0 if trained else size
     total = in_units + sum(param.numel() for param in apart.values())
     return {
@@ -192,108 +177,6 @@ def _counted(
     }
 
 
-def _units_2(model: nn.Module) -> Iterator[Unit]:
-    for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        groups: Any = module._get_fsdp_state()._fsdp_param_groups
-        policy: Any = groups[0].mp_policy if groups else None
-        after = groups[0].post_forward_mesh_info if groups else None
-        yield Unit(
-            name=clean_name(name),
-            kind=_own_class(module),
-            parameters=sum(prod(param._orig_size) for group in groups for param in group.fsdp_params),
-            reshard_after_forward=_resharded(after, groups),
-            compute=_name(policy.param_dtype) if policy else None,
-            reduce=_name(policy.reduce_dtype) if policy else None,
-        )
-
-
-def _resharded(after: Any, groups: Any) -> bool | int:
-    """Whether a version 2 unit is freed after forward: to all ranks of a copy, or to a part of them."""
-    if after is None:
-        return False
-    size = int(after.shard_mesh_size)
-    return True if size == groups[0].mesh_info.shard_mesh_size else size
-
-
-def _units_1(model: nn.Module) -> Iterator[Unit]:
-    for name, module in model.named_modules():
-        if not isinstance(module, FullyShardedDataParallel):
-            continue
-        handle: Any = module._handle
-        yield Unit(
-            name=clean_name(name),
-            kind=_own_class(module.module),
-            parameters=sum(map(prod, handle.flat_param._shapes)) if handle else 0,
-            reshard_after_forward=module.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD"),
-            compute=_name(module.mixed_precision.param_dtype),
-            reduce=_name(module.mixed_precision.reduce_dtype),
-        )
-
-
-def _numbers_1(model: nn.Module) -> Iterator[tuple[torch.dtype, int, bool]]:
-    """Format, size and whether it gets a gradient, of each whole parameter in version 1's flat ones."""
-    for module in model.modules():
-        handle: Any = module._handle if isinstance(module, FullyShardedDataParallel) else None
-        if handle is None:
-            continue
-        flat = handle.flat_param
-        flags = [p.requires_grad for p in flat._params or ()] or [flat.requires_grad] * len(flat._shapes)
-        for shape, trained in zip(flat._shapes, flags, strict=True):
-            yield flat.dtype, prod(shape), trained
-
-
-def _wrapped(model: nn.Module) -> dict[str, Any]:
-    modules = list(model.named_modules())
-    again = [clean_name(name) for name, module in modules if isinstance(module, CheckpointWrapper)]
-    whole = model.module if isinstance(model, FullyShardedDataParallel) else model
-    inner = any("forward" in m.__dict__ and _is_compiled(m) for _, m in modules if m is not whole)
-    return {
-        "checkpointed": tuple(again),
-        "activations_offloaded": any(isinstance(module, OffloadWrapper) for _, module in modules),
-        "compiled": "model" if _is_compiled(whole) else "blocks" if inner else None,
-    }
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile made the module's forward."""
-    return isinstance(module.__dict__.get("forward"), CompiledForward)
-
-
-def _of_version_1(model: FullyShardedDataParallel) -> dict[str, Any]:
-    ahead = model.backward_prefetch
-    return {
-        "output": None,
-        "buffers": _name(model.mixed_precision.buffer_dtype),
-        "forward_prefetch": bool(model.forward_prefetch),
-        "backward_prefetch": "NO_PREFETCH" if ahead is None else ahead.name,
-        "offloaded": model.cpu_offload.offload_params,
-    }
-
-
-def _of_version_2(model: nn.Module) -> dict[str, Any]:
-    state: Any = model._get_fsdp_state()  # type: ignore[operator]
-    first: Any = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
-    groups = state._fsdp_param_groups
-    return {
-        "output": _name(state._mp_policy.output_dtype),
-        "buffers": None,
-        "forward_prefetch": bool(state._states_to_forward_prefetch),
-        "backward_prefetch": "BACKWARD_PRE",  # by itself, in the order that forward ran in
-        "offloaded": bool(groups) and isinstance(groups[0].offload_policy, CPUOffloadPolicy) and first is not None,
-    }
-
-
-def _own_class(module: Any) -> str:
-    """The user's class, inside of what checkpointing and sharding put around a module or its class."""
-    while isinstance(module, CheckpointWrapper | OffloadWrapper):
-        module = module._checkpoint_wrapped_module
-    module = unwrapped(module)
-    kinds = type(module).__mro__
-    return next(kind.__name__ for kind in kinds if not issubclass(kind, FSDPModule))
-
-
 def _sizes(units: tuple[Unit, ...]) -> str:
     sizes = sorted({unit.parameters for unit in units})
     return count(sizes[0]) if len(sizes) == 1 else f"{count(sizes[0])} to {count(sizes[-1])}"
@@ -301,10 +184,6 @@ def _sizes(units: tuple[Unit, ...]) -> str:
 
 def _some(names: tuple[str, ...]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")  # noqa: PLR2004
-
-
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _word(name: str | None) -> str:

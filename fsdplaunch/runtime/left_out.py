@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fsdplaunch.config.parsers import alternatives
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.names import clean_name
 from fsdplaunch.runtime.settings import Settings
@@ -57,7 +58,7 @@ def left_out(model: nn.Module, settings: Settings) -> LeftOut:
 def _ignored(model: nn.Module, settings: Settings) -> dict[str, nn.Module]:
     if settings.ignored is None:
         return {}
-    given = (settings.ignored,) if isinstance(settings.ignored, str) else settings.ignored
+    given = alternatives(settings.ignored) if isinstance(settings.ignored, str) else settings.ignored
     names = {module: clean_name(name) for name, module in model.named_modules() if name}
     found: dict[str, nn.Module] = {}
     for each in given:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError, UsageError
 from fsdplaunch.runtime.left_out import left_out
+from fsdplaunch.runtime.loading.load import load_full
 from fsdplaunch.runtime.optimizer import name_of
 from fsdplaunch.runtime.plain_files import read_plain
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin, ambient_plugin
@@ -189,5 +189,4 @@ def _place(name: str, device_map: Mapping[str, Any]) -> Any:
 
 
 def _load(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
-    return set_model_state_dict(model, dict(state) if dist.get_rank() == 0 else {}, options=options)
+    return load_full(model, state, strict=strict)

@@ -90,6 +90,7 @@ class Aligner:
         ignored: Iterable[nn.Module] = (),
         init_fn: Callable[[nn.Module], Any] | None = None,
         send: bool = True,
+        origin: str = "values of its own",
     ) -> None:
         self.model = model
         self.device = device
@@ -103,19 +104,23 @@ class Aligner:
             for module, _ in entry.places:
                 self.held.setdefault(module, []).append(entry)
         self.ignored = {below for module in ignored for below in module.modules()}
+        self.origin = origin
         self.sources = self._agree()
         self.send = send or self._someone_lacks()
 
     def _agree(self) -> Specs:
         """Fetch rank 0's names, shapes, formats and whether each has storage; refuse another model than its."""
         mine = {entry.name: entry.spec for entry in self.entries}
-        box: list[Any] = [mine]
+        box: list[Any] = [(mine, self.origin)]
         for group in self.groups:
             dist.broadcast_object_list(box, src=_first(group), group=group)
-        theirs: Specs = box[0]
+        theirs: Specs
+        theirs, origin = box[0]
         difference = self._anyones(_difference(mine, theirs))
+        other = f"the model gets {origin} on rank 0 and {self.origin} on rank {dist.get_rank()}"
+        difference = difference or self._anyones(None if origin == self.origin else other)
         if difference is not None:
-            raise ShardingError(difference, hint="build the same model on every rank")
+            raise ShardingError(difference, hint="build the same model, and load the same weights, on every rank")
         return theirs
 
     def _someone_lacks(self) -> bool:

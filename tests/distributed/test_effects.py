@@ -492,7 +492,7 @@ CHOICES = {
     **{
         entry.name: {"True", "False"}
         for entry in dataclasses.fields(FullyShardedDataParallelPlugin)
-        if entry.type in ("bool", "bool | None", bool, bool | None)
+        if entry.init and entry.type in (bool, bool | None)
     },
 }
 

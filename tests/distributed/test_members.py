@@ -60,7 +60,10 @@ def summoned_gradients(version: int) -> float:
     with fsdplaunch.summon_full_params(model, with_grads=True, writeback=False):
         named = dict(fsdplaunch.named_parameters(model))
         differences = [(named[n].grad - p.grad).abs().max().item() for n, p in alone.named_parameters()]
-    assert len(fsdplaunch.params_with_grad(model)) == len(list(model.parameters()))
+    held = len(
+        fsdplaunch.params_with_grad(model)
+    )  # version 1: where a rank has nothing of one, it has no gradient
+    assert held == len(list(model.parameters())) if version == 2 else held > 0
     return max(differences)
 
 

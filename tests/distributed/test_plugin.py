@@ -285,7 +285,11 @@ def test_transformers_is_told_what_code_says_about_loading() -> None:
 def test_modules_and_functions_are_kept_as_given() -> None:
     module = nn.Linear(2, 2)
     plugin = FullyShardedDataParallelPlugin(
-        ignored_modules=[module], auto_wrap_policy=callable, param_init_fn=print, limit_all_gathers=False
+        fsdp_version=1,
+        ignored_modules=[module],
+        auto_wrap_policy=callable,
+        param_init_fn=print,
+        limit_all_gathers=False,
     )
     settings = plugin.settings()
     assert settings.ignored == (module,)

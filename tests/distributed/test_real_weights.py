@@ -57,14 +57,15 @@ def fine_tuned(folder: str, version: int) -> tuple[torch.Tensor, torch.Tensor, l
     """Embeddings of the untouched model and of the trained one, and the losses on the way."""
     model = without_weights()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    model, optimizer = fsdplaunch.prepare(model, optimizer, plugin=plugin(fsdp_version=version), weights=MODEL)
+    chosen = plugin(fsdp_version=version, state_dict_type="SHARDED_STATE_DICT")
+    model, optimizer = fsdplaunch.prepare(model, optimizer, plugin=chosen, weights=MODEL)
     batch = tokens()
     with torch.no_grad():
         untouched = embeddings(model, batch)
     losses = []
     for _ in range(STEPS):
         mine = embeddings(model, {name: my_part(value) for name, value in batch.items()})
-        loss = (mine[0] * mine[1]).sum() ** 2
+        loss = 1 - (mine[0] * mine[1]).sum()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -63,6 +63,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         ["SIZE_BASED_WRAP makes no unit of TinyLM", "1000000", "7.8 k"],
     ),
     "policy that never says yes": ("tiny", {"auto_wrap_policy": never}, ["makes no unit of TinyLM"]),
+    "no such module in a list": ("tiny", {"ignored_modules": "(?:head)|(?:layer)"}, ["'layer' matches no module"]),
     "no such module": (
         "tiny",
         {"ignored_modules": "layer"},

@@ -125,6 +125,13 @@ def begin(
     return Launched(folder, process)
 
 
+def run_to_the_end(start: Callable[..., "Launched"], _folder: Path, *args: Any, **kwargs: Any) -> "Launched":
+    """Start a launch and wait for its end: the job for cases that need no more."""
+    run = start(*args, **kwargs)
+    run.end()
+    return run
+
+
 @contextmanager
 def starting(folder: Path) -> Iterator[Callable[..., Launched]]:
     """Give a function that does that in this folder; what it started does not outlive the block."""

@@ -4,6 +4,8 @@ import signal
 
 import pytest
 
+from tests.e2e.conftest import run_to_the_end
+
 RANK = "import os, sys, time, signal; rank = int(os.environ['RANK'])\n"
 KILL = RANK + "if rank == 1: os.kill(os.getpid(), {number})\ntime.sleep(60)\n"
 
@@ -19,15 +21,9 @@ ENDS = {
 }
 
 
-def run_to_the_end(start, _folder, body, *_):
-    run = start(RANK + body)
-    run.end()
-    return run
-
-
 @pytest.fixture(scope="module")
 def ended(side_by_side):
-    return side_by_side(run_to_the_end, ENDS)
+    return side_by_side(run_to_the_end, {name: (RANK + case[0],) for name, case in ENDS.items()})
 
 
 @pytest.mark.parametrize("case", ENDS)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.e2e.conftest import clean_environ
+from tests.e2e.conftest import clean_environ, run_to_the_end
 
 PROBE = """
 import gc, importlib, json, locale, multiprocessing, os, resource, signal, sys, threading, time, warnings
@@ -162,12 +162,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def many(side_by_side):
-    def run(start, _folder, *options):
-        run = start(MANY, *options)
-        run.end()
-        return run
-
-    return side_by_side(run, {"warm": (), "cold": ("--launch.preload", "none")})
+    return side_by_side(run_to_the_end, {"warm": (MANY,), "cold": (MANY, "--launch.preload", "none")})
 
 
 @pytest.mark.parametrize("workers", ["warm", "cold"])

@@ -1,8 +1,9 @@
 """`load_weights`: pretrained weights into a model that is sharded already."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import CheckpointError, UsageError
 from fsdplaunch.runtime.blocks import class_name
-from fsdplaunch.runtime.loading.fill import fill, say_what
+from fsdplaunch.runtime.loading.fill import Loaded, fill, say_what
 from fsdplaunch.runtime.loading.held import Held, held_by
 from fsdplaunch.runtime.loading.match import Wanted
 from fsdplaunch.runtime.loading.plan import Plan, make_plan
@@ -56,6 +57,32 @@ def load_weights(
         raise UsageError(msg, hint="give it a model folder")
     source = Pretrained(where=Path(named), strict=said.weights_strict if strict is None else strict)
     source.note()
+    plan, loaded = _load(model, source.where, strict=source.strict)
+    say_what(plan, loaded, name=class_name(model), made=plan.match.missing)
+    return _IncompatibleKeys(plan.match.missing, plan.match.unexpected)
+
+
+def load_full(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
+    """Split a state dict that only the first rank needs to hold over a sharded model; every rank calls this.
+
+    Tensors are sent in pieces, so that no other rank ever holds a whole one.
+
+    Args:
+        model: Sharded by either version; parameters on the meta device get memory for their shards.
+        state: Full tensors by name on the first rank; not looked at elsewhere.
+        strict: Whether names that are missing or left over are errors.
+
+    Returns:
+        The names that were missing and those left over.
+
+    Raises:
+        CheckpointError: The tensors are of another model; raised on every rank.
+    """
+    plan, _ = _load(model, state, strict=strict)
+    return _IncompatibleKeys(plan.match.missing, [*plan.match.unexpected, *plan.match.passed])
+
+
+def _load(model: nn.Module, where: Path | Mapping[str, Any], *, strict: bool) -> tuple[Plan, Loaded]:
     ranks = _ranks(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -64,14 +91,12 @@ def load_weights(
     wanted = [
         Wanted(names=part.names, shape=part.shape, dtype=part.local.dtype, saved=part.saved) for part in held
     ]
-    plan = make_plan(ranks, model, wanted, source.where, strict=source.strict)
-    with ranks.together(f"load weights from {source.where}"):
+    plan = make_plan(ranks, model, wanted, where, strict=strict)
+    with ranks.together(f"load weights from {plan.where}"):
         _check_memory(held, plan)
     for entry in entries_of(model):
         give_memory(entry, ranks.device)
-    loaded = fill(ranks, plan, held_by(model))
-    say_what(plan, loaded, name=class_name(model), made=plan.match.missing)
-    return _IncompatibleKeys(plan.match.missing, plan.match.unexpected)
+    return plan, fill(ranks, plan, held_by(model))
 
 
 def _check_memory(held: Sequence[Held], plan: Plan) -> None:

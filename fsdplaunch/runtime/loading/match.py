@@ -80,6 +80,8 @@ def match_weights(
         target = _target(name, prefix, owner)
         if target is None:
             result.unexpected.append(stored)
+        elif not owner[target].saved:
+            result.passed.append(stored)  # old files have it, maybe in a coarser format than the model makes it in
         elif taken.setdefault(target, stored) != stored:
             msg = f"{taken[target]} and {stored} in {where} both stand for {target} of {type(model).__name__}"
             raise CheckpointError(msg, hint="remove one of the two from the files")
@@ -132,8 +134,9 @@ def _sort_out(model: nn.Module, wanted: Sequence[Wanted], result: Match) -> None
         for each in wanted
         if each.saved and each.names[0] not in result.found and not any(map(may_lack, each.names))
     ]
-    result.passed = [name for name in result.unexpected if may_exceed(name) or _tail(name) in buffers]
-    result.unexpected = [name for name in result.unexpected if name not in result.passed]
+    known = [name for name in result.unexpected if may_exceed(name) or _tail(name) in buffers]
+    result.passed += known
+    result.unexpected = [name for name in result.unexpected if name not in known]
 
 
 def _tail(name: str) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """What will be read from where: decided by the first rank, before anything of the model changes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +39,14 @@ class Plan:
         return next((name for name in names if name in self.match.found), None)
 
 
-def make_plan(ranks: Ranks, model: nn.Module, wanted: Sequence[Wanted], where: Path, *, strict: bool) -> Plan:
+def make_plan(
+    ranks: Ranks,
+    model: nn.Module,
+    wanted: Sequence[Wanted],
+    where: Path | Mapping[str, Any],
+    *,
+    strict: bool,
+) -> Plan:
     """Decide on the first rank what is read from where, and tell all; nothing is read but headers.
 
     Pickled files are opened on the first rank only.
@@ -47,7 +55,7 @@ def make_plan(ranks: Ranks, model: nn.Module, wanted: Sequence[Wanted], where: P
         ranks: Who loads; all of them call this.
         model: Whose class is asked what may be missing.
         wanted: The model's tensors.
-        where: A model folder or a weight file.
+        where: A model folder, a weight file, or a state dict that the first rank holds.
         strict: Whether missing and left-over names are errors.
 
     Raises:
@@ -62,13 +70,17 @@ def make_plan(ranks: Ranks, model: nn.Module, wanted: Sequence[Wanted], where: P
     return Plan(files=files, match=match, full=full)
 
 
-def _make(model: nn.Module, wanted: Sequence[Wanted], where: Path, strict: bool) -> Plan:
-    files = find_weight_files(where)
-    opened = open_pickled(files.paths) if files.pickled else {}
+def _make(model: nn.Module, wanted: Sequence[Wanted], where: Path | Mapping[str, Any], strict: bool) -> Plan:
+    if isinstance(where, Path):
+        files = find_weight_files(where)
+        opened = open_pickled(files.paths) if files.pickled else {}
+    else:
+        files = WeightFiles(Path("the state dict"), (), (), pickled=True)
+        opened = {name: (0, each) for name, each in where.items() if isinstance(each, torch.Tensor)}
     if files.pickled:
         files = replace(files, weights=describe_pickled(opened))
         check_index(files)
-    match = match_weights(model, wanted, files.weights, strict=strict, where=str(where))
+    match = match_weights(model, wanted, files.weights, strict=strict, where=str(files.where))
     for each in wanted:
         for stored in match.found.get(each.names[0], ()):
             source_dtype(stored, each.dtype)

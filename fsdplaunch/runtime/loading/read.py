@@ -1,9 +1,6 @@
 """Bytes of safetensors files straight into a rank's part of a tensor: no full tensor, no mapped file."""
 
-import ctypes
-import functools
 import math
-import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +17,6 @@ BUFFER = 8 * 1024 * 1024
 """Bytes that are read at once where they cannot be read into place: other formats, other devices."""
 _MOST_AT_ONCE = 1 << 30
 _SHORT_RUN = 16 * 1024
-_HUGE_PAGE = 2 * 1024 * 1024
 
 
 class Reader:
@@ -76,7 +72,6 @@ class Reader:
         self, weight: StoredWeight, start: int, source: torch.dtype, piece: torch.Tensor, *, direct: bool
     ) -> None:
         if direct:
-            prefer_huge_pages(piece)
             self._pread(weight, start * source.itemsize, _memory(piece))
             return
         most = BUFFER // source.itemsize
@@ -215,17 +210,3 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     """A contiguous CPU tensor's bytes, to be written into."""
     array: Any = tensor.view(torch.uint8).numpy()
     return memoryview(array)
-
-
-def prefer_huge_pages(tensor: torch.Tensor) -> None:
-    """Let the kernel back a large tensor that was never written with huge pages: it faults far less often."""
-    size = tensor.numel() * tensor.element_size()
-    start = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-    length = (tensor.data_ptr() + size - start) // _HUGE_PAGE * _HUGE_PAGE
-    if length > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
-        _madvise()(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
-
-
-@functools.cache
-def _madvise() -> "ctypes._NamedFuncPointer":
-    return ctypes.CDLL(None).madvise

@@ -48,7 +48,7 @@ class Skeleton(Aligner):
     def __init__(
         self, model: nn.Module, *, where: Path, strict: bool, settings: Settings, **arguments: Any
     ) -> None:
-        super().__init__(model, **arguments)
+        super().__init__(model, origin=f"weights from {where}, strict={strict}", **arguments)
         self.settings = settings
         self.ranks = Ranks(self.groups, self.device)
         self.name = class_name(model)
@@ -148,10 +148,12 @@ class Skeleton(Aligner):
 
 
 def give_memory(entry: Entry, device: torch.device) -> None:
-    """Exchange a parameter on the meta device for one with this rank's part of the memory, in all its places."""
+    """Exchange a tensor on the meta device for one with this rank's part of the memory, in all its places."""
     old = entry.tensor
     if not old.is_meta:
         return
-    new = nn.Parameter(torch.empty_like(old.detach(), device=device), requires_grad=old.requires_grad)
+    new = torch.empty_like(old.detach(), device=device)
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     entry.exchange(new)

@@ -42,7 +42,9 @@ BY_KIND = {
     id(v.STREAMS): st.sampled_from(["0", "1", "2", "3", "0:3", "0:1,1:2"]),
     id(v.SIGNALS): st.sampled_from([("SIGTERM",), ("SIGINT", "SIGUSR1"), ("SIGHUP", "SIGQUIT", "SIGUSR2")]),
     id(v.TEXT): TEXT,
-    id(v.PATTERN): st.sampled_from([r".*\.norm", "lm_head", r"layers\.\d+\.(a|b)", "no", "1e5", "[ab]{2}"]),
+    id(v.PATTERN): st.sampled_from(
+        [r".*\.norm", "lm_head", r"layers\.\d+\.(a|b)", "no", "1e5", "[ab]{2}", "(?:a)|(?:b.*)"]
+    ),
     id(v.NAMES): st.lists(WORDS, max_size=3).map(tuple),
     id(v.LINES): st.lists(TEXT, max_size=3).map(tuple),
     id(v.TABLE): st.dictionaries(WORDS, JSON, max_size=3),
