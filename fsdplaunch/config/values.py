@@ -185,6 +185,7 @@ DistributedName = Literal["NO", "MULTI_CPU", "MULTI_GPU", "FSDP"]
 RendezvousName = Literal["static", "c10d"]
 EnvironmentName = Literal["LOCAL_MACHINE"]
 NumaName = Literal["node", "socket", "exclusive", "core-complex"]
+ShardName = Literal["auto", "explicit", "off"]
 KubernetesName = Literal["job", "trainjob"]
 ContextName = Literal["allgather", "alltoall"]
 ContextBackendName = Literal["torch"]
@@ -235,6 +236,7 @@ DISTRIBUTED = one_of(
 ENVIRONMENT = one_of(EnvironmentName, refused={"AMAZON_SAGEMAKER": "fsdplaunch starts processes on this machine"})
 RENDEZVOUS = one_of(RendezvousName)
 NUMA = one_of(NumaName)
+SHARD = one_of(ShardName)
 KUBERNETES = one_of(KubernetesName)
 CONTEXT = one_of(ContextName)
 CONTEXT_BACKEND = one_of(ContextBackendName)
