@@ -1,5 +1,6 @@
 """Ordinary one-process scripts, unchanged: over several ranks they compute and write what one process does."""
 
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,10 @@ from tests.scripts.conftest import PROGRAMS, Forks, Run
 
 TOLERANCE = 1e-4
 NAMES = sorted(path.stem for path in PROGRAMS.glob("*.py"))
+CAMPAIGN = (
+    pytest.mark.slow,
+    pytest.mark.skipif("FSDPLAUNCH_CAMPAIGN" not in os.environ, reason="long together: scripts/campaigns/scripts"),
+)
 ON_FOUR_ALWAYS = ("lora", "nano_gpt", "vit")
 
 
@@ -33,7 +38,7 @@ def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [(name, 2) for name in NAMES]
-    + [(name, 4) if name in ON_FOUR_ALWAYS else pytest.param(name, 4, marks=pytest.mark.slow) for name in NAMES],
+    + [(name, 4) if name in ON_FOUR_ALWAYS else pytest.param(name, 4, marks=CAMPAIGN) for name in NAMES],
 )
 def test_program_over_ranks_computes_and_writes_what_one_process_does(
     forks: Forks, alone: Callable[[str], Run], tmp_path: Path, name: str, ranks: int
