@@ -11,10 +11,21 @@ __version__ = "0.1.0"
 _HOMES = {
     "FullyShardedDataParallelPlugin": "fsdplaunch.runtime.plugin",
     "prepare": "fsdplaunch.runtime.prepare",
+    "describe": "fsdplaunch.runtime.description",
     "clip_grad_norm_": "fsdplaunch.runtime.gradients",
+    "clip_grad_value_": "fsdplaunch.runtime.gradients",
     "no_sync": "fsdplaunch.runtime.gradients",
+    "apply": "fsdplaunch.runtime.full_parameters",
+    "summon_full_params": "fsdplaunch.runtime.full_parameters",
+    "fsdp_modules": "fsdplaunch.runtime.members",
+    "named_buffers": "fsdplaunch.runtime.members",
+    "named_parameters": "fsdplaunch.runtime.members",
+    "params_with_grad": "fsdplaunch.runtime.members",
+    "state_dict_type": "fsdplaunch.runtime.state_kind",
+    "load_weights": "fsdplaunch.runtime.loading.load",
     "save_checkpoint": "fsdplaunch.runtime.state",
     "load_checkpoint": "fsdplaunch.runtime.state",
+    "should_stop": "fsdplaunch.runtime.stopping",
     "merge_fsdp_weights": "fsdplaunch.checkpoint.merge",
     "DistModule": "fsdplaunch.runtime.reference",
     "apply_fsdp2": "fsdplaunch.runtime.reference",
@@ -35,7 +46,11 @@ __all__ = ["__version__", *_HOMES]  # noqa: PLE0604  (names of the lazy table)
 
 if TYPE_CHECKING:
     from fsdplaunch.checkpoint.merge import merge_fsdp_weights
-    from fsdplaunch.runtime.gradients import clip_grad_norm_, no_sync
+    from fsdplaunch.runtime.description import describe
+    from fsdplaunch.runtime.full_parameters import apply, summon_full_params
+    from fsdplaunch.runtime.gradients import clip_grad_norm_, clip_grad_value_, no_sync
+    from fsdplaunch.runtime.loading.load import load_weights
+    from fsdplaunch.runtime.members import fsdp_modules, named_buffers, named_parameters, params_with_grad
     from fsdplaunch.runtime.optim_states import (
         full_optim_state_dict,
         rekey_optim_state_dict,
@@ -56,6 +71,8 @@ if TYPE_CHECKING:
         load_state_dict,
     )
     from fsdplaunch.runtime.state import load_checkpoint, save_checkpoint
+    from fsdplaunch.runtime.state_kind import state_dict_type
+    from fsdplaunch.runtime.stopping import should_stop
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,8 @@ from fsdplaunch.checkpoint.refusal import RefusedError, short
 from fsdplaunch.checkpoint.unpickle import unpickle
 from fsdplaunch.errors import CheckpointError
 
+# torch, and what pickles of protocol 2 call modules of the standard library.
+_REFUSED = {"torch", "__builtin__", "copy_reg", "commands", "__main__"}
 # Wrapper classes whose one inner tensor of the same shape and dtype is the weight.
 _TRANSPARENT = {
     "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor",
@@ -61,8 +63,8 @@ class _Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shell:
-    """A tensor of a wrapper class, which has no storage of its own."""
+class Shell:
+    """A tensor of a wrapper class, which has no storage of its own: its element type and shape."""
 
     dtype: Dtype
     shape: tuple[int, ...]
@@ -84,7 +86,7 @@ def read_description(data: bytes) -> Description:
         RefusedError: When it describes anything but one dense tensor.
     """
     try:
-        found = unpickle(data, _NAMES, persistent=_storage, unknown=_foreign, where="its description")
+        found = unpickle(data, NAMES, persistent=storage_of, unknown=foreign, where="its description")
     except CheckpointError as problem:
         raise RefusedError(problem.message) from None
     if not isinstance(found, Description):
@@ -93,16 +95,16 @@ def read_description(data: bytes) -> Description:
     return found
 
 
-def _foreign(module: str, name: str) -> Maker:
+def foreign(module: str, name: str) -> Maker:
     """Stand for a class of some library; refuse torch's and the standard library's, where none is harmless."""
     top = module.partition(".")[0]
-    if top == "torch" or top in sys.stdlib_module_names:
+    if top in _REFUSED or top in sys.stdlib_module_names:
         msg = f"it names {short(module + '.' + name)}, which a tensor has no use for"
         raise RefusedError(msg)
     return Maker(f"{module}.{name}", call=lambda _: _Opaque(), new=_Opaque, any_arguments=True)
 
 
-def _storage(key: tuple[Any, ...]) -> _Storage:
+def storage_of(key: tuple[Any, ...]) -> _Storage:
     """Return the storage of a `('storage', class, key, device, size)`."""
     if len(key) != 5 or key[0] != "storage" or not isinstance(key[1], _StorageClass) or type(key[2]) is not str:  # noqa: PLR2004
         msg = "its storage is not one that torch.save writes"
@@ -152,16 +154,16 @@ def _rebuild_parameter(arguments: tuple[Any, ...]) -> Description:
     return arguments[0]
 
 
-def _rebuild_shell(arguments: tuple[Any, ...]) -> _Shell:
+def rebuild_shell(arguments: tuple[Any, ...]) -> Shell:
     """`(class, dtype, size, stride, offset, layout, device, requires_grad)`."""
     _check_number(arguments, 8, 8)
     if not isinstance(arguments[1], Dtype):
         msg = "its wrapper has no element type"
         raise RefusedError(msg)
-    return _Shell(arguments[1], check_counts(arguments[2], "its shape"))
+    return Shell(arguments[1], check_counts(arguments[2], "its shape"))
 
 
-def _rebuild_subclass(arguments: tuple[Any, ...]) -> Description:
+def rebuild_subclass(arguments: tuple[Any, ...]) -> Description:
     """`(function, class, arguments, state)`: a tensor subclass, or a wrapper around an inner tensor."""
     _check_number(arguments, 4, 4)
     function, cls, inner, state = arguments
@@ -174,7 +176,7 @@ def _rebuild_subclass(arguments: tuple[Any, ...]) -> Description:
     return _inner_tensor(made, cls, state)
 
 
-def _inner_tensor(shell: _Shell, cls: Maker, state: Any) -> Description:
+def _inner_tensor(shell: Shell, cls: Maker, state: Any) -> Description:
     if cls.name not in _TRANSPARENT:
         msg = f"it is a {short(cls.name)}, whose values only its own library knows"
         raise RefusedError(msg)
@@ -206,23 +208,23 @@ def _split(name: str) -> tuple[str, str]:
     return module, last
 
 
-_REBUILDERS: dict[str, Callable[[tuple[Any, ...]], Description | _Shell]] = {
+_REBUILDERS: dict[str, Callable[[tuple[Any, ...]], Description | Shell]] = {
     "torch._utils._rebuild_tensor_v2": _rebuild_v2,
     "torch._utils._rebuild_tensor_v3": _rebuild_v3,
-    "torch._utils._rebuild_wrapper_subclass": _rebuild_shell,
+    "torch._utils._rebuild_wrapper_subclass": rebuild_shell,
 }
 _CALLS: dict[str, Callable[[tuple[Any, ...]], Any] | None] = {
     **_REBUILDERS,
     "torch._utils._rebuild_parameter": _rebuild_parameter,
     "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
-    "torch._tensor._rebuild_from_type_v2": _rebuild_subclass,
+    "torch._tensor._rebuild_from_type_v2": rebuild_subclass,
     "torch.device": _nothing,
     "collections.OrderedDict": _hooks,
     "torch.Tensor": None,
     "torch.nn.parameter.Parameter": None,
     "torch.nn.parameter.Buffer": None,
 }
-_NAMES: dict[tuple[str, str], Any] = {
+NAMES: dict[tuple[str, str], Any] = {
     **SIZE_NAMES,
     **{_split(name): Maker(name, call=call) for name, call in _CALLS.items()},
     **{("torch", name): _StorageClass(dtype) for name, dtype in STORAGES.items()},

@@ -19,8 +19,9 @@ from fsdplaunch.checkpoint.boxes import Box, find_tiling_fault, row_major
 from fsdplaunch.checkpoint.counts import check_count, check_counts
 from fsdplaunch.checkpoint.description import Description
 from fsdplaunch.checkpoint.dtypes import DTYPES, Dtype
-from fsdplaunch.checkpoint.index import MAX_FILES, CheckpointIndex, Place, StoredChunk, StoredTensor
+from fsdplaunch.checkpoint.index import MAX_FILES, CheckpointIndex, StoredChunk, StoredTensor
 from fsdplaunch.checkpoint.item import Item
+from fsdplaunch.checkpoint.places import Place
 from fsdplaunch.checkpoint.refusal import RefusedError, short
 from fsdplaunch.checkpoint.safetensors_file import MAX_HEADER
 from fsdplaunch.errors import CheckpointError
@@ -74,7 +75,7 @@ def _check_numbers(folder: Path, names: list[str]) -> None:
 def _read_file(path: Path, wholes: dict[str, _Whole]) -> int:
     """Add the parts of one file to `wholes` and return where its data ends."""
     try:
-        header, start, size = _read_header(path)
+        header, start, size = read_header(path)
         metadata = header.pop("__metadata__", None) or {}
         sharding = json.loads(metadata.get(_SHARDING, "{}"))
         spans = [
@@ -88,8 +89,12 @@ def _read_file(path: Path, wholes: dict[str, _Whole]) -> int:
     return max((end for _, end in spans), default=start)
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """Return a file's header, where its data starts, and its size in bytes."""
+def read_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """Return a safetensors file's header, where its data starts, and its size in bytes.
+
+    Raises:
+        RefusedError: The header does not fit the file, or is no table.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb", closefd=True) as file:  # noqa: PTH123  (without NONBLOCK a named pipe would wait for ever)
         size = os.fstat(fd).st_size

@@ -8,11 +8,12 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 from fsdplaunch.checkpoint.boxes import Box, find_tiling_fault
 from fsdplaunch.checkpoint.dtypes import Dtype
+from fsdplaunch.checkpoint.places import ItemKey, Place
 from fsdplaunch.checkpoint.records import NAMES, Index, Info, Meta, TensorEntry, ValueEntry
 from fsdplaunch.checkpoint.refusal import short
 from fsdplaunch.checkpoint.unpickle import unpickle
@@ -27,17 +28,7 @@ _COPY_AGAIN = "copy the checkpoint again from where it was written"
 NamePath = tuple[str | int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where one item stands: a file of the checkpoint, a byte offset and a length in bytes."""
-
-    file: str
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
+class StoredChunk(NamedTuple):
     """A rectangle of a tensor, in elements, and where its item stands."""
 
     box: Box
@@ -120,17 +111,19 @@ def parse_index(data: bytes, *, where: str) -> CheckpointIndex:
         msg = f"{where} holds a {type(meta).__name__}, not a checkpoint's metadata"
         raise CheckpointError(msg, hint=_COPY_AGAIN)
     places = _places(meta, where)
+    files = _file_ends(places, where)
+    tilings: Tilings = {}
     tensors, values = [], []
     for name, entry in meta.state_dict_metadata.items():
         path = _path_of(name, meta, where)
         if isinstance(entry, TensorEntry):
-            tensors.append(_tensor(name, path, entry, places, where))
+            tensors.append(_tensor(name, path, entry, places, tilings, where))
         elif isinstance(entry, ValueEntry):
             values.append(StoredValue(name, path, _place_of(name, None, places, where)))
         else:
             msg = f"{where}: {short(str(name))} is a {type(entry).__name__}, not a tensor or a value"
             raise CheckpointError(msg, hint=_COPY_AGAIN)
-    return CheckpointIndex(tensors=tuple(tensors), values=tuple(values), files=_file_ends(places))
+    return CheckpointIndex(tensors=tuple(tensors), values=tuple(values), files=files)
 
 
 def check_file_name(name: str, where: str) -> str:
@@ -141,51 +134,70 @@ def check_file_name(name: str, where: str) -> str:
     return name
 
 
-Places = dict[tuple[str, tuple[int, ...] | None], Place]
+Places = dict[ItemKey, Place]
+# What was found out about a shape and its chunks: they in order, or how they fail. A model's layers repeat it.
+Tilings = dict[tuple[tuple[int, ...], tuple[Box, ...]], tuple[Box, ...] | str]
 
 
 def _places(meta: Meta, where: str) -> Places:
     places: Places = {}
-    known: set[str] = set()
-    for index, info in meta.storage_data.items():
-        if not isinstance(index, Index) or not isinstance(info, Info):
-            msg = f"{where}: an entry of its storage table is a {type(info).__name__}"
-            raise CheckpointError(msg, hint=_COPY_AGAIN)
-        if info.transforms:
-            msg = f"{where}: {short(index.fqn)} is stored through {short(', '.join(info.transforms))}"
-            raise CheckpointError(
-                msg,
-                hint="compressed checkpoints are not supported; load it with torch and save it without extensions",
-            )
-        if info.relative_path not in known:
-            known.add(check_file_name(info.relative_path, where))
-        places[index.fqn, index.offset] = Place(info.relative_path, info.offset, info.length)
+    for key, value in meta.storage_data.items():
+        place = value if type(value) is Place else _place(key, value, where)
+        places[key if type(key) is ItemKey else ItemKey(key.fqn, key.offset)] = place
+    known = {place.file for place in places.values()}
     if len(known) > MAX_FILES:
         msg = f"{where} refers to {len(known)} files"
         raise CheckpointError(msg)
-    _check_apart(places, where)
+    for name in known:
+        check_file_name(name, where)
     return places
 
 
-def _check_apart(places: Places, where: str) -> None:
-    """Refuse items that share bytes: no writer does that, and a damaged offset shows this way."""
-    spans = sorted((place.file, place.offset, place.length, name) for (name, _), place in places.items())
-    for (file, offset, length, name), (other_file, other_offset, _, other) in pairwise(spans):
-        if file == other_file and offset + length > other_offset:
-            msg = f"{where}: {short(name)} and {short(other)} share bytes of {file}"
-            raise CheckpointError(msg, hint=_COPY_AGAIN)
+def _place(key: Any, info: Any, where: str) -> Place:
+    """Return the place of an item whose record was read step by step."""
+    if not isinstance(key, Index | ItemKey) or not isinstance(info, Info):
+        msg = f"{where}: an entry of its storage table is a {type(info).__name__}"
+        raise CheckpointError(msg, hint=_COPY_AGAIN)
+    if info.transforms:
+        msg = f"{where}: {short(key.fqn)} is stored through {short(', '.join(info.transforms))}"
+        raise CheckpointError(
+            msg,
+            hint="compressed checkpoints are not supported; load it with torch and save it without extensions",
+        )
+    return Place(info.relative_path, info.offset, info.length)
 
 
-def _file_ends(places: Places) -> dict[str, int]:
+def _file_ends(places: Places, where: str) -> dict[str, int]:
+    """Return where the last item of each file ends.
+
+    Items that share bytes are refused: no writer does that, and a damaged offset shows this way.
+    """
     ends: dict[str, int] = {}
-    for place in places.values():
-        ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
+    last = ""
+    end = 0
+    for file, offset, length in sorted(places.values()):
+        if file != last:
+            last, end = file, 0
+        if offset < end:
+            _refuse_shared(file, offset, places, where)
+        ends[file] = end = offset + length
     return ends
+
+
+def _refuse_shared(file: str, offset: int, places: Places, where: str) -> NoReturn:
+    """Name the two items that share the byte at `offset`."""
+    here = [key.fqn for key, place in places.items() if place.file == file and _holds(place, offset)]
+    msg = f"{where}: {' and '.join(short(name) for name in here[:2])} share bytes of {file}"
+    raise CheckpointError(msg, hint=_COPY_AGAIN)
+
+
+def _holds(place: Place, offset: int) -> bool:
+    return place.offset <= offset < place.offset + max(place.length, 1)
 
 
 def _place_of(name: str, offset: tuple[int, ...] | None, places: Places, where: str) -> Place:
     try:
-        return places[name, offset]
+        return places[ItemKey(name, offset)]
     except KeyError:
         part = "" if offset is None else f" at {list(offset)}"
         msg = f"{where}: {short(name)}{part} has no bytes in any file"
@@ -210,7 +222,9 @@ def _path_of(name: object, meta: Meta, where: str) -> NamePath:
     return path
 
 
-def _tensor(name: str, path: NamePath, entry: TensorEntry, places: Places, where: str) -> StoredTensor:
+def _tensor(
+    name: str, path: NamePath, entry: TensorEntry, places: Places, tilings: Tilings, where: str
+) -> StoredTensor:
     """Return one tensor whose chunks tile it exactly."""
     if entry.dtype is None or entry.layout != "strided":
         msg = f"{where}: {short(name)} is a {short(entry.layout)} tensor"
@@ -218,10 +232,21 @@ def _tensor(name: str, path: NamePath, entry: TensorEntry, places: Places, where
     if len(entry.chunks) > MAX_CHUNKS_PER_TENSOR:
         msg = f"{where}: {short(name)} has {len(entry.chunks)} chunks"
         raise CheckpointError(msg)
-    boxes = sorted(box for box in entry.chunks if math.prod(box.sizes))
-    fault = find_tiling_fault(entry.shape, boxes)
-    if fault is not None:
-        msg = f"{where}: {short(name)} of shape {list(entry.shape)}: {fault}"
+    key = (entry.shape, tuple(entry.chunks))
+    boxes = tilings.get(key)
+    if boxes is None:
+        boxes = tilings[key] = _tiling(*key)
+    if isinstance(boxes, str):
+        msg = f"{where}: {short(name)} of shape {list(entry.shape)}: {boxes}"
         raise CheckpointError(msg, hint="the save did not finish or the index is damaged; use another checkpoint")
-    chunks = tuple(StoredChunk(box, _place_of(name, box.offsets, places, where)) for box in boxes)
+    try:
+        chunks = tuple([StoredChunk(box, places[name, box[0]]) for box in boxes])  # type: ignore[index]
+    except KeyError:
+        chunks = tuple(StoredChunk(box, _place_of(name, box.offsets, places, where)) for box in boxes)
     return StoredTensor(name, path, entry.dtype, entry.shape, chunks)
+
+
+def _tiling(shape: tuple[int, ...], chunks: tuple[Box, ...]) -> tuple[Box, ...] | str:
+    """Return the chunks in order, without empty ones, or how they fail to tile the shape."""
+    boxes = sorted(box for box in chunks if math.prod(box.sizes))
+    return find_tiling_fault(shape, boxes) or tuple(boxes)

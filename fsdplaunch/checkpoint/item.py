@@ -8,7 +8,6 @@ import math
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -31,15 +30,15 @@ _ENCRYPTED = 1
 
 
 class Member(NamedTuple):
-    """One file of the zip: where its local header stands, its size in bytes, its CRC32."""
+    """One file of the zip: where its local header stands, its size in bytes, its CRC32, and its entry's place."""
 
     header: int
     size: int
     crc: int
+    entry: int
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """One chunk's data.
 
     Attributes:
@@ -55,7 +54,15 @@ class Item:
     crc: int | None
 
 
-class _Window:
+class Zip(NamedTuple):
+    """How an item is built: where its table of contents starts, the files in it, and the folder they are in."""
+
+    directory: int
+    members: dict[str, Member]
+    prefix: str
+
+
+class Window:
     """Reads of one item; the first and last pages are fetched once."""
 
     def __init__(self, read: Read, length: int) -> None:
@@ -68,6 +75,7 @@ class _Window:
             self.tail_start = length - _PIECE
 
     def bytes_at(self, offset: int, count: int) -> bytes:
+        """Return exactly `count` bytes at `offset`."""
         if offset < 0 or count < 0 or offset + count > self.length:
             msg = f"it refers to {count} bytes at {offset}, the item has {self.length}"
             raise RefusedError(msg)
@@ -84,28 +92,56 @@ def read_item(read: Read, length: int) -> Item:
     Raises:
         RefusedError: When it is not a tensor as torch.save writes it.
     """
-    if length < _END.size:
-        msg = f"an item of {length} bytes is too short to be a tensor"
+    return parse_item(Window(read, length))[0]
+
+
+def parse_item(window: Window) -> tuple[Item, Zip]:
+    """Return what the item in `window` holds, and how it is built.
+
+    Raises:
+        RefusedError: When it is not a tensor as torch.save writes it.
+    """
+    built = read_zip(window, MAX_DIRECTORY)
+    description = _parsed(member_bytes(window, f"{built.prefix}/data.pkl", built, MAX_DESCRIPTION))
+    return locate_data(window, built, description), built
+
+
+def read_zip(window: Window, limit: int) -> Zip:
+    """Return the table of contents of what torch.save wrote, of at most `limit` bytes.
+
+    Raises:
+        RefusedError: When it is something else, or not from a machine that stores the low byte first.
+    """
+    if window.length < _END.size:
+        msg = f"an item of {window.length} bytes is too short to be a tensor"
         raise RefusedError(msg)
-    window = _Window(read, length)
-    directory_start, members = _directory(window)
+    directory_start, members = _directory(window, limit)
     prefix = next((name[: -len("/data.pkl")] for name in members if name.endswith("/data.pkl")), None)
     if prefix is None:
         msg = "it has no tensor description"
         raise RefusedError(msg)
-    description = _description(window, members, prefix)
-    _check_byte_order(window, members, prefix)
-    name = f"{prefix}/data/{description.storage}"
+    built = Zip(directory_start, members, prefix)
+    _check_byte_order(window, built)
+    return built
+
+
+def locate_data(window: Window, built: Zip, description: Description) -> Item:
+    """Return where the storage of a tensor is.
+
+    Raises:
+        RefusedError: When it is not there, or too short for the tensor.
+    """
+    members, name = built.members, f"{built.prefix}/data/{description.storage}"
     if name not in members:
         msg = f"it has no {short(name)}"
         raise RefusedError(msg)
-    start = _data_start(window, name, members[name], directory_start)
+    start = data_start(window, name, members[name], built.directory)
     _check_extent(description, members[name].size)
-    has_crc = members[name].crc or members[f"{prefix}/data.pkl"].crc
+    has_crc = members[name].crc or members[f"{built.prefix}/data.pkl"].crc
     return Item(description, start, members[name].size, members[name].crc if has_crc else None)
 
 
-def _directory(window: _Window) -> tuple[int, dict[str, Member]]:
+def _directory(window: Window, limit: int) -> tuple[int, dict[str, Member]]:
     """Return where the central directory starts and what it lists."""
     magic, disk, first_disk, here, count, size, start, comment = _END.unpack(
         window.bytes_at(window.length - _END.size, _END.size)
@@ -123,13 +159,13 @@ def _directory(window: _Window) -> tuple[int, dict[str, Member]]:
             raise RefusedError(msg)
         disk, first_disk, here, count, size, start = record[4:]
         limit = end64
-    if disk or first_disk or here != count or size > MAX_DIRECTORY or start + size > limit:
+    if disk or first_disk or here != count or size > limit or start + size > limit:
         msg = f"its table of contents of {size} bytes at {start} does not fit"
         raise RefusedError(msg)
-    return start, _entries(window.bytes_at(start, size), count)
+    return start, _entries(window.bytes_at(start, size), count, start)
 
 
-def _entries(table: bytes, count: int) -> dict[str, Member]:
+def _entries(table: bytes, count: int, start: int) -> dict[str, Member]:
     members: dict[str, Member] = {}
     position = 0
     while position + _ENTRY.size <= len(table):
@@ -145,7 +181,7 @@ def _entries(table: bytes, count: int) -> dict[str, Member]:
         if method or flags & _ENCRYPTED or stored != size:
             msg = f"{short(name)} is compressed or encrypted"
             raise RefusedError(msg)
-        members[name] = Member(header, size, crc)
+        members[name] = Member(header, size, crc, start + position)
         position = end
     if position != len(table) or len(members) != count:
         msg = f"its table of contents lists {len(members)} files, {count} were announced"
@@ -175,8 +211,8 @@ def _sizes(fields: tuple[int, ...], extra: bytes) -> tuple[int, int, int]:
     return values[1], values[0], values[2]
 
 
-def _data_start(window: _Window, name: str, member: Member, limit: int) -> int:
-    """Return where a member's bytes start, after its local header."""
+def data_start(window: Window, name: str, member: Member, limit: int) -> int:
+    """Return where a member's bytes start, after its local header; `limit` is where they have to end."""
     fields = _LOCAL.unpack(window.bytes_at(member.header, _LOCAL.size))
     magic, method, name_length, extra_length = fields[0], fields[3], fields[9], fields[10]
     raw = window.bytes_at(member.header + _LOCAL.size, name_length)
@@ -187,11 +223,13 @@ def _data_start(window: _Window, name: str, member: Member, limit: int) -> int:
     return int(start)
 
 
-def _member_bytes(window: _Window, name: str, member: Member) -> bytes:
-    if member.size > MAX_DESCRIPTION:
+def member_bytes(window: Window, name: str, built: Zip, limit: int) -> bytes:
+    """Return the content of one small file of the zip, checked against its checksum."""
+    member = built.members[name]
+    if member.size > limit:
         msg = f"{short(name)} has {member.size} bytes"
         raise RefusedError(msg)
-    raw = window.bytes_at(_data_start(window, name, member, window.length), member.size)
+    raw = window.bytes_at(data_start(window, name, member, window.length), member.size)
     if member.crc and zlib.crc32(raw) != member.crc:
         msg = f"{short(name)} does not match its checksum"
         raise RefusedError(msg)
@@ -203,14 +241,9 @@ def _parsed(raw: bytes) -> Description:
     return read_description(raw)
 
 
-def _description(window: _Window, members: dict[str, Member], prefix: str) -> Description:
-    name = f"{prefix}/data.pkl"
-    return _parsed(_member_bytes(window, name, members[name]))
-
-
-def _check_byte_order(window: _Window, members: dict[str, Member], prefix: str) -> None:
-    name = f"{prefix}/byteorder"
-    if name in members and (order := _member_bytes(window, name, members[name])) != b"little":
+def _check_byte_order(window: Window, built: Zip) -> None:
+    name = f"{built.prefix}/byteorder"
+    if name in built.members and (order := member_bytes(window, name, built, MAX_DESCRIPTION)) != b"little":
         msg = f"its byte order is {short(order.decode(errors='replace'))}, not little"
         raise RefusedError(msg)
 

@@ -3,12 +3,13 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsdplaunch.checkpoint.hf_shards import SHARD_FILE
 from fsdplaunch.checkpoint.index import INDEX_NAME
+from fsdplaunch.checkpoint.rank_files import RANK_FILE
 from fsdplaunch.checkpoint.refusal import short
 from fsdplaunch.errors import CheckpointError, LaunchError, UsageError
 
@@ -20,6 +21,23 @@ _MAX_MANIFEST = 64 * 2**20
 
 _OPTIMIZER = re.compile(r"optim(izer)?(_\d+)?")
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
+
+
+class AmbiguousError(UsageError):
+    """Several checkpoints stand where one was asked for.
+
+    Attributes:
+        candidates: Their folders.
+    """
+
+    def __init__(self, message: str, candidates: Iterable[Path]) -> None:
+        super().__init__(message, hint="give one of them")
+        self.candidates = tuple(sorted(candidates, key=_by_number))
+
+
+def _by_number(path: Path) -> list[tuple[int, str]]:
+    """Sort checkpoint-900 before checkpoint-1000."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +63,6 @@ OTHER_FORMATS = (
         "save it with the default use_collectives=True",
     ),
     Format(_DATA_FILE, f"has data files but no {INDEX_NAME}: the save did not finish", "use an older checkpoint"),
-    Format(
-        re.compile(r"model_world_size_\d+_rank_\d+\.pt"),
-        "holds one pickled file per rank, as verl writes them",
-        "merge it with verl's model_merger",
-    ),
-    Format(
-        re.compile(r"pytorch_model_fsdp(_\d+)?_rank\d+\.bin"),
-        "holds one pickled file per rank (LOCAL_STATE_DICT, or use_dcp=False)",
-        "load it with as many ranks as wrote it, and save it with SHARDED_STATE_DICT",
-    ),
-    Format(
-        re.compile(r"pytorch_model_fsdp(_\d+)?\.bin"),
-        "holds the full weights already (FULL_STATE_DICT)",
-        "there is nothing to merge; load the file with torch.load(..., weights_only=True)",
-    ),
     Format(
         re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"),
         "is merged already",
@@ -91,7 +94,8 @@ def find_model(given: Path) -> Found:
 
     Raises:
         UsageError: When `given` is no folder.
-        CheckpointError: When it holds no model, several, or one in a format that is not merged from here.
+        AmbiguousError: When it holds several models.
+        CheckpointError: When it holds no model, or one in a format that is not merged from here.
     """
     _check_folder(given)
     if is_sharded(path.name for path in given.iterdir()):
@@ -116,27 +120,28 @@ def find_optimizer(given: Path) -> Found:
 
     Raises:
         UsageError: When `given` is no folder.
-        CheckpointError: When it holds no optimizer's checkpoint, or several.
+        AmbiguousError: When it holds several optimizers.
+        CheckpointError: When it holds no optimizer's checkpoint.
     """
     _check_folder(given)
     if (given / INDEX_NAME).is_file():
         _check_manifest(given, given.parent)
         return Found(given=given, folder=given)
-    folders = list(_walk(given))
+    folders = list(_walk(given, lambda names: INDEX_NAME in names))
     found = [path for path, names in folders if INDEX_NAME in names and _OPTIMIZER.fullmatch(path.name)]
     if not found:
         msg = f"{given} holds no optimizer's checkpoint: no folder optimizer_0 with a {INDEX_NAME}"
         raise CheckpointError(msg, hint="an optimizer.bin beside the model is merged already")
     if len(found) > 1:
         msg = f"{given} holds {len(found)} optimizers: {_paths(found)}"
-        raise CheckpointError(msg, hint="give one of them")
+        raise AmbiguousError(msg, found)
     _check_manifest(found[0], found[0].parent)
     return Found(given=given, folder=found[0])
 
 
 def is_sharded(files: Iterable[str]) -> bool:
-    """Say whether a folder with these files is a sharded checkpoint: it has an index, or sharded safetensors."""
-    return any(name == INDEX_NAME or SHARD_FILE.fullmatch(name) for name in files)
+    """Say whether a folder with these files is a checkpoint: an index, sharded safetensors, or files of ranks."""
+    return any(name == INDEX_NAME or SHARD_FILE.fullmatch(name) or RANK_FILE.fullmatch(name) for name in files)
 
 
 def _check_folder(given: Path) -> None:
@@ -156,8 +161,8 @@ def _check_folder(given: Path) -> None:
     raise UsageError(msg, hint=f"{parent} holds {_names(sorted(path.name for path in parent.iterdir()))}")
 
 
-def _walk(top: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield each folder from `top` down with the names of its files, nearest first, not below a checkpoint."""
+def _walk(top: Path, ends: Callable[[list[str]], bool] = is_sharded) -> Iterator[tuple[Path, list[str]]]:
+    """Yield each folder from `top` down with the names of its files, nearest first, not below one that `ends`."""
     level, seen = [top], set[Path]()
     for depth in range(MAX_DEPTH + 1):
         below: list[Path] = []
@@ -171,7 +176,7 @@ def _walk(top: Path) -> Iterator[tuple[Path, list[str]]]:
                 raise CheckpointError(msg, hint="give the checkpoint's own folder")
             files, folders = _entries(folder, follow=depth < MAX_DEPTH)
             yield folder, files
-            if not is_sharded(files):
+            if not ends(files):
                 below.extend(folders)
         level = below
 
@@ -195,6 +200,8 @@ def _entries(folder: Path, *, follow: bool) -> tuple[list[str], list[Path]]:
 
 def _check_manifest(folder: Path, parent: Path) -> None:
     """Check the model's folder against the manifest beside it, if our own save wrote one."""
+    beside = (folder / MANIFEST_NAME).is_file()  # files of ranks stand beside it, a model's folder below it
+    parent = folder if beside else parent
     path = parent / MANIFEST_NAME
     try:
         manifest = json.loads(path.read_text(encoding="utf-8") if path.stat().st_size <= _MAX_MANIFEST else "")
@@ -210,7 +217,7 @@ def _check_manifest(folder: Path, parent: Path) -> None:
         msg = f"{parent} is not complete: its save did not finish"
         raise CheckpointError(msg, hint="use an older checkpoint")
     for name, size in files.items():
-        if name.rpartition("/")[0] == folder.name:
+        if name.rpartition("/")[0] == ("" if beside else folder.name):
             _check_listed(folder / name.rpartition("/")[2], size)
 
 
@@ -231,7 +238,7 @@ def _several(given: Path, models: list[Path], unfinished: list[Path]) -> LaunchE
         msg = f"{given} holds {models[0]} and a checkpoint whose save did not finish: {_paths(unfinished)}"
         return CheckpointError(msg, hint=f"give {models[0]} itself")
     msg = f"{given} holds {len(models)} models: {_paths(models)}"
-    return CheckpointError(msg, hint="give one of them")
+    return AmbiguousError(msg, models)
 
 
 def _nothing(given: Path, folders: list[tuple[Path, list[str]]], sharded: list[Path]) -> LaunchError:
@@ -250,7 +257,7 @@ def _nothing(given: Path, folders: list[tuple[Path, list[str]]], sharded: list[P
 
 def _paths(paths: list[Path]) -> str:
     more = f" and {len(paths) - MAX_LISTED} more" if len(paths) > MAX_LISTED else ""
-    return ", ".join(map(str, sorted(paths)[:MAX_LISTED])) + more
+    return ", ".join(map(str, sorted(paths, key=_by_number)[:MAX_LISTED])) + more
 
 
 def _names(names: list[str]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fsdplaunch.checkpoint.places import ItemKey
 from fsdplaunch.checkpoint.refusal import RefusedError
 
 Call = Callable[[tuple[Any, ...]], Any]
@@ -21,7 +22,7 @@ class Maker:
         call: What stands for calling it, given checked positional arguments; None when it may not be called.
         new: What makes an empty record for NEWOBJ; None when that is not allowed.
         any_arguments: NEWOBJ may bring arguments, which are dropped.
-        fuse: What may read a whole record at once, given the machine and the empty record.
+        fuse: What may read whole records at once from where the machine recalled the name; see `fused.py`.
     """
 
     name: str
@@ -42,9 +43,19 @@ class Record:
         raise RefusedError(msg)
 
 
-Fuse = Callable[["Machine", Any], bool]
+class Table(dict[Any, Any], Record):
+    """A dictionary with attributes, such as a state dict with its versions; the attributes are dropped."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        """Forget the state."""
+
+
+Fuse = Callable[["Machine", int], int]
 Names = Mapping[tuple[str, str], Any]
 Unknown = Callable[[str, str], Any]
+KEYS = (ItemKey, str, int, float, Record)
 _NOT_LISTED = object()
 
 
@@ -54,12 +65,12 @@ class Machine:
     __slots__ = (
         "data",
         "fetched",
+        "known",
         "marks",
         "memo",
         "names",
         "persistent",
         "position",
-        "sizes",
         "stack",
         "unknown",
     )
@@ -72,7 +83,7 @@ class Machine:
         self.memo: list[Any] = []
         # What fused records look up again and again, by the bytes that ask for it.
         self.fetched: dict[bytes, Any] = {}
-        self.sizes: dict[tuple[bytes, bytes, bytes], tuple[int, ...]] = {}
+        self.known: Any = None
         self.names = names
         self.persistent = persistent
         self.unknown = unknown
@@ -115,12 +126,12 @@ class Machine:
     def store(self, pairs: list[Any]) -> None:
         """Set keys and values on the dictionary on top."""
         target = self.top()
-        if type(target) is not dict or len(pairs) % 2:
+        if type(target) not in {dict, Table} or len(pairs) % 2:
             msg = f"entries are set on a {type(target).__name__} at byte {self.position}"
             raise RefusedError(msg)
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             # Hashing a hostile nest of tuples takes for ever; these hash in constant time.
-            if not isinstance(key, str | int | float | Record):
+            if not isinstance(key, KEYS):
                 msg = f"a {type(key).__name__} is used as a key at byte {self.position}"
                 raise RefusedError(msg)
             target[key] = value
@@ -141,17 +152,14 @@ class Machine:
             raise RefusedError(msg)
         self.memo.append(value)
 
-    def recall(self, slot: int) -> None:
-        """Push a memo slot; a record's class may bring the whole record."""
+    def recall(self, slot: int, width: int) -> None:
+        """Push a memo slot that `width` bytes asked for; a record's class may bring whole records instead."""
         if slot >= len(self.memo):
             msg = f"byte {self.position} recalls slot {slot}, which was never stored"
             raise RefusedError(msg)
         value = self.memo[slot]
-        if type(value) is Maker and value.fuse is not None and value.new is not None:
-            record = value.new()
-            if value.fuse(self, record):
-                value = record
-        self.stack.append(value)
+        if type(value) is not Maker or value.fuse is None or not value.fuse(self, width):
+            self.stack.append(value)
 
     def fetch(self, reference: bytes) -> Any:
         """Return the memo entry that a BINGET or LONG_BINGET with its argument recalls."""

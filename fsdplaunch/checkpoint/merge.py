@@ -11,17 +11,27 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdplaunch.checkpoint.companions import copy_companions
 from fsdplaunch.checkpoint.layout import find_model, find_optimizer
 from fsdplaunch.checkpoint.opened import Opened, open_checkpoint
-from fsdplaunch.checkpoint.options import MergeOptions, MergeProgress, MergeResult, Meter, Progress
+from fsdplaunch.checkpoint.options import (
+    MEMORY_PER_CHUNK,
+    STREAMING_MEMORY,
+    Announce,
+    MergeOptions,
+    MergeProgress,
+    MergeResult,
+    MergeStart,
+    Meter,
+    Progress,
+)
 from fsdplaunch.checkpoint.prepared import Prepared, prepare
 from fsdplaunch.checkpoint.removal import remove_checkpoint
 from fsdplaunch.checkpoint.safetensors_file import INDEX_NAME
-from fsdplaunch.checkpoint.staging import check_output, check_space, staged
+from fsdplaunch.checkpoint.staging import check_memory, check_output, check_space, free_space, staged
 from fsdplaunch.checkpoint.verify import verify_merge
 from fsdplaunch.checkpoint.writing import write_plan
 from fsdplaunch.errors import CheckpointError, UsageError
@@ -30,6 +40,7 @@ __all__ = [
     "MergeOptions",
     "MergeProgress",
     "MergeResult",
+    "MergeStart",
     "Prepared",
     "merge",
     "merge_fsdp_weights",
@@ -63,7 +74,12 @@ def prepare_merge(
 
 
 def merge(
-    checkpoint: Path, output: Path, *, options: MergeOptions | None = None, progress: Progress | None = None
+    checkpoint: Path,
+    output: Path,
+    *,
+    options: MergeOptions | None = None,
+    progress: Progress | None = None,
+    announce: Announce | None = None,
 ) -> MergeResult:
     """Merge the model's weights in `checkpoint` into the folder `output`.
 
@@ -74,6 +90,7 @@ def merge(
         output: The folder to make.
         options: How to merge.
         progress: Called now and then, from this thread.
+        announce: Called once, when all checks are passed and before the first byte is written.
 
     Raises:
         UsageError: When the output cannot be written there.
@@ -84,12 +101,35 @@ def merge(
         source = (find_optimizer if options.optimizer else find_model)(checkpoint).folder
         target = _check_output(checkpoint, source, output, options)
         with open_checkpoint(source) as opened:
-            result = _writer(options)(opened, target, options, progress)
+            result = _writer(options)(opened, target, options, Watcher(progress, announce))
     removed = options.remove_checkpoint_dir and _remove(opened, target)
     return replace(result, removed=removed, seconds=time.monotonic() - started)
 
 
-def _writer(options: MergeOptions) -> Callable[[Opened, Path, MergeOptions, Progress | None], MergeResult]:
+@dataclass(frozen=True, slots=True)
+class Watcher:
+    """Who is told of a merge."""
+
+    progress: Progress | None
+    announce: Announce | None
+
+    def start(self, opened: Opened, target: Path, tensors: int, nbytes: int, memory: int) -> None:
+        """Say what is about to be written."""
+        if self.announce is None:
+            return
+        start = MergeStart(
+            source=opened.folder,
+            output=target,
+            tensors=tensors,
+            files=len(opened.index.files),
+            nbytes=nbytes,
+            free=free_space(target),
+            memory=memory,
+        )
+        self.announce(start)
+
+
+def _writer(options: MergeOptions) -> Callable[[Opened, Path, MergeOptions, Watcher], MergeResult]:
     if options.optimizer:
         return _merge_optimizer
     return _merge_to_safetensors if options.safe_serialization else _merge_to_torch
@@ -128,16 +168,16 @@ def _reported(source: Path, output: Path | None) -> Iterator[None]:
         raise CheckpointError(msg, hint="no output was made and the checkpoint is unchanged") from None
 
 
-def _merge_to_safetensors(
-    opened: Opened, target: Path, options: MergeOptions, progress: Progress | None
-) -> MergeResult:
+def _merge_to_safetensors(opened: Opened, target: Path, options: MergeOptions, watcher: Watcher) -> MergeResult:
     prepared = prepare(opened, target, options)
     plan, verify = prepared.plan, options.verify or options.remove_checkpoint_dir
+    memory = STREAMING_MEMORY + MEMORY_PER_CHUNK * sum(len(tensor.chunks) for tensor in opened.index.tensors)
+    watcher.start(opened, target, len(plan.tensors), prepared.nbytes, memory)
     with staged(target, overwrite=options.overwrite) as partial:
         copy_companions(prepared.companions, partial)
-        write_plan(plan, opened.sources, partial, Meter("copy", plan.tensor_bytes, progress))
+        write_plan(plan, opened.sources, partial, Meter("copy", plan.tensor_bytes, watcher.progress))
         if verify:
-            verify_merge(plan, opened.sources, partial, Meter("verify", plan.tensor_bytes, progress))
+            verify_merge(plan, opened.sources, partial, Meter("verify", plan.tensor_bytes, watcher.progress))
     names = [*(file.name for file in plan.files), *([INDEX_NAME] if plan.index else [])]
     return MergeResult(
         output=target,
@@ -156,13 +196,16 @@ def _merge_to_safetensors(
     )
 
 
-def _merge_to_torch(opened: Opened, target: Path, options: MergeOptions, progress: Progress | None) -> MergeResult:
+def _merge_to_torch(opened: Opened, target: Path, options: MergeOptions, watcher: Watcher) -> MergeResult:
     from fsdplaunch.checkpoint import torch_format
 
     index = opened.index
     paths = torch_format.torch_paths(index, strip_wrappers=options.strip_wrappers)
-    check_space(target, torch_format.total_bytes(index))
-    meter = Meter("copy", sum(tensor.nbytes for tensor in index.tensors), progress)
+    needed = torch_format.total_bytes(index)
+    check_space(target, needed)
+    check_memory(needed)
+    watcher.start(opened, target, len(index.tensors), needed, needed)
+    meter = Meter("copy", sum(tensor.nbytes for tensor in index.tensors), watcher.progress)
     with staged(target, overwrite=options.overwrite) as partial:
         torch_format.write_torch_file(opened, paths, partial, meter)
         size = (partial / torch_format.FILE_NAME).stat().st_size
@@ -177,15 +220,16 @@ def _merge_to_torch(opened: Opened, target: Path, options: MergeOptions, progres
     )
 
 
-def _merge_optimizer(
-    opened: Opened, target: Path, options: MergeOptions, progress: Progress | None
-) -> MergeResult:
+def _merge_optimizer(opened: Opened, target: Path, options: MergeOptions, watcher: Watcher) -> MergeResult:
     from fsdplaunch.checkpoint import optimizer_file, torch_format
 
     paths = optimizer_file.optimizer_paths(opened.index, where=str(opened.folder))
     tensors = [tensor for tensor in opened.index.tensors if tensor.name in paths]
-    check_space(target, torch_format.total_bytes(opened.index))
-    meter = Meter("copy", sum(tensor.nbytes for tensor in tensors), progress)
+    needed = torch_format.total_bytes(opened.index)
+    check_space(target, needed)
+    check_memory(needed)
+    watcher.start(opened, target, len(tensors), needed, needed)
+    meter = Meter("copy", sum(tensor.nbytes for tensor in tensors), watcher.progress)
     name = optimizer_file.FILE_NAME
     with staged(target, overwrite=options.overwrite, replaced=re.compile(re.escape(name))) as partial:
         optimizer_file.write_optimizer(opened, paths, partial, meter)

@@ -70,6 +70,9 @@ def select_weights(
     root = find_root([tensor.path for tensor in index.tensors], where)
     depth = len(root)
     tensors = [tensor for tensor in index.tensors if len(tensor.path) > depth and tensor.path[:depth] == root]
+    if any(len(tensor.path) > depth + 1 and tensor.path[depth] in OPTIMIZER_KEYS for tensor in tensors):
+        # torchtitan: the weights stand beside the optimizer and the state of the training, each below a key.
+        tensors = [tensor for tensor in tensors if len(tensor.path) == depth + 1]
     if not tensors:
         msg = f"{where} holds no tensor"
         raise CheckpointError(msg, hint="give the folder of the model's own checkpoint")
@@ -105,8 +108,8 @@ def find_root(paths: Sequence[NamePath], where: str) -> NamePath:
             return _below((*root, model), inner, where)
         if len(candidates) == 1 and not weights_here and (not root or len(candidates) < len(nested)):
             root = (*root, candidates[0])
-        elif len(candidates) < len(nested):
-            msg = f"{where} holds an optimizer beside {_listed(candidates) or 'single tensors'}"
+        elif len(candidates) < len(nested) and not weights_here:
+            msg = f"{where} holds an optimizer beside {_listed(candidates)}"
             raise CheckpointError(msg, hint="save the model alone, or under the key 'model'")
         else:
             return root

@@ -148,12 +148,12 @@ def _long_binput(m: Machine) -> None:
 
 @_handles(ord("h"))
 def _binget(m: Machine) -> None:
-    m.recall(m.take(1)[0])
+    m.recall(m.take(1)[0], 2)
 
 
 @_handles(ord("j"))
 def _long_binget(m: Machine) -> None:
-    m.recall(int.from_bytes(m.take(4), "little"))
+    m.recall(int.from_bytes(m.take(4), "little"), 5)
 
 
 @_handles(ord("c"))

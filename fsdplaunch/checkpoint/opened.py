@@ -5,10 +5,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdplaunch.checkpoint.collection import no_collection
+from fsdplaunch.checkpoint.headers import read_items
 from fsdplaunch.checkpoint.hf_shards import read_shards
-from fsdplaunch.checkpoint.index import INDEX_NAME, CheckpointIndex, Place, StoredTensor, read_index
+from fsdplaunch.checkpoint.index import INDEX_NAME, CheckpointIndex, StoredTensor, read_index
 from fsdplaunch.checkpoint.item import Item
-from fsdplaunch.checkpoint.sources import Sources, open_sources, read_items
+from fsdplaunch.checkpoint.places import Place
+from fsdplaunch.checkpoint.rank_files import RANK_FILE, read_rank_files
+from fsdplaunch.checkpoint.sources import Sources, open_sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,10 @@ class Opened:
 
     def items(self, tensors: Iterable[StoredTensor]) -> dict[Place, Item]:
         """Return where each chunk's bytes of `tensors` are, by its place."""
-        return read_items(self.sources, tensors) if self.known is None else self.known
+        if self.known is not None:
+            return self.known
+        with no_collection():
+            return read_items(self.sources, tensors)
 
 
 @contextmanager
@@ -39,9 +46,12 @@ def open_checkpoint(folder: Path) -> Iterator[Opened]:
     Raises:
         CheckpointError: When it is damaged, incomplete or hostile.
     """
-    if (folder / INDEX_NAME).is_file():
-        index, known = read_index(folder), None
-    else:
-        index, known = read_shards(folder)
+    with no_collection():
+        if (folder / INDEX_NAME).is_file():
+            index, known = read_index(folder), None
+        elif any(RANK_FILE.fullmatch(path.name) for path in folder.iterdir()):
+            index, known = read_rank_files(folder)
+        else:
+            index, known = read_shards(folder)
     with open_sources(folder, index) as sources:
         yield Opened(folder, index, sources, known)

@@ -73,6 +73,29 @@ class MergeOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MergeStart:
+    """What is about to be written, once all checks are passed.
+
+    Attributes:
+        source: The checkpoint folder that is read.
+        output: The folder to make.
+        tensors: Number of tensors.
+        files: Number of files that the checkpoint's data stand in.
+        nbytes: Bytes to write.
+        free: Bytes free on the output's disk.
+        memory: Bytes of memory that it takes.
+    """
+
+    source: Path
+    output: Path
+    tensors: int
+    files: int
+    nbytes: int
+    free: int
+    memory: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MergeProgress:
     """How far a merge is.
 
@@ -127,6 +150,10 @@ class MergeResult:
 
 
 Progress = Callable[[MergeProgress], None]
+Announce = Callable[[MergeStart], None]
+# What a merge to safetensors was measured to take at every size, and for each chunk of the checkpoint besides.
+STREAMING_MEMORY = 80 * 10**6
+MEMORY_PER_CHUNK = 400
 
 
 class Meter:

@@ -3,14 +3,17 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from operator import mul
+from typing import Any, NamedTuple
 
-from fsdplaunch.checkpoint.boxes import Box, flat_offset, is_dense, is_one_run
+from fsdplaunch.checkpoint.boxes import Box, is_dense, is_one_run, row_major
 from fsdplaunch.checkpoint.convert import written_dtype
+from fsdplaunch.checkpoint.description import Description
 from fsdplaunch.checkpoint.dtypes import Dtype
-from fsdplaunch.checkpoint.index import Place, StoredChunk, StoredTensor
+from fsdplaunch.checkpoint.index import StoredTensor
 from fsdplaunch.checkpoint.item import Item
 from fsdplaunch.checkpoint.names import Selection
+from fsdplaunch.checkpoint.places import Place
 from fsdplaunch.checkpoint.refusal import short
 from fsdplaunch.checkpoint.safetensors_file import (
     INDEX_NAME,
@@ -25,8 +28,7 @@ from fsdplaunch.errors import CheckpointError
 _FLOATS = {"float64", "float32", "float16", "bfloat16"}
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One chunk on its way into the merged tensor.
 
     Attributes:
@@ -204,7 +206,7 @@ def _plan_file(
     tensors = []
     for entry in entries:
         tensor = stored[entry.name]
-        pieces = tuple(plan_piece(tensor, chunk, items[chunk.place]) for chunk in tensor.chunks)
+        pieces = plan_pieces(tensor, items)
         planned = PlannedTensor(
             entry.name, tensor.name, tensor.dtype, entry.shape, offset, entry.nbytes, pieces, entry.dtype
         )
@@ -215,30 +217,37 @@ def _plan_file(
 
 def plan_alone(tensor: StoredTensor, items: Mapping[Place, Item]) -> PlannedTensor:
     """Return how a tensor is put together by itself, starting at byte 0."""
-    pieces = tuple(plan_piece(tensor, chunk, items[chunk.place]) for chunk in tensor.chunks)
+    pieces = plan_pieces(tensor, items)
     return PlannedTensor(
         tensor.name, tensor.name, tensor.dtype, tensor.shape, 0, tensor.nbytes, pieces, tensor.dtype
     )
 
 
-def plan_piece(tensor: StoredTensor, chunk: StoredChunk, item: Item) -> Piece:
-    """Return how one chunk gets into its tensor."""
-    found, size = item.description, tensor.dtype.size
+def plan_pieces(tensor: StoredTensor, items: Mapping[Place, Item]) -> tuple[Piece, ...]:
+    """Return how a tensor's chunks get into it, in their order."""
+    size, steps = tensor.dtype.size, row_major(tensor.shape)
+    # Nearly all chunks of a tensor are laid out alike; a description lives as long as its item.
+    layouts: dict[tuple[tuple[int, ...], int], tuple[int, bool, int]] = {}
+    pieces = []
+    for box, place in tensor.chunks:
+        found, data_offset, data_length, crc = items[place]
+        kind = (box[1], id(found))
+        layout = layouts.get(kind)
+        if layout is None:
+            layout = layouts[kind] = _layout(tensor, box, found)
+        flip, run, nbytes = layout
+        file_offset, target = place[1] + data_offset, sum(map(mul, box[0], steps)) * size
+        pieces.append(
+            Piece(box, place, file_offset, data_length, found.strides, found.start, crc, flip, run, target, nbytes)
+        )
+    return tuple(pieces)
+
+
+def _layout(tensor: StoredTensor, box: Box, found: Description) -> tuple[int, bool, int]:
+    """Return which bits of a chunk's elements are inverted, whether it is one run of bytes, and how many."""
     flip = _flip_bits(tensor, conjugated=found.conjugated, negated=found.negated)
-    run = not flip and is_dense(found.shape, found.strides) and is_one_run(tensor.shape, chunk.box.sizes)
-    return Piece(
-        box=chunk.box,
-        place=chunk.place,
-        file_offset=chunk.place.offset + item.data_offset,
-        data_length=item.data_length,
-        strides=found.strides,
-        start=found.start,
-        crc=item.crc,
-        flip=flip,
-        run=run,
-        target=flat_offset(tensor.shape, chunk.box.offsets) * size,
-        nbytes=math.prod(chunk.box.sizes) * size,
-    )
+    run = not flip and is_dense(found.shape, found.strides) and is_one_run(tensor.shape, box.sizes)
+    return flip, run, math.prod(box.sizes) * tensor.dtype.size
 
 
 def _flip_bits(tensor: StoredTensor, *, conjugated: bool, negated: bool) -> int:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdplaunch.checkpoint.collection import no_collection
 from fsdplaunch.checkpoint.companions import Companion, find_companions
 from fsdplaunch.checkpoint.names import Selection, select_weights
 from fsdplaunch.checkpoint.opened import Opened
@@ -31,6 +32,11 @@ class Prepared:
     plan: MergePlan
     tied: tuple[tuple[str, str], ...] = ()
     companions: tuple[Companion, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is written, copied files included."""
+        return self.plan.nbytes + sum(companion.nbytes for companion in self.companions)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything that would be done as plain data."""
@@ -73,9 +79,11 @@ def prepare(opened: Opened, target: Path | None, options: MergeOptions) -> Prepa
     groups = [] if options.keep_tied else known_ties(source, options.copy_from, selection.plain)
     tied = find_tied(selection, groups, items, opened.sources)
     selection = without(selection, {left_out for left_out, _ in tied})
-    plan = build_plan(
-        selection, items, max_shard_size=options.max_shard_size, dtype=options.dtype, aliases=dict(tied)
-    )
+    with no_collection():
+        plan = build_plan(
+            selection, items, max_shard_size=options.max_shard_size, dtype=options.dtype, aliases=dict(tied)
+        )
+    prepared = Prepared(folder=source, selection=selection, plan=plan, tied=tied, companions=companions)
     if target is not None:
-        check_space(target, plan.nbytes + sum(companion.nbytes for companion in companions))
-    return Prepared(folder=source, selection=selection, plan=plan, tied=tied, companions=companions)
+        check_space(target, prepared.nbytes)
+    return prepared

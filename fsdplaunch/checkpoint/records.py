@@ -6,11 +6,10 @@ from typing import Any
 from fsdplaunch.checkpoint.boxes import Box
 from fsdplaunch.checkpoint.counts import LARGEST, check_count, check_counts
 from fsdplaunch.checkpoint.dtypes import DTYPES, Dtype
-from fsdplaunch.checkpoint.fused import fuse_chunk, fuse_index, fuse_info
+from fsdplaunch.checkpoint.fused import METADATA, fuse_chunks, fuse_items
 from fsdplaunch.checkpoint.machine import Fuse, Maker, Record
 from fsdplaunch.checkpoint.refusal import RefusedError
 
-_METADATA = "torch.distributed.checkpoint.metadata"
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
 
 
@@ -73,12 +72,13 @@ class TensorEntry(Record):
         if not isinstance(properties, Properties):
             msg = "a tensor has no properties"
             raise RefusedError(msg)
-        if type(chunks) is not list or not all(isinstance(item, Chunk) for item in chunks):
+        if type(chunks) is not list or not set(map(type, chunks)) <= {Box, Chunk}:
             msg = "a tensor's chunks are not a list of chunks"
             raise RefusedError(msg)
         self.dtype, self.layout = properties.dtype, properties.layout
         self.shape = check_counts(fields.get("size"), "a tensor's size")
-        self.chunks = [item.box for item in chunks if item.box is not None]
+        boxes = (item if type(item) is Box else item.box for item in chunks)
+        self.chunks = [box for box in boxes if box is not None]
 
 
 class ValueEntry(Record):
@@ -208,7 +208,7 @@ SIZE_NAMES: dict[tuple[str, str], Any] = {
 }
 
 
-_FUSED: dict[Callable[[], Record], Fuse] = {Chunk: fuse_chunk, Index: fuse_index, Info: fuse_info}
+_FUSED: dict[Callable[[], Record], Fuse] = {Chunk: fuse_chunks, Index: fuse_items}
 
 
 def _records(module: str, makers: dict[str, Callable[[], Record]]) -> dict[tuple[str, str], Any]:
@@ -220,7 +220,7 @@ def _records(module: str, makers: dict[str, Callable[[], Record]]) -> dict[tuple
 NAMES: dict[tuple[str, str], Any] = {
     **SIZE_NAMES,
     **_records(
-        _METADATA,
+        METADATA,
         {
             "Metadata": Meta,
             "MetadataIndex": Index,
@@ -233,7 +233,7 @@ NAMES: dict[tuple[str, str], Any] = {
     ),
     **_records("torch.distributed.checkpoint.filesystem", {"_StorageInfo": Info}),
     **_records(_SHARDED_TENSOR, {"TensorProperties": Properties}),
-    (_METADATA, "_MEM_FORMAT_ENCODING"): Maker("_MEM_FORMAT_ENCODING", call=_one(int, "a memory format")),
+    (METADATA, "_MEM_FORMAT_ENCODING"): Maker("_MEM_FORMAT_ENCODING", call=_one(int, "a memory format")),
     (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): Maker("MEM_FORMAT_ENCODING", call=_one(int, "a memory format")),
     **{
         (module, name): Maker(f"{module}.{name}", call=_folder)

@@ -3,15 +3,15 @@
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from fsdplaunch.checkpoint.index import INDEX_NAME, CheckpointIndex, Place, StoredChunk, StoredTensor
-from fsdplaunch.checkpoint.item import Item, read_item
+from fsdplaunch.checkpoint.index import INDEX_NAME, CheckpointIndex
+from fsdplaunch.checkpoint.places import Place
 from fsdplaunch.checkpoint.plan import Piece
-from fsdplaunch.checkpoint.refusal import RefusedError, short
+from fsdplaunch.checkpoint.refusal import short
 from fsdplaunch.errors import CheckpointError
 
 # Fewer than the usual limit of 1024, which checkpoints of large jobs exceed.
@@ -67,6 +67,12 @@ class Sources:
             count -= len(part)
             position += len(part)
         return b"".join(parts) if len(parts) != 1 else parts[0]
+
+    def read_up_to(self, place: Place, count: int) -> bytes:
+        """Return what stands in the file from `place` on: the item at least, `count` bytes at most."""
+        fd = self.descriptor(place.file)
+        data = os.pread(fd, count, place.offset)
+        return data if len(data) >= place.length else self.read(place, 0, place.length)
 
     def read_piece(self, piece: Piece, offset: int, count: int) -> bytes:
         """Return exactly `count` bytes at `offset` of a chunk's data."""
@@ -138,37 +144,3 @@ def open_sources(folder: Path, index: CheckpointIndex) -> Sources:
         CheckpointError: When one is missing, too short, or not a file of this folder.
     """
     return Sources(folder, {name: end for name, end in index.files.items() if name != INDEX_NAME})
-
-
-def read_items(sources: Sources, tensors: Iterable[StoredTensor]) -> dict[Place, Item]:
-    """Read the headers of all chunks of `tensors`, and check each against the index.
-
-    Returns:
-        Where each chunk's bytes are, by its place.
-    """
-    wanted = [(chunk.place, tensor, chunk) for tensor in tensors for chunk in tensor.chunks]
-    # File by file: in the tensors' order, thousands of ranks' files would be opened again for every tensor.
-    wanted.sort(key=lambda entry: (entry[0].file, entry[0].offset))
-    return {place: _read_checked(sources, tensor, chunk) for place, tensor, chunk in wanted}
-
-
-def _read_checked(sources: Sources, tensor: StoredTensor, chunk: StoredChunk) -> Item:
-    place = chunk.place
-    try:
-        item = read_item(lambda offset, count: sources.read(place, offset, count), place.length)
-    except (RefusedError, UnicodeDecodeError) as problem:
-        where = _where(sources, tensor, place)
-        msg = f"{where} cannot be read: {problem if isinstance(problem, RefusedError) else 'damaged text'}"
-        raise CheckpointError(msg, hint="copy the checkpoint again, or use an older one") from None
-    found = item.description
-    if found.dtype.name != tensor.dtype.name or found.shape != chunk.box.sizes:
-        msg = (
-            f"{_where(sources, tensor, place)} holds {found.dtype.name} of shape {list(found.shape)}, "
-            f"the index says {tensor.dtype.name} of shape {list(chunk.box.sizes)}"
-        )
-        raise CheckpointError(msg, hint="index and data are from different saves")
-    return item
-
-
-def _where(sources: Sources, tensor: StoredTensor, place: Place) -> str:
-    return f"{sources.folder / place.file}: the chunk of {short(tensor.name)} at byte {place.offset}"

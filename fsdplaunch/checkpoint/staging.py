@@ -8,15 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fsdplaunch.checkpoint.exchange import exchange
 from fsdplaunch.errors import CheckpointError, UsageError
 
 # The files that a merge writes; only these are replaced when an output folder is overwritten.
 WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _SPARE = 2**20
 _NAME_PART = 30  # characters; a file name has 255 bytes, a character up to 4
-# linux/fcntl.h and linux/fs.h
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 
 
 def check_output(output: Path, sources: tuple[Path, ...], *, overwrite: bool) -> Path:
@@ -60,17 +58,39 @@ def _check_free(output: Path, target: Path, *, overwrite: bool) -> None:
         raise UsageError(msg, hint="choose another output folder")
 
 
+def free_space(target: Path) -> int:
+    """Return the bytes that are free on the disk where `target` will stand."""
+    return shutil.disk_usage(existing_parent(target)).free
+
+
 def check_space(target: Path, needed: int) -> None:
     """Check that `needed` bytes fit where `target` will stand.
 
     Raises:
         CheckpointError: When they do not, with both numbers.
     """
-    place = existing_parent(target)
-    free = shutil.disk_usage(place).free
+    place, free = existing_parent(target), free_space(target)
     if needed + _SPARE > free:
         msg = f"the merged weights need {readable(needed)}, {place} has {readable(free)} free"
         raise CheckpointError(msg, hint="free some space or choose another disk")
+
+
+def check_memory(needed: int) -> None:
+    """Check that `needed` bytes of memory are available, where the system says how much is.
+
+    Raises:
+        CheckpointError: When they are not, with both numbers.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return
+    if needed > free:
+        msg = (
+            f"the torch format needs the whole checkpoint in memory: {readable(needed)}, {readable(free)} are free"
+        )
+        raise CheckpointError(msg, hint="merge to safetensors, which needs next to none")
 
 
 def existing_parent(path: Path) -> Path:
@@ -153,7 +173,7 @@ def _carry_over(path: Path, goal: Path) -> None:
 
 def _swap(partial: Path, target: Path) -> None:
     """Put `partial` in the place of the folder `target`, and remove the old one."""
-    if _exchange(partial, target):
+    if exchange(partial, target):
         shutil.rmtree(partial, ignore_errors=True)
         return
     aside = partial.with_name(partial.name + "-old")
@@ -164,17 +184,6 @@ def _swap(partial: Path, target: Path) -> None:
         aside.rename(target)
         raise
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step, so that `other` exists at every moment; False where the system cannot."""
-    import ctypes
-
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    if rename is None:
-        return False
-    result: int = rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
-    return result == 0
 
 
 def _prefix(target: Path) -> str:

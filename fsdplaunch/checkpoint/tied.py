@@ -13,10 +13,11 @@ from typing import Any
 
 from fsdplaunch.checkpoint.assemble import written_blocks
 from fsdplaunch.checkpoint.companions import CONFIG_NAME
-from fsdplaunch.checkpoint.index import Place, StoredTensor
+from fsdplaunch.checkpoint.index import StoredTensor
 from fsdplaunch.checkpoint.item import Item
 from fsdplaunch.checkpoint.layout import MANIFEST_NAME
 from fsdplaunch.checkpoint.names import Selection
+from fsdplaunch.checkpoint.places import Place
 from fsdplaunch.checkpoint.plan import plan_alone
 from fsdplaunch.checkpoint.sources import Sources
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from fsdplaunch.errors import CheckpointError
 
-# One call copies at most this much, so that progress moves and Ctrl-C is heard.
-STEP = 64 * 2**20
+# One call copies at most this much, so that progress moves, Ctrl-C is heard, and the disk has work early.
+STEP = 16 * 2**20
 BUFFER = 8 * 2**20
 _UNSUPPORTED = {
     errno.EXDEV,

@@ -9,6 +9,7 @@ from fsdplaunch.checkpoint.plan import MergePlan, PlannedFile, PlannedTensor
 from fsdplaunch.checkpoint.safetensors_file import INDEX_NAME
 from fsdplaunch.checkpoint.sources import Sources
 from fsdplaunch.checkpoint.transfer import Copier, write_all
+from fsdplaunch.checkpoint.writeback import Writeback
 
 
 def write_plan(plan: MergePlan, sources: Sources, folder: Path, meter: Meter) -> None:
@@ -33,23 +34,38 @@ def write_small_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+class _Output:
+    """One output file while it is written, from its start to its end."""
+
+    def __init__(self, fd: int, meter: Meter) -> None:
+        self.fd, self.meter, self.writeback = fd, meter, Writeback(fd)
+        self.position = 0
+
+    def moved(self, count: int) -> None:
+        """Count bytes that now stand at the current position."""
+        self.position += count
+        self.meter.tick(count)
+        self.writeback.reached(self.position)
+
+
 def _write_file(file: PlannedFile, fd: int, sources: Sources, copier: Copier, meter: Meter) -> None:
     os.ftruncate(fd, file.nbytes)
     write_all(fd, file.header, 0)
+    output = _Output(fd, meter)
     for tensor in file.tensors:
         meter.tensor = tensor.name
         if not tensor.in_runs:
-            _assemble(tensor, fd, sources, meter)
+            _assemble(tensor, output, sources)
             continue
         for piece in tensor.pieces:
             source = sources.descriptor(piece.place.file)
             offset = piece.file_offset + piece.start * tensor.dtype.size
-            copier.copy(source, offset, fd, tensor.offset + piece.target, piece.nbytes, tick=meter.tick)
+            output.position = tensor.offset + piece.target
+            copier.copy(source, offset, fd, output.position, piece.nbytes, tick=output.moved)
 
 
-def _assemble(tensor: PlannedTensor, fd: int, sources: Sources, meter: Meter) -> None:
-    position = tensor.offset
+def _assemble(tensor: PlannedTensor, output: _Output, sources: Sources) -> None:
+    output.position = tensor.offset
     for data in written_blocks(tensor, sources.read_piece):
-        write_all(fd, data, position)
-        position += len(data)
-        meter.tick(len(data))
+        write_all(output.fd, data, output.position)
+        output.moved(len(data))

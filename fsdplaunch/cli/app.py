@@ -28,6 +28,13 @@ config_app = typer.Typer(
 )
 app.add_typer(config_app, name="config")
 
+runs_app = typer.Typer(
+    help="List runs and their states; show a run's output; cancel a run.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(runs_app, name="runs")
+
 ConfigOption = Annotated[
     Path | None, typer.Option("-c", "--config", "--config_file", help="The YAML file [default: ./fsdp.yaml]")
 ]
@@ -44,6 +51,10 @@ LAUNCH_EPILOG = (
     "Examples: fsdplaunch launch train.py --lr 3e-4; fsdplaunch launch --dry-run train.py; "
     "fsdplaunch launch --set fsdp_sharding_strategy=SHARD_GRAD_OP train.py. "
     "Everything after SCRIPT belongs to the script."
+)
+ESTIMATE_EPILOG = (
+    "Examples: fsdplaunch estimate Llama-3.1-8B --world-size 64 --gpu-memory 80GB --batch-size 2 --seq-len 4096; "
+    "fsdplaunch estimate train.py:build_model --exact --html memory.html."
 )
 
 
@@ -101,7 +112,9 @@ def _own_options() -> tuple[set[str], set[str]]:
         for info in getattr(hint, "__metadata__", ()):
             if isinstance(info, typer.models.OptionInfo):
                 spelled = "--" + name.replace("_", "-")
-                names = set(info.param_decls or (spelled, spelled.replace("--", "--no-", 1)))
+                first = () if info.default is ... else (str(info.default),)  # typer keeps the first spelling there
+                written = {*first, *(info.param_decls or ())}
+                names = written or {spelled, spelled.replace("--", "--no-", 1)}
                 (flags if hint.__origin__ is bool else options).update(names)
     return flags, options
 
@@ -307,6 +320,15 @@ def launch(
     allow_unsharded: Annotated[
         bool, typer.Option("--allow-unsharded", help="Accept a script that never shards a model")
     ] = False,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Submit to SLURM as slurm: in the file says; start nothing here")
+    ] = False,
+    kubernetes: Annotated[
+        bool, typer.Option("--kubernetes", help="Apply Kubernetes objects as kubernetes: in the file says")
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="With --slurm or --kubernetes: show the output until the end")
+    ] = False,
     help_all: Annotated[
         bool,
         typer.Option(
@@ -316,7 +338,7 @@ def launch(
     as_json: JsonOption = False,
 ) -> None:
     """Run a training script on every worker, sharded as the YAML says."""
-    from fsdplaunch.cli.launch_cmd import Wishes, launch_script
+    from fsdplaunch.cli.launch_cmd import Wishes, launch_script, one_route
 
     wishes = Wishes(
         module=module,
@@ -325,11 +347,61 @@ def launch(
         check_only=check_only,
         allow_unsharded=allow_unsharded,
         as_json=as_json,
+        route=one_route(slurm=slurm, kubernetes=kubernetes, follow=follow),
+        follow=follow,
     )
     status = launch_script(
         script, context.args, file=config, overrides=overrides or [], wishes=wishes, out=Output()
     )
     raise typer.Exit(status)
+
+
+LogDirOption = Annotated[
+    Path | None, typer.Option("--log-dir", help="Folder with the runs [default: launch.log_dir of the file]")
+]
+
+
+@runs_app.callback(invoke_without_command=True)
+def runs(
+    context: typer.Context,
+    config: ConfigOption = None,
+    log_dir: LogDirOption = None,
+    limit: Annotated[int, typer.Option("-n", "--limit", help="How many, newest first")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """List runs, newest first, with their states."""
+    if context.invoked_subcommand is None:
+        from fsdplaunch.cli import runs_cmd
+
+        raise typer.Exit(runs_cmd.list_runs(config, log_dir, limit=limit, as_json=as_json, out=Output()))
+
+
+@runs_app.command("logs")
+def runs_logs(
+    run: Annotated[str, typer.Argument(metavar="ID", help="The run, or as much of its name as is unique; latest")],
+    rank: Annotated[int | None, typer.Option(help="One rank's output instead of what the launcher showed")] = None,
+    stderr: Annotated[bool, typer.Option("--stderr", help="That rank's error output")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends")] = False,
+    config: ConfigOption = None,
+    log_dir: LogDirOption = None,
+) -> None:
+    """Print a run's output."""
+    from fsdplaunch.cli import runs_cmd
+
+    wanted = runs_cmd.Wanted(rank=rank, stream="stderr" if stderr else "stdout", follow=follow)
+    raise typer.Exit(runs_cmd.show_logs(run, config, log_dir, wanted=wanted, out=Output()))
+
+
+@runs_app.command("cancel")
+def runs_cancel(
+    run: Annotated[str, typer.Argument(metavar="ID", help="The run, or as much of its name as is unique; latest")],
+    config: ConfigOption = None,
+    log_dir: LogDirOption = None,
+) -> None:
+    """Ask a run to end; its workers may save first."""
+    from fsdplaunch.cli import runs_cmd
+
+    raise typer.Exit(runs_cmd.cancel_run(run, config, log_dir, out=Output()))
 
 
 @app.command("merge-weights")
@@ -344,6 +416,9 @@ def merge_weights(
             help="Write pytorch_model.bin instead of safetensors",
         ),
     ] = False,
+    file_format: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help="safetensors, or torch for pytorch_model.bin")
+    ] = "safetensors",
     remove_checkpoint_dir: Annotated[
         bool,
         typer.Option(
@@ -381,13 +456,14 @@ def merge_weights(
 ) -> None:
     """Join a sharded checkpoint into safetensors."""
     from fsdplaunch.checkpoint.merge import MergeOptions
-    from fsdplaunch.cli.merge_cmd import merge_command, parse_rename, parse_size
+    from fsdplaunch.cli.merge_cmd import merge_command, parse_format, parse_rename
+    from fsdplaunch.cli.size_option import parse_size
 
     options = MergeOptions(
         max_shard_size=parse_size(max_shard_size),
         overwrite=overwrite,
         verify=verify or remove_checkpoint_dir,
-        safe_serialization=not unsafe_serialization,
+        safe_serialization=parse_format(file_format) and not unsafe_serialization,
         remove_checkpoint_dir=remove_checkpoint_dir,
         dtype=dtype,
         only=tuple(only or ()),
@@ -398,3 +474,98 @@ def merge_weights(
         optimizer=optimizer,
     )
     merge_command(checkpoint, output, options=options, dry_run=dry_run, as_json=as_json, out=Output())
+
+
+@app.command(epilog=ESTIMATE_EPILOG)
+def estimate(
+    source: Annotated[
+        str | None, typer.Argument(help="MODEL_DIR, CONFIG.json or SCRIPT.py:FUNCTION", show_default=False)
+    ] = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    world_size: Annotated[int | None, typer.Option(help="Ranks over all machines")] = None,
+    gpu_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of one GPU, as in 80GB")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per rank and step")] = 1,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of each sequence")] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, adam, nadam, adagrad, rmsprop, momentum or sgd")
+    ] = "adamw",
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Shard the model and trace one step (needs torch)")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the picture")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say how much memory a run needs on each GPU, whether it fits, and what to change."""
+    from fsdplaunch.cli.estimate_cmd import Wanted
+    from fsdplaunch.cli.estimate_cmd import estimate as run_estimate
+    from fsdplaunch.cli.size_option import parse_size
+
+    wanted = Wanted(
+        source=source,
+        world=world_size,
+        gpu_memory=parse_size(gpu_memory, option="--gpu-memory") if gpu_memory else None,
+        batch_size=batch_size,
+        length=seq_len,
+        optimizer=optimizer,
+        exact=exact,
+        html=html,
+    )
+    raise typer.Exit(run_estimate(wanted, file=config, overrides=overrides or [], as_json=as_json, out=Output()))
+
+
+@app.command()
+def doctor(
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    network: Annotated[
+        bool, typer.Option("--network", help="Start a short test of the connections between all workers")
+    ] = False,
+    no_torch: Annotated[bool, typer.Option("--no-torch", help="Do not import torch (saves seconds)")] = False,
+    paste: Annotated[
+        bool, typer.Option("--paste", help="Print the block for a bug report, without secrets and names")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what this machine has and what stands in the way of training; exit 3 if something does."""
+    from fsdplaunch.cli.doctor_cmd import doctor as run_doctor
+
+    status = run_doctor(
+        file=config,
+        overrides=overrides or [],
+        network=network,
+        no_torch=no_torch,
+        paste=paste,
+        as_json=as_json,
+        out=Output(),
+    )
+    raise typer.Exit(status)
+
+
+@app.command(
+    epilog="Example: fsdplaunch check train.py --lr 3e-4. Everything after SCRIPT belongs to the script.",
+    context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
+)
+def check(
+    context: typer.Context,
+    script: Annotated[str | None, typer.Argument(help="Script to try", show_default=False)] = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps after which the script is ended")] = 2,
+    as_json: JsonOption = False,
+) -> None:
+    """Try a script with its configuration: two CPU workers, a few steps, one checkpoint there and back."""
+    from fsdplaunch.cli.check_cmd import check as run_check
+
+    status = run_check(
+        script,
+        context.args,
+        file=config,
+        overrides=overrides or [],
+        module=module,
+        steps=steps,
+        as_json=as_json,
+        out=Output(),
+    )
+    raise typer.Exit(status)

@@ -5,7 +5,7 @@ typer sees it: `--fsdp-sharding-strategy FULL_SHARD` becomes `--set fsdp_config.
 Only what stands before the script is looked at; everything after it belongs to the script.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fsdplaunch.config.keys import KeySpec, all_keys
@@ -23,6 +23,17 @@ SHORTHANDS: Mapping[str, str] = {
 
 _LETTERS: Mapping[str, str] = {"-r": "redirects", "-t": "tee"}
 """torchrun's options of one letter."""
+
+_ALWAYS = ("--run-path", "--run_path", "--quiet", "-q")
+"""Switches of torchrun and accelerate for what always is so: a script runs inside its worker's interpreter, and a
+failure is told in a few lines."""
+
+_ELSEWHERE: Mapping[str, str] = {
+    "logs_specs": "every rank's output is in the run's folder, in ranks/RANK/; --show-ranks and --tee show it",
+    "duplicate_stdout_filters": "search the ranks' files: grep WORD runs/latest/ranks/*/stdout.log",
+    "duplicate_stderr_filters": "search the ranks' files: grep WORD runs/latest/ranks/*/stderr.log",
+}
+"""Options of torchrun that have no place here, and what serves instead."""
 
 _START_METHODS: Mapping[str, tuple[str, ...]] = {
     "spawn": ("--set", "launch.preload=none"),
@@ -101,24 +112,29 @@ def expand(argv: Sequence[str], *, own_flags: set[str], own_options: set[str]) -
             done.append(word)
             if not has_value and rest:
                 done.append(rest.pop(0))
-        elif name in SHORTHANDS:
-            done += ["--set", SHORTHANDS[name]]
-        elif name in ("fsdp", "fsdp_config"):
-            value = value if has_value else _take(option, rest)
-            done += _words(value) if name == "fsdp" else ["--config", _file(value)]
-        elif name == "start_method":
-            done += _start_method(value if has_value else _take(option, rest))
+        elif name in SHORTHANDS or option in _ALWAYS:
+            done += ["--set", SHORTHANDS[name]] if name in SHORTHANDS else []
+        elif name in _OTHERS:
+            done += _OTHERS[name](value if has_value else _take(option, rest))
         elif (option.startswith("--") or option in _LETTERS) and name in table:
             value = value if has_value else _value(option, table[name], rest)
             done += ["--set", f"{_dotted(name, table[name], value)}={value}"]
         else:
-            done.append(word)  # typer says what is wrong with it
+            done.append(_unknown(word, name))
     return done + rest
 
 
 def _dotted(name: str, spec: KeySpec, value: str) -> str:
     """The key an option sets; torchrun's `--nnodes` says a number or a range."""
     return "launch.nodes" if name == "nnodes" and ":" in value else spec.dotted
+
+
+def _unknown(word: str, name: str) -> str:
+    """Leave it to typer to say what is wrong with an option, where we do not know better."""
+    if name in _ELSEWHERE:
+        msg = f"{word.partition('=')[0]} is torchrun's, and has no meaning here"
+        raise UsageError(msg, hint=_ELSEWHERE[name])
+    return word
 
 
 def _start_method(value: str) -> tuple[str, ...]:
@@ -170,3 +186,12 @@ def _file(value: str) -> str:
         msg = f"--fsdp_config {value}: the folder must hold one configuration file, found {names}"
         raise UsageError(msg, hint="name the file itself")
     return str(found[0])
+
+
+_OTHERS: Mapping[str, Callable[[str], Sequence[str]]] = {
+    "fsdp": _words,
+    "fsdp_config": lambda value: ("--config", _file(value)),
+    "start_method": _start_method,
+    "num_cpu_threads_per_process": lambda value: ("--set", f"launch.env.OMP_NUM_THREADS={value}"),
+}
+"""Options with a value that are no key's name, and what each comes to."""

@@ -6,7 +6,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +14,16 @@ from fsdplaunch import __version__
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load import Loaded, load_config
 from fsdplaunch.errors import EXIT_MACHINE, MachineError, UsageError
+from fsdplaunch.launch.cluster.place import assumed_settings, find_place
 from fsdplaunch.launch.panel import end_line, failure_lines
 from fsdplaunch.launch.plan import LaunchPlan, Machine, Target, build_plan
 from fsdplaunch.launch.ports import find_holder, meeting_port
 from fsdplaunch.launch.preflight import Finding, find_obstacles, torch_version
 from fsdplaunch.launch.result import RunResult
 from fsdplaunch.probe.hardware import Hardware, read_hardware
+
+GROUP_RUN = "FSDPLAUNCH_GROUP_RUN"
+"""Contract variable, not a key: the run's name, where the one who started all machines' launchers chose it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,8 @@ class Wishes:
         check_only: Check this machine; start nothing.
         allow_unsharded: Accept a script that never shards a model.
         as_json: Print one JSON object on stdout, and nothing else there.
+        route: Hand the run to a scheduler, `slurm` or `kubernetes`, instead of starting it here.
+        follow: Show the submitted run's output until it ends.
     """
 
     module: bool = False
@@ -41,6 +47,8 @@ class Wishes:
     check_only: bool = False
     allow_unsharded: bool = False
     as_json: bool = False
+    route: str | None = None
+    follow: bool = False
 
 
 def launch_script(
@@ -68,8 +76,22 @@ def launch_script(
     )
     if target.is_python and not target.is_module:
         check_script(script)
-    loaded = load_config(file, overrides=overrides)
+    submitting = wishes.route is not None
+    assumed = () if submitting else assumed_settings(os.environ)
+    loaded = load_config(file, overrides=overrides, assumed=assumed)
+    if submitting or loaded.config.ssh.hosts or loaded.config.ssh.hostfile:
+        from fsdplaunch.cli.route_cmd import launch_elsewhere
+
+        return launch_elsewhere(loaded, target, wishes, out)
     hardware = read_hardware(os.environ)
+    place = find_place(loaded.config, os.environ)
+    if place.is_several:
+        from fsdplaunch.cli.cluster_cmd import Part, launch_part
+
+        part = Part(
+            loaded=loaded, place=place, target=target, hardware=hardware, wishes=wishes, overrides=overrides
+        )
+        return launch_part(part, out)
     plan = plan_for_this_machine(loaded, hardware, target, allow_unsharded=wishes.allow_unsharded)
     if wishes.dry_run:
         show_plan(plan, loaded, as_json=wishes.as_json, out=out)
@@ -77,6 +99,22 @@ def launch_script(
     if not pass_checks(plan, hardware, wishes, out):
         return EXIT_MACHINE
     return 0 if wishes.check_only else run_and_report(plan, loaded, as_json=wishes.as_json, out=out)
+
+
+def one_route(*, slurm: bool, kubernetes: bool, follow: bool) -> str | None:
+    """Which scheduler the run is handed to, if any.
+
+    Raises:
+        UsageError: Two are named, or none is to be followed.
+    """
+    named = [name for name, wanted in (("slurm", slurm), ("kubernetes", kubernetes)) if wanted]
+    if len(named) > 1:
+        msg = "--slurm and --kubernetes name two schedulers"
+        raise UsageError(msg, hint="leave one of them out")
+    if follow and not named:
+        msg = "--follow is for submitted runs"
+        raise UsageError(msg, hint="add --slurm or --kubernetes; a run that starts here shows its output anyway")
+    return named[0] if named else None
 
 
 def check_script(script: str) -> None:
@@ -90,11 +128,41 @@ def check_script(script: str) -> None:
         raise UsageError(msg, hint=f"looked in {Path.cwd()}")
 
 
+def fresh_run_id() -> str:
+    """A name for a run: when it was started, and a few characters of its own."""
+    return f"{time.strftime('%Y-%m-%d_%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def run_name(environ: Mapping[str, str]) -> tuple[str, Path]:
+    """The run's name and its folder inside launch.log_dir: given by the script that started us, else fresh."""
+    given = environ.get(GROUP_RUN)
+    name = given.replace("/", "-") if given else fresh_run_id()
+    return name, Path(given or name)
+
+
 def plan_for_this_machine(
-    loaded: Loaded, hardware: Hardware, target: Target, *, allow_unsharded: bool
+    loaded: Loaded,
+    hardware: Hardware,
+    target: Target,
+    *,
+    allow_unsharded: bool,
+    run_id: str | None = None,
+    folder: Path | None = None,
+    ranks: int | None = None,
 ) -> LaunchPlan:
-    """Build the plan with this machine's facts, a fresh run id and an absolute run folder."""
-    run_id = f"{time.strftime('%Y-%m-%d_%H%M%S')}-{secrets.token_hex(2)}"
+    """Build the plan with this machine's facts and an absolute run folder.
+
+    Args:
+        loaded: The configuration.
+        hardware: This machine.
+        target: What every rank runs.
+        allow_unsharded: Let a script end without having sharded a model.
+        run_id: The run's name; a fresh one when left out.
+        folder: This machine's folder inside launch.log_dir; named after the run when left out.
+        ranks: Workers over all machines, where they are known.
+    """
+    name, home = run_name(os.environ)
+    run_id, folder = run_id or name, folder or home
     machine = Machine(
         gpus=len(hardware.gpus),
         cpus=hardware.cpu_count,
@@ -107,9 +175,10 @@ def plan_for_this_machine(
         machine=machine,
         target=target,
         run_id=run_id,
-        run_dir=Path(loaded.config.launch.log_dir).absolute() / run_id,
+        run_dir=Path(loaded.config.launch.log_dir).absolute() / (folder or run_id),
         allow_unsharded=allow_unsharded,
         notes=(*loaded.notes, *hardware.notes),
+        ranks=ranks,
     )
 
 
@@ -155,7 +224,7 @@ def announce(plan: LaunchPlan, loaded: Loaded, out: Output) -> None:
     """Say what starts, with which file, and where its output goes."""
     fsdp = plan.config.fsdp_config
     place = "GPUs, nccl" if plan.device == "cuda" else "CPU, gloo"
-    nodes = f" on each of {plan.nodes} machines" if plan.nodes > 1 else ""
+    nodes = f" of {plan.world_size} on {plan.nodes} machines" if plan.nodes > 1 else ""
     out.say(f"fsdplaunch {__version__}  run {plan.run_id}  config {_source(loaded)}")
     if plan.config.distributed_type == "FSDP":
         how = f"FSDP{fsdp.fsdp_version} {fsdp.fsdp_sharding_strategy}, {fsdp.fsdp_auto_wrap_policy}"
@@ -164,7 +233,9 @@ def announce(plan: LaunchPlan, loaded: Loaded, out: Output) -> None:
     precision = plan.config.precision.param or "the model's own precision"
     workers = "1 worker" if plan.workers == 1 else f"{plan.workers} workers"
     out.say(f"  {workers}{nodes} ({place}), {how}, {precision}")
-    out.say(out.dim(f"  logs {_short(plan.run_dir)}, stop with Ctrl-C (once: let the workers end; twice: now)"))
+    out.say(
+        out.dim(f"  logs {short_path(plan.run_dir)}, stop with Ctrl-C (once: let the workers end; twice: now)")
+    )
     for note in plan.notes:
         out.note(note)
 
@@ -182,6 +253,16 @@ def run_and_report(plan: LaunchPlan, loaded: Loaded, *, as_json: bool, out: Outp
     """Run the plan, say how it began and ended, and return the status to exit with."""
     from fsdplaunch.launch.runner import run_plan
 
+    announce(plan, loaded, out)
+    output = sys.stderr.fileno() if as_json else None  # stdout is for the result alone
+    result = run_plan(plan, output=output, on_signal=signal_teller(plan, out))
+    report(result, plan, as_json=as_json, out=out)
+    return result.exit_code
+
+
+def signal_teller(plan: LaunchPlan, out: Output) -> Callable[[int, int], None]:
+    """Return what says that a signal was passed on."""
+
     def tell(number: int, count: int) -> None:
         name = signal.Signals(number).name
         if count == 1:
@@ -190,11 +271,7 @@ def run_and_report(plan: LaunchPlan, loaded: Loaded, *, as_json: bool, out: Outp
         else:
             out.say(f"{name}: killing the workers")
 
-    announce(plan, loaded, out)
-    output = sys.stderr.fileno() if as_json else None  # stdout is for the result alone
-    result = run_plan(plan, output=output, on_signal=tell)
-    report(result, plan, as_json=as_json, out=out)
-    return result.exit_code
+    return tell
 
 
 def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output) -> None:
@@ -202,12 +279,12 @@ def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output) -
     if as_json:
         out.json({"run_id": plan.run_id, "run_dir": str(plan.run_dir), **result.to_dict()})
     if result.failure is not None:
-        out.failure(failure_lines(result, run_dir=_short(plan.run_dir), folder=str(Path.cwd())))
+        out.failure(failure_lines(result, run_dir=short_path(plan.run_dir), folder=str(Path.cwd())))
     else:
         out.say(end_line(result, workers=plan.world_size))
 
 
-def _short(path: Path) -> str:
+def short_path(path: Path) -> str:
     """The path as seen from here, when that is shorter."""
     try:
         return str(path.relative_to(Path.cwd()))

@@ -1,28 +1,19 @@
 """`fsdplaunch merge-weights`: show what will be merged, show progress, say what came of it."""
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from fsdplaunch.checkpoint.merge import MergeOptions, MergeResult, merge, prepare_merge
+from fsdplaunch.checkpoint.layout import AmbiguousError, find_model, find_optimizer
+from fsdplaunch.checkpoint.merge import MergeOptions, MergeResult, MergeStart, merge, prepare_merge
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.progress import byte_progress, size_text
 from fsdplaunch.errors import UsageError
-
-UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
 
 
 @contextmanager
@@ -44,22 +35,42 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def parse_size(text: str) -> int:
-    """Read a size such as `5GB`, `500 MB` or `2GiB`, in bytes.
+def parse_format(text: str) -> bool:
+    """Read the name of an output format: True for safetensors, False for torch's own.
 
     Raises:
-        UsageError: When it is no size.
+        UsageError: When it is neither.
     """
-    word = text.strip().upper().replace(" ", "")
-    digits = word.rstrip("KMGTIB")
+    if text not in {"safetensors", "torch"}:
+        msg = f"--format {text!r} is not known"
+        raise UsageError(msg, hint="use safetensors or torch")
+    return text == "safetensors"
+
+
+def choose_checkpoint(given: Path, *, optimizer: bool, out: Output) -> Path:
+    """Return the checkpoint to merge; when `given` holds several, a person at a terminal is asked which.
+
+    Raises:
+        AmbiguousError: When it holds several and nobody can be asked.
+    """
     try:
-        size = int(float(digits) * UNITS[word[len(digits) :]])
-    except (ValueError, KeyError, OverflowError):
-        size = 0
-    if size <= 0:
-        msg = f"--max-shard-size {text!r} is not a size"
-        raise UsageError(msg, hint="write it as 5GB, 500MB or 2GiB")
-    return size
+        (find_optimizer if optimizer else find_model)(given)
+    except AmbiguousError as problem:
+        if os.environ.get("CI") or not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise
+        return _asked(problem, out)
+    return given
+
+
+def _asked(problem: AmbiguousError, out: Output) -> Path:
+    out.say(f"{problem.message.partition(': ')[0]}:")
+    for number, path in enumerate(problem.candidates, 1):
+        out.say(f"  {number}  {path}")
+    out.ask(f"which one? [1-{len(problem.candidates)}] ")
+    answer = sys.stdin.readline().strip()
+    if not answer.isdecimal() or not 1 <= int(answer) <= len(problem.candidates):
+        raise problem
+    return problem.candidates[int(answer) - 1]
 
 
 def parse_rename(text: str) -> tuple[str, str]:
@@ -79,6 +90,7 @@ def merge_command(
     checkpoint: Path, output: Path, *, options: MergeOptions, dry_run: bool, as_json: bool, out: Output
 ) -> None:
     """Merge a sharded checkpoint and report the result, or only show the plan."""
+    checkpoint = choose_checkpoint(checkpoint, optimizer=options.optimizer, out=out)
     if dry_run:
         show_plan(checkpoint, output, options=options, as_json=as_json, out=out)
         return
@@ -88,6 +100,7 @@ def merge_command(
             output,
             options=options,
             progress=lambda now: update(now.phase, now.done, now.total, now.tensor),
+            announce=lambda start: out.say("\n".join(start_lines(start))),
         )
     if as_json:
         out.json(result_as_data(result))
@@ -96,6 +109,15 @@ def merge_command(
         out.say(line)
     for path in result.files:
         out.data(str(path))
+
+
+def start_lines(start: MergeStart) -> list[str]:
+    """Say what is about to be read and written, and what it takes."""
+    size = size_text(start.nbytes)
+    return [
+        f"{start.source}: {start.tensors} tensors in {start.files} {'file' if start.files == 1 else 'files'}",
+        f"{start.output}: {size} of {size_text(start.free)} free, memory at most {size_text(start.memory)}",
+    ]
 
 
 def show_plan(checkpoint: Path, output: Path, *, options: MergeOptions, as_json: bool, out: Output) -> None:
@@ -125,6 +147,7 @@ def result_as_data(result: MergeResult) -> dict[str, Any]:
         "tied": [list(pair) for pair in result.tied],
         "copied": [str(path) for path in result.copied],
         "verified": result.verified,
+        "removed": result.removed,
     }
 
 
@@ -147,6 +170,8 @@ def result_lines(result: MergeResult, given: Path) -> list[str]:
         lines.append(f"tied, written once: {shown} (--keep-tied writes each name)")
     if result.copied:
         lines.append(f"copied {', '.join(path.name for path in result.copied)}")
+    if result.removed:
+        lines.append(f"removed {result.source}")
     if result.excluded:
         lines.append(f"left out on request: {len(result.excluded)} weights")
     return lines

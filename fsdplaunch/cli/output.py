@@ -30,6 +30,14 @@ class Output:
         """Tell the user something, on stderr."""
         print(text, file=sys.stderr, flush=True)
 
+    def live(self, text: str) -> None:
+        """Show a line that the next one replaces, on a terminal; an empty one takes it away."""
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def ask(self, text: str) -> None:
+        """Show a question on stderr; the answer goes on the same line."""
+        print(text, end="", file=sys.stderr, flush=True)
+
     def note(self, text: str) -> None:
         """Tell the user something that may surprise, on stderr."""
         self.say(f"{self._paint('note:', _YELLOW)} {text}")

@@ -16,6 +16,8 @@ RUN_DIR = "FSDPLAUNCH_RUN_DIR"
 """Contract variable, not a key: the run's folder, where each rank writes its files."""
 ALLOW_UNSHARDED = "FSDPLAUNCH_ALLOW_UNSHARDED"
 """Contract variable, not a key: `1` when a script may end without having sharded a model."""
+REHEARSAL_STEPS = "FSDPLAUNCH_REHEARSAL_STEPS"
+"""Contract variable, not a key: end the script after so many optimizer steps and a checkpoint there and back."""
 
 
 def encode(config: Config) -> dict[str, str]:

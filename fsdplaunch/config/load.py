@@ -61,6 +61,7 @@ def load_config(
     *,
     environ: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
+    assumed: Sequence[str] = (),
     cwd: Path | None = None,
 ) -> Loaded:
     """Read every layer and return the resolved configuration.
@@ -69,6 +70,7 @@ def load_config(
         file: The file named on the command line; left out, `find_file` decides.
         environ: The environment; the process's own when left out.
         overrides: `KEY=VALUE` texts, the key dotted or bare, the value as in YAML.
+        assumed: The same, from the scheduler that started this process; every other layer wins over them.
         cwd: Where relative names start; the process's own when left out.
 
     Raises:
@@ -78,7 +80,7 @@ def load_config(
     cwd = Path.cwd() if cwd is None else cwd
     path = find_file(file, environ, cwd)
     text = Text("defaults") if path is None else read_file(path, cwd)
-    return stack(text, path=path, environ=environ, overrides=overrides)
+    return stack(text, path=path, environ=environ, overrides=overrides, assumed=assumed)
 
 
 def stack(
@@ -87,6 +89,7 @@ def stack(
     path: Path | None = None,
     environ: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
+    assumed: Sequence[str] = (),
 ) -> Loaded:
     """Return the configuration that a text, an environment and overrides make together.
 
@@ -94,7 +97,7 @@ def stack(
         ConfigError: With every problem of every layer.
     """
     layers = [file_layer(text), env_layer(environ or {}), flag_layer(overrides)]
-    said, problems = _merge(layers)
+    said, problems = _merge([_scheduler_layer(assumed), *layers])
     broken = set().union(*(layer.broken for layer in layers))
     unread = path is not None and text.root is None and bool(text.problems)
     asked = build_config({key: one.value for key, one in _with_version(said).items()})
@@ -113,6 +116,15 @@ def stack(
         notes=(*_notes(layers[0], view), *_stranger_notes(layers[1])),
         aliases=MappingProxyType(layers[0].aliases),
     )
+
+
+def _scheduler_layer(assumed: Sequence[str]) -> Layer:
+    layer = flag_layer(assumed)
+    for path, one in layer.said.items():
+        layer.said[path] = Said(
+            value=one.value, place=Place(source="scheduler"), origin=Origin(layer="env", text="scheduler")
+        )
+    return layer
 
 
 def check(config: Config) -> tuple[Problem, ...]:

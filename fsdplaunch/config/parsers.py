@@ -11,6 +11,8 @@ from typing import Any
 
 TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
 MAX_PORT = 65535
+RENDEZVOUS_PORT = 29400
+"""Where machines meet when an endpoint names no port, as torchrun has it."""
 FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})
 
 
@@ -81,7 +83,10 @@ def parse_text(value: Any) -> str:
 
 
 def parse_pattern(value: Any) -> str:
-    """A regular expression that compiles."""
+    """A regular expression that compiles; several are joined to one, which `alternatives` takes apart again."""
+    if isinstance(value, list | tuple) and value:
+        each = [parse_pattern(item) for item in value]
+        return each[0] if len(each) == 1 else "|".join(f"(?:{pattern})" for pattern in each)
     text = parse_text(value)
     try:
         re.compile(text)
@@ -89,6 +94,19 @@ def parse_pattern(value: Any) -> str:
         msg = f"{text} is not a regular expression: {error}"
         raise SaidValueError(msg) from None
     return text
+
+
+def alternatives(pattern: str) -> list[str]:
+    """The expressions that a joined one was made of; any other one alone."""
+    if not (pattern.startswith("(?:") and pattern.endswith(")")):
+        return [pattern]
+    parts = pattern[3:-1].split(")|(?:")
+    try:
+        for part in parts:
+            re.compile(part)
+    except re.error:
+        return [pattern]
+    return parts
 
 
 def parse_names(value: Any) -> tuple[str, ...]:
@@ -236,8 +254,11 @@ def port_number(value: Any) -> int:
 
 
 def parse_endpoint(value: Any) -> str:
-    """HOST:PORT; a host with colons of its own stands in brackets."""
-    host, colon, port = parse_text(value).rpartition(":")
+    """HOST:PORT; a host with colons of its own stands in brackets. Without a port, the one that torchrun takes."""
+    text = parse_text(value)
+    if ":" not in text or text.endswith("]"):
+        text = f"{text}:{RENDEZVOUS_PORT}"
+    host, colon, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
     if not colon or not bare or any(mark in host for mark in " /") or (":" in bare and bare == host):
         raise ValueError(value)

@@ -83,7 +83,7 @@ def all_rules() -> dict[str, str]:
 
 
 def _registered() -> dict[str, Check]:
-    from fsdplaunch.config import rules_launch, rules_sharding  # noqa: F401  (they register their rules)
+    from fsdplaunch.config import rules_compute, rules_launch, rules_sharding  # noqa: F401  (they register rules)
 
     return RULES
 

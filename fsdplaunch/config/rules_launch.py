@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 from fsdplaunch.config.keys import all_keys
 from fsdplaunch.config.rules import Fault, View, rule
-from fsdplaunch.config.world import workers_per_node, world_size
+from fsdplaunch.config.world import node_range, workers_per_node, world_size
 
 _PROCESSES = ("num_processes",)
 _MACHINES = ("num_machines",)
 _PER_NODE = ("launch", "workers_per_node")
+_COPIES = ("parallelism_config", "parallelism_config_dp_replicate_size")
 _OWN = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 )
@@ -87,6 +88,35 @@ def _two_addresses(view: View) -> Iterator[Fault]:
         other = f"{view.config.main_process_ip or host}:{view.config.main_process_port or port}"
         message = f"{endpoint} contradicts main_process_ip and main_process_port, {other}"
         yield Fault(about=about, message=message, hint="keep one of the two")
+
+
+@rule("static-restarts")
+def _static_restarts(view: View) -> Iterator[Fault]:
+    """launch.max_restarts with the static rendezvous, whose store keeps the addresses of dead workers."""
+    config = view.config
+    if config.rdzv_backend == "static" and config.launch.max_restarts and config.num_machines > 1:
+        message = "static cannot start workers again: each new one would look for the dead ones"
+        about = (("rdzv_backend",), ("launch", "max_restarts"))
+        yield Fault(about=about, message=message, hint="use c10d, or leave launch.max_restarts out")
+
+
+@rule("elastic-run")
+def _elastic_run(view: View) -> Iterator[Fault]:
+    """launch.nodes with a range, and keys that count on a fixed number of machines."""
+    config = view.config
+    least, most = node_range(config)
+    if least == most:
+        return
+    why = f"launch.nodes {config.launch.nodes} lets machines come and go"
+    if config.rdzv_backend == "static":
+        yield Fault(about=(("rdzv_backend",),), message=f"{why}, and static cannot", hint="use c10d")
+    if isinstance(config.num_processes, int):
+        hint = "set launch.workers_per_node"
+        yield Fault(about=(_PROCESSES,), message=f"{why}, and {config.num_processes} workers do not", hint=hint)
+    if config.parallelism_config.parallelism_config_dp_replicate_size not in (None, 1):
+        about = (("fsdp_config", "fsdp_sharding_strategy"), _COPIES)
+        message = f"{why}, and a number of copies does not"
+        yield Fault(about=about, message=message, hint="use FULL_SHARD, over however many machines there are")
 
 
 @rule("shown-rank")

@@ -15,12 +15,12 @@ _INSTEAD: dict[Path, str] = {
     ("precision", "output"): "use fsdp_version: 2, or leave it out",
 }
 _VERSION = fsdp("version")
-_SHARDING = ("fsdp_config", "parallelism_config")
+_SHARDING = ("fsdp_config", "sharding", "parallelism_config")
 
 
 @rule("sharding-not-asked-for")
 def _not_asked_for(view: View) -> Iterator[Fault]:
-    """Keys of fsdp_config or parallelism_config without distributed_type: FSDP."""
+    """Keys of fsdp_config, sharding or parallelism_config without distributed_type: FSDP."""
     said = [
         spec.path for spec in all_keys() if spec.path[0] in _SHARDING and view.says(spec) and not spec.key.pending
     ]
@@ -164,19 +164,9 @@ def _ram_efficient(view: View) -> Iterator[Fault]:
     """fsdp_cpu_ram_efficient_loading with fsdp_sync_module_states: false."""
     asked = view.asked.fsdp_config
     if asked.fsdp_cpu_ram_efficient_loading and asked.fsdp_sync_module_states is False:
-        message = "false leaves every rank but 0 without weights under fsdp_cpu_ram_efficient_loading: true"
+        message = "false contradicts fsdp_cpu_ram_efficient_loading: true, under which rank 0 sends its weights"
         about = (fsdp("sync_module_states"), fsdp("cpu_ram_efficient_loading"))
         yield Fault(about=about, message=message, hint="leave fsdp_sync_module_states out")
-
-
-@rule("checkpointing-without-blocks")
-def _checkpointing(view: View) -> Iterator[Fault]:
-    """fsdp_activation_checkpointing with NO_WRAP."""
-    asked = view.config.fsdp_config
-    if asked.fsdp_activation_checkpointing and asked.fsdp_auto_wrap_policy == "NO_WRAP":
-        message = "there are no blocks to checkpoint under fsdp_auto_wrap_policy NO_WRAP"
-        about = (fsdp("activation_checkpointing"), fsdp("auto_wrap_policy"))
-        yield Fault(about=about, message=message, hint="use TRANSFORMER_BASED_WRAP or SIZE_BASED_WRAP")
 
 
 @rule("offload-without-checkpointing")
@@ -186,6 +176,16 @@ def _checkpoint_offload(view: View) -> Iterator[Fault]:
     if asked.fsdp_activation_checkpointing_offload and not asked.fsdp_activation_checkpointing:
         message = "there is nothing to offload without fsdp_activation_checkpointing"
         about = (fsdp("activation_checkpointing_offload"), fsdp("activation_checkpointing"))
+        yield Fault(about=about, message=message, hint="set fsdp_activation_checkpointing: true as well")
+
+
+@rule("every-without-checkpointing")
+def _checkpoint_every(view: View) -> Iterator[Fault]:
+    """sharding.checkpoint_every without fsdp_activation_checkpointing."""
+    spec = keys_by_path()["sharding", "checkpoint_every"]
+    if view.says(spec) and not view.config.fsdp_config.fsdp_activation_checkpointing:
+        message = "there is nothing to recompute without fsdp_activation_checkpointing"
+        about = (spec.path, fsdp("activation_checkpointing"))
         yield Fault(about=about, message=message, hint="set fsdp_activation_checkpointing: true as well")
 
 
@@ -209,10 +209,3 @@ def _unused_size(view: View) -> Iterator[Fault]:
         message = f"a size has no effect under fsdp_auto_wrap_policy {policy}"
         about = (spec.path, fsdp("auto_wrap_policy"))
         yield Fault(about=about, message=message, hint="use SIZE_BASED_WRAP, or leave the size out")
-
-
-@rule("fp8")
-def _fp8(view: View) -> Iterator[Fault]:
-    """mixed_precision: fp8."""
-    if view.config.mixed_precision == "fp8":
-        yield Fault(about=(("mixed_precision",),), message="fp8 is not supported yet", hint="use bf16")

@@ -14,7 +14,7 @@ from fsdplaunch.config import values as v
 from fsdplaunch.config.declare import Key, key
 from fsdplaunch.config.schema_cluster import KubernetesSection, SlurmSection, SshSection
 from fsdplaunch.config.schema_compile import DynamoConfig, Fp8Config
-from fsdplaunch.config.schema_fsdp import FsdpConfig, ParallelismConfig
+from fsdplaunch.config.schema_fsdp import FsdpConfig, ParallelismConfig, ShardingSection
 from fsdplaunch.config.schema_launch import CheckpointSection, LaunchSection, PrecisionSection
 
 __all__ = [
@@ -29,11 +29,12 @@ __all__ = [
     "LaunchSection",
     "ParallelismConfig",
     "PrecisionSection",
+    "ShardingSection",
     "SlurmSection",
     "SshSection",
 ]
 
-OWN_SECTIONS = ("launch", "precision", "checkpoint", "slurm", "kubernetes", "ssh")
+OWN_SECTIONS = ("launch", "precision", "sharding", "checkpoint", "slurm", "kubernetes", "ssh")
 """Sections that accelerate does not have and refuses."""
 _TPU = "Written by accelerate for TPUs; without effect here."
 
@@ -125,6 +126,7 @@ class Config:
     parallelism_config: ParallelismConfig = field(default_factory=ParallelismConfig)
     launch: LaunchSection = field(default_factory=LaunchSection)
     precision: PrecisionSection = field(default_factory=PrecisionSection)
+    sharding: ShardingSection = field(default_factory=ShardingSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     fp8_config: Fp8Config = field(default_factory=Fp8Config)
     dynamo_config: DynamoConfig = field(default_factory=DynamoConfig)

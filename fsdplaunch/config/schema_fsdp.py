@@ -1,4 +1,4 @@
-"""Keys that say how the model is sharded: `fsdp_config` and `parallelism_config`. Part of the one schema."""
+"""How the model is sharded: `fsdp_config`, `sharding` and `parallelism_config`. Part of the one schema."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -148,7 +148,8 @@ class FsdpConfig:
     fsdp_ignored_modules: str | None = key(
         v.PATTERN,
         None,
-        "Regular expression; modules whose whole name matches are left unsharded.",
+        """Regular expression, or a list of them; modules whose whole name matches are left unsharded. One that
+        matches nothing is an error.""",
         env="FSDP_IGNORED_MODULES",
     )
     xla: bool = key(v.FLAG, False, "Shard with PyTorch/XLA on TPUs.", pending=_XLA)
@@ -156,6 +157,24 @@ class FsdpConfig:
         v.TABLE, {}, "Arguments of PyTorch/XLA's own FSDP class.", pending=_XLA
     )
     xla_fsdp_grad_ckpt: bool = key(v.FLAG, False, "Activation checkpointing of PyTorch/XLA.", pending=_XLA)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingSection:
+    """What accelerate cannot say about sharding."""
+
+    checkpoint_every: int = key(
+        v.COUNT,
+        1,
+        """Under fsdp_activation_checkpointing, recompute every n-th block only: with 2 half of the blocks keep
+        their activations, for half of the extra compute.""",
+    )
+    forward_methods: tuple[str, ...] = key(
+        v.NAMES,
+        (),
+        """Methods of the model that compute with its parameters, beside forward and generate, such as
+        get_text_features. They are gathered for as forward is.""",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,9 +21,8 @@ class LaunchSection:
     nodes: str | None = key(
         v.NODE_RANGE,
         None,
-        """MIN:MAX machines for an elastic run, which starts with MIN and takes in more up to MAX. Left out,
-        exactly num_machines.""",
-        pending="elastic node counts are not supported yet",
+        """MIN:MAX machines for an elastic run, which starts with MIN and takes in more up to MAX. Machines that
+        come or go have all workers start again from the last checkpoint. Left out, exactly num_machines.""",
     )
     shard: v.ShardName = key(
         v.SHARD,
@@ -44,6 +43,12 @@ class LaunchSection:
         v.SECONDS, 0.1, "How often the workers are looked at.", aliases=("monitor_interval",)
     )
     role: str = key(v.TEXT, "default", "Name of this kind of worker, which scripts find as ROLE_NAME.")
+    event_log: v.EventLogName | None = key(
+        v.EVENT_LOG,
+        None,
+        "console: torch's agent writes its events into the run's agent.log. Left out, nowhere.",
+        aliases=("event_log_handler",),
+    )
     rendezvous_endpoint: str | None = key(
         v.ENDPOINT,
         None,
@@ -65,8 +70,25 @@ class LaunchSection:
     local_address: str | None = key(
         v.TEXT, None, "This machine's address, as the other machines reach it.", aliases=("local_addr",)
     )
+    network_interface: str | None = key(
+        v.TEXT,
+        None,
+        """Interface the machines talk over, for example eth0: gives this machine's address and sets
+        GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. Left out, gloo uses the interface towards machine 0, and NCCL
+        chooses.""",
+    )
     rendezvous_timeout_seconds: float = key(
         v.SECONDS, 300.0, "How long to wait for the other machines before giving up."
+    )
+    meeting: bool = key(
+        v.FLAG,
+        True,
+        """Have the launchers of several machines compare versions and configuration before torch starts, watch
+        each other and end together. Torch's store then gets the port after main_process_port. False is for a run
+        whose other machines are started by torchrun.""",
+    )
+    machine_timeout_seconds: float = key(
+        v.SECONDS, 10.0, "How long a machine may be silent before it counts as lost."
     )
     process_group_timeout_seconds: float = key(
         v.SECONDS, 600.0, "How long a collective may wait for the slowest rank before the run fails."
@@ -176,15 +198,27 @@ class CheckpointSection:
         "checkpoints",
         "Folder that save_checkpoint and load_checkpoint use when the script names none.",
     )
+    weights: str | None = key(
+        v.TEXT,
+        None,
+        """Folder of pretrained weights (safetensors, or pytorch_model.bin), or one file of them. prepare reads
+        them into the model, every rank its own shards only; build the model on the meta device and no rank ever
+        holds all of it. Left out, the model keeps the weights the script gave it.""",
+    )
+    weights_strict: bool = key(
+        v.FLAG,
+        True,
+        """Whether tensors that checkpoint.weights lacks, or has too many, are errors. With false the model
+        initialises what is missing, and what is left over is left out; both are said.""",
+    )
     async_: bool = key(
         v.FLAG,
         False,
-        "Write checkpoints in the background while training goes on.",
-        pending="writing in the background is not supported yet",
+        """Write checkpoints in the background: save_checkpoint returns when everything is copied to host memory.
+        Each worker then needs memory for its part of the checkpoint once more.""",
     )
     keep_last: int | None = key(
         v.COUNT,
         None,
-        "How many complete checkpoints stay; older ones are deleted. Left out, all.",
-        pending="deleting old checkpoints is not supported yet",
+        "How many complete checkpoints that were saved with a step stay; older ones are deleted. Left out, all.",
     )

@@ -107,7 +107,12 @@ NUMBER = Kind("a number", p.parse_number, {"type": "number"})
 SECONDS = Kind("a number of seconds above 0", p.parse_seconds, {"type": "number", "exclusiveMinimum": 0})
 WAIT = Kind("a number of seconds, at least 0", p.parse_wait, {"type": "number", "minimum": 0})
 TEXT = Kind("text, not empty", p.parse_text, _TEXT_SCHEMA, verbatim=True)
-PATTERN = Kind("a regular expression that Python can compile", p.parse_pattern, _TEXT_SCHEMA, verbatim=True)
+PATTERN = Kind(
+    "a regular expression that Python can compile, or a list of them",
+    p.parse_pattern,
+    {"anyOf": [_TEXT_SCHEMA, {"type": "array", "items": {"type": "string"}}]},
+    verbatim=True,
+)
 NAMES = Kind(
     "names separated by commas, or a list of names",
     p.parse_names,
@@ -184,6 +189,7 @@ DtypeName = Literal["fp32", "bf16", "fp16"]
 DistributedName = Literal["NO", "MULTI_CPU", "MULTI_GPU", "FSDP"]
 RendezvousName = Literal["static", "c10d"]
 EnvironmentName = Literal["LOCAL_MACHINE"]
+EventLogName = Literal["console"]
 NumaName = Literal["node", "socket", "exclusive", "core-complex"]
 ShardName = Literal["auto", "explicit", "off"]
 KubernetesName = Literal["job", "trainjob"]
@@ -236,6 +242,7 @@ DISTRIBUTED = one_of(
 ENVIRONMENT = one_of(EnvironmentName, refused={"AMAZON_SAGEMAKER": "fsdplaunch starts processes on this machine"})
 RENDEZVOUS = one_of(RendezvousName)
 NUMA = one_of(NumaName)
+EVENT_LOG = one_of(EventLogName)
 SHARD = one_of(ShardName)
 KUBERNETES = one_of(KubernetesName)
 CONTEXT = one_of(ContextName)

@@ -7,6 +7,14 @@ from fsdplaunch.config.schema import Config
 from fsdplaunch.errors import UsageError
 
 
+def node_range(config: Config) -> tuple[int, int]:
+    """The fewest and the most machines a run may have."""
+    if config.launch.nodes is None:
+        return config.num_machines, config.num_machines
+    least, _, most = config.launch.nodes.partition(":")
+    return int(least), int(most or least)
+
+
 def workers_per_node(config: Config) -> int | None:
     """Workers on each machine, or None when that depends on the machine's GPUs."""
     said = config.launch.workers_per_node

@@ -23,6 +23,7 @@ from types import FrameType
 
 from fsdplaunch.config.environment import RUN_DIR, decode
 from fsdplaunch.config.schema import Config
+from fsdplaunch.config.world import node_range
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE
 from fsdplaunch.launch.cause import failure_status, signal_name
 from fsdplaunch.launch.command import BOOTSTRAP
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     workers = next(int(word.partition("=")[2]) for word in options if word.startswith("--nproc-per-node="))
     job = make_job(config, command, run_dir=run_dir, workers=workers, is_reported=is_reported)
-    os._exit(lead(hatched, job, options, launcher=launcher, nodes_vary=config.num_machines > 1))
+    os._exit(lead(hatched, job, options, launcher=launcher, nodes_vary=node_range(config)[1] > 1))
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -19,6 +19,7 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 """What a rank says when another one has gone or did not come to a collective."""
+_ASKED_STATUS = re.compile(r"SystemExit: (\d+)")
 _COLLECTIVE_TYPES = ("RuntimeError:", "DistBackendError:", "DistNetworkError:", "DistStoreError:")
 
 
@@ -79,9 +80,11 @@ def brief(worker: Worker) -> str:
 def failure_status(worker: Worker) -> int:
     """The status the launcher ends with for this cause.
 
-    A worker that recorded an exception and was then ended by the launcher, before it could exit, counts as 1.
+    A worker that had recorded its failure when the launcher ended it, before it could exit, counts as what it was
+    about to end with: the status it had asked for, or 1 after an exception.
     """
     code = worker["code"]
-    if code in (None, 0) or -code in worker["sent"]:
-        return 1
-    return shell_status(code)
+    if code not in (None, 0) and -code not in worker["sent"]:
+        return shell_status(code)
+    asked = _ASKED_STATUS.fullmatch((worker["error"] or {}).get("message") or "")
+    return int(asked[1]) & 0xFF if asked else 1

@@ -33,6 +33,7 @@ def agent_command(config: Config, *, python: str, run_id: str, run_dir: Path, wo
         f"--max-restarts={launch.max_restarts}",
         f"--monitor-interval={launch.monitor_interval_seconds}",
         f"--role={launch.role}",
+        *([f"--event-log-handler={launch.event_log}"] if launch.event_log else []),
         *_rendezvous(config, launch.rendezvous_id or run_id),
         f"--log-dir={run_dir}",
     ]
@@ -47,7 +48,7 @@ def _rendezvous(config: Config, name: str) -> list[str]:
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={endpoint or f'{address}:{config.main_process_port or 0}'}",
             f"--rdzv-id={name}",
-            f"--rdzv-conf={_settings(config, is_host=1)}",
+            f"--rdzv-conf={_settings(config, is_host='1')}",
             f"--local-addr={address}",
         ]
     if endpoint is None and config.main_process_ip:
@@ -62,18 +63,25 @@ def _rendezvous(config: Config, name: str) -> list[str]:
     if config.rdzv_backend == "static":
         host, _, port_text = endpoint.rpartition(":")
         place = [f"--master-addr={host}", f"--master-port={port_text}", f"--node-rank={config.machine_rank}"]
-        return ["--rdzv-backend=static", *place, *local]
+        settings = f"--rdzv-conf={_settings(config, limit='timeout')}"
+        return [
+            "--rdzv-backend=static",
+            *place,
+            f"--rdzv-id={config.launch.rendezvous_id or endpoint}",
+            settings,
+            *local,
+        ]
     return [
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={endpoint}",
         f"--rdzv-id={config.launch.rendezvous_id or endpoint}",
-        f"--rdzv-conf={_settings(config, is_host=int(config.machine_rank == 0))}",
+        f"--rdzv-conf={_settings(config, is_host=str(int(config.machine_rank == 0)))}",
         *local,
     ]
 
 
-def _settings(config: Config, *, is_host: int) -> str:
+def _settings(config: Config, *, limit: str = "join_timeout", **fixed: str) -> str:
     """Torch's rendezvous settings; what the configuration says of them goes last and wins."""
-    timeout = round(config.launch.rendezvous_timeout_seconds)
-    settings = {"is_host": str(is_host), "join_timeout": str(timeout)} | config.launch.rendezvous_options
+    timeout = max(1, round(config.launch.rendezvous_timeout_seconds))
+    settings = fixed | {limit: str(timeout)} | config.launch.rendezvous_options
     return ",".join(f"{name}={value}" for name, value in settings.items())

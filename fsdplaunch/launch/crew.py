@@ -205,7 +205,7 @@ class Crew:
             self._wait(KILL_SECONDS)
         if unwanted:
             self._sweep()
-        self.pump.drain(DRAIN_SECONDS, failed=unwanted)
+        self.pump.drain(DRAIN_SECONDS, failed=unwanted, until=lambda: self.stop.insisted)
         self.attempts.append(self._record())
 
     def _wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:

@@ -3,6 +3,7 @@
 The only module of this package that imports torch. Runs in the agent, after the nursery has been forked.
 """
 
+import os
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +19,11 @@ from torch.distributed.elastic.multiprocessing.api import (
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
 from fsdplaunch.launch.crew import Crew
+from fsdplaunch.launch.membership import Membership, order_machines
 
 __all__ = ["ChildFailedError", "RendezvousError", "SignalException", "run_elastic"]
 
@@ -46,9 +48,17 @@ class CrewContext(PContext):
     It does not install torch's signal handlers, which end everything on any signal; the agent has its own.
     """
 
-    def __init__(self, crew: Crew, name: str, envs: dict[int, dict[str, str]], logs_specs: LogsSpecs) -> None:
+    def __init__(
+        self,
+        crew: Crew,
+        name: str,
+        envs: dict[int, dict[str, str]],
+        logs_specs: LogsSpecs,
+        membership: Membership | None = None,
+    ) -> None:
         super().__init__(name, name, dict.fromkeys(envs, ()), envs, logs_specs)
         self._crew = crew
+        self._membership = membership
 
     def start(self) -> None:
         """Start the workers, unless the run has been asked to stop meanwhile."""
@@ -56,6 +66,8 @@ class CrewContext(PContext):
         self._start()
 
     def _start(self) -> None:
+        if self._membership is not None:
+            self._membership.begin()
         self._crew.start(self.envs)
 
     def pids(self) -> dict[int, int]:
@@ -66,7 +78,9 @@ class CrewContext(PContext):
         self._crew.look()
         if self._crew.stop.number is not None:
             return self._poll_stopping()
-        return self._outcome() if self._crew.failed or not self._crew.running else None
+        if not self._crew.failed and self._crew.running:
+            return None
+        return None if self._membership is not None and self._membership.holds() else self._outcome()
 
     def _poll_stopping(self) -> RunProcsResult | None:
         """Let the workers end by themselves for as long as the grace lasts; then end them."""
@@ -105,6 +119,17 @@ def raise_if_stopped(crew: Crew) -> None:
         raise SignalException(msg, signal.Signals(number))
 
 
+def read_options(options: Sequence[str]) -> LaunchConfig:
+    """Have torchrun's own parser read its options.
+
+    It takes a PET_ variable for each one that is not given, which a cluster's operator sets for a bare torchrun.
+    What they say has been decided by now; workers still see them.
+    """
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]
+    return config_from_args(parse_args([*options, "--no-python", "worker"]))[0]
+
+
 def run_elastic(options: Sequence[str], crew: Crew, *, nodes_vary: bool) -> None:
     """Run torch's agent with torchrun's options until the workers are done.
 
@@ -118,11 +143,13 @@ def run_elastic(options: Sequence[str], crew: Crew, *, nodes_vary: bool) -> None
         SignalException: The run was stopped.
         RendezvousError: The machines did not find each other.
     """
-    config, _, _ = config_from_args(parse_args([*options, "--no-python", "worker"]))
+    config = read_options(options)
     config.logs_specs = RunFolderLogs(log_dir=str(crew.job.run_dir))
 
+    membership = Membership(crew) if config.max_nodes > config.min_nodes else None
+
     def start_processes(name: str, envs: dict[int, dict[str, str]], logs_specs: LogsSpecs, **_: Any) -> PContext:
-        context = CrewContext(crew, name, envs, logs_specs)
+        context = CrewContext(crew, name, envs, logs_specs, membership)
         try:
             context.start()
         except BaseException:
@@ -135,6 +162,10 @@ def run_elastic(options: Sequence[str], crew: Crew, *, nodes_vary: bool) -> None
     setattr(local_elastic_agent, "start_processes", start_processes)  # noqa: B010  (its type is narrower)
     if not nodes_vary and hasattr(dynamic_rendezvous, "_delay"):
         dynamic_rendezvous._delay = _no_skew(dynamic_rendezvous._delay)
+    if nodes_vary:
+        order_machines(crew.job.machine)
+    if membership is not None:
+        membership.watch()
     elastic_launch(config, "worker")()
 
 

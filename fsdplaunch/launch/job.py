@@ -25,6 +25,7 @@ class Job:
         cpus: By local rank, the processors it may use; empty for no change.
         variables: By local rank, variables that only that worker gets.
         is_reported: A launcher waits that will report the failure.
+        machine: This machine's number; None where torch numbers the machines.
     """
 
     run_dir: Path
@@ -34,6 +35,7 @@ class Job:
     cpus: Mapping[int, Sequence[int]] = field(default_factory=dict)
     variables: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     is_reported: bool = True
+    machine: int | None = None
 
     @property
     def cold_command(self) -> tuple[str, ...]:
@@ -64,6 +66,7 @@ def make_job(config: Config, command: Sequence[str], *, run_dir: Path, workers: 
         cold=not warm,
         cpus=_bind(config, workers),
         is_reported=is_reported,
+        machine=config.machine_rank,
         variables=_own_gpus(workers) if config.launch.virtual_local_rank else {},
     )
 

@@ -9,16 +9,18 @@ import importlib
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdplaunch.launch.cause import signal_name
 from fsdplaunch.launch.newborn import Order
-from fsdplaunch.launch.preload import has_threads, import_all
+from fsdplaunch.launch.preload import fork, has_threads, import_all
 from fsdplaunch.launch.wire import Channel, open_channel
-from fsdplaunch.launch.zygote import Zygote
+from fsdplaunch.launch.zygote import Zygote, fresh_command
 
 CLOSE_SECONDS = 2.0
 """How long the nursery may take to kill its workers and end."""
@@ -65,13 +67,25 @@ class Nursery:
         return self._obstacle
 
     def wait_until_ready(self) -> None:
-        """Wait for the preloading to finish.
+        """Wait for the preloading to finish. A nursery that dies of it is replaced by one that imports nothing."""
+        try:
+            while not self._ready:
+                self._take_message()
+        except NurseryGoneError:
+            self._replace()
+            while not self._ready:
+                self._take_message()
 
-        Raises:
-            NurseryGoneError: It died of what it imported.
-        """
-        while not self._ready:
-            self._take_message()
+    def _replace(self) -> None:
+        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        how = signal_name(-code) if code < 0 else f"exit code {code}"
+        self._channel.close()
+        self._channel, there = open_channel()
+        obstacle = f"what launch.preload names ended the interpreter ({how})"
+        command = fresh_command(there.fileno(), os.getpid(), obstacle=obstacle, notes=())
+        fresh = subprocess.Popen(command, env=dict(self._environ), pass_fds=[there.fileno()])
+        self._pid, fresh.returncode = fresh.pid, 0  # waited for by number, as the first one
+        there.close()
 
     def start(
         self, command: Sequence[str], variables: Mapping[str, str], *, cold: bool, files: Sequence[int], cpus: Any
@@ -165,7 +179,7 @@ def open_nursery(first: Sequence[str], then: Sequence[str]) -> Nursery | Order:
     for name in first:
         importlib.import_module(name)
     here, there = open_channel()
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         here.close()
         signal.signal(signal.SIGINT, interrupt)

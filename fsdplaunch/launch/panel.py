@@ -80,7 +80,10 @@ def failure_lines(result: RunResult, *, run_dir: str, folder: str = "") -> list[
 
 def _agent_lines(failure: Failure, run_dir: str) -> list[str]:
     message = [f"  {line}" for line in (failure.message or "").splitlines()[:MESSAGE_LIMIT]]
-    head = f"the run failed with exit code {failure.exit_code} before any worker did"
+    if failure.lost:
+        hint = "is that machine up, and its network? with launch.nodes: MIN:MAX the others would go on"
+        return [failure.lost[0], *(f"  {line}" for line in failure.lost[1:]), "", f"  try  {hint}"]
+    head = f"the run failed with exit code {failure.exit_code}, and no worker is to blame"
     return [head, *message, "", f"  log  {run_dir}/agent.log"]
 
 

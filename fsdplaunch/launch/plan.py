@@ -58,6 +58,8 @@ class LaunchPlan:
         gpus: The GPU of each local rank, by number or name; empty on CPU.
         config: The resolved configuration.
         notes: What the user should be told once.
+        ranks: Workers over all machines, where they are known; machines may have different numbers of them.
+        sent: What the command is given to read, where it hands the run to a scheduler.
     """
 
     run_id: str
@@ -71,6 +73,8 @@ class LaunchPlan:
     gpus: tuple[str, ...] = ()
     config: Config
     notes: tuple[str, ...] = ()
+    ranks: int | None = None
+    sent: str | None = None
 
     @property
     def script(self) -> str:
@@ -80,7 +84,7 @@ class LaunchPlan:
     @property
     def world_size(self) -> int:
         """Ranks over all nodes."""
-        return self.workers * self.nodes
+        return self.workers * self.nodes if self.ranks is None else self.ranks
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data, for `--json` and the run's folder."""
@@ -95,6 +99,7 @@ class LaunchPlan:
             "world_size": self.world_size,
             "device": self.device,
             "notes": list(self.notes),
+            **({"sent": self.sent} if self.sent is not None else {}),
         }
 
 
@@ -128,6 +133,7 @@ def build_plan(
     run_dir: Path,
     allow_unsharded: bool = False,
     notes: Sequence[str] = (),
+    ranks: int | None = None,
 ) -> LaunchPlan:
     """Decide everything a launch does on this node.
 
@@ -139,6 +145,7 @@ def build_plan(
         run_dir: The run's folder; must be absolute, workers may change directory.
         allow_unsharded: Let a script end without having sharded a model.
         notes: Notes gathered before, kept first.
+        ranks: Workers over all machines, where they are known.
 
     Raises:
         UsageError: The configuration contradicts itself or lacks an address.
@@ -163,6 +170,7 @@ def build_plan(
         torch_version=machine.torch_version,
         run_dir=run_dir,
         allow_unsharded=allow_unsharded,
+        ranks=ranks,
     )
     return LaunchPlan(
         run_id=run_id,
@@ -176,6 +184,7 @@ def build_plan(
         gpus=gpus[:workers] if device == "cuda" else (),
         config=config,
         notes=(*notes, *_notes(config, machine, target, device)),
+        ranks=ranks,
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdplaunch.config.schema import Config
+from fsdplaunch.errors import CheckpointError
 from fsdplaunch.launch.plan import LaunchPlan, Target
 from fsdplaunch.launch.ports import describe_process, find_holder, meeting_port, opens_port
 from fsdplaunch.probe.gpus import Gpu
@@ -54,6 +55,7 @@ def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
         *check_torch(),
         *check_gpus(config, gpus, plan.gpus),
         *check_space(folders),
+        *check_weights(config),
         *check_port(config),
     ]
 
@@ -160,6 +162,19 @@ def check_space(folders: Sequence[Path]) -> Iterator[Finding]:
         if free < LITTLE_SPACE:
             message = f"{place} has {free / MIB:.0f} MiB of free space left"
             yield Finding(message=message, hint="checkpoints need more", fatal=free < NO_SPACE)
+
+
+def check_weights(config: Config) -> Iterator[Finding]:
+    """The pretrained weights are there and whole, as far as their headers and their index tell."""
+    if config.checkpoint.weights is None:
+        return
+    from fsdplaunch.checkpoint.weight_files import find_weight_files
+
+    try:
+        find_weight_files(Path(config.checkpoint.weights))
+    except CheckpointError as error:
+        hint = error.hint or "see checkpoint.weights"
+        yield Finding(message=f"checkpoint.weights: {error.message}", hint=hint)
 
 
 def _whole(folder: Path) -> Path:

@@ -22,12 +22,14 @@ class Preloaded:
     Attributes:
         obstacle: Why workers cannot be forked from this process, or None when they can.
         notes: What the user should be told once.
+        before: The variables as they were before anything was imported.
         changes: Variables that importing changed, with their value before (None: absent) and after. Importing in a
             fresh interpreter would have changed them, too.
     """
 
     obstacle: str | None = None
     notes: tuple[str, ...] = ()
+    before: Mapping[str, str] = field(default_factory=dict)
     changes: Mapping[str, tuple[str | None, str]] = field(default_factory=dict)
 
 
@@ -51,7 +53,7 @@ def import_all(names: Iterable[str], *, before: Mapping[str, str]) -> Preloaded:
         if collecting:
             gc.enable()
     changes = {name: (before.get(name), now) for name, now in os.environ.items() if before.get(name) != now}
-    return Preloaded(obstacle=obstacle, notes=tuple(notes), changes=changes)
+    return Preloaded(obstacle=obstacle, notes=tuple(notes), before=before, changes=changes)
 
 
 def freeze() -> None:
@@ -99,6 +101,13 @@ def _open_files() -> list[str]:
     return targets
 
 
+def fork() -> int:
+    """Fork, without the warning that Python 3.12 gives where there are threads: here they have been thought of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
 def has_threads() -> bool:
     """Whether this process has a second thread that would not survive a fork in good order.
 
@@ -108,9 +117,7 @@ def has_threads() -> bool:
     folder = Path("/proc/self/task")
     if not folder.is_dir() or len(list(folder.iterdir())) == 1:
         return False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python 3.12 warns of exactly what is found out here
-        child = os.fork()
+    child = fork()
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)

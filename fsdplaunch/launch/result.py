@@ -32,6 +32,7 @@ class Failure:
         tail: The last lines of its error output, where there was no exception.
         log: The file with all of its error output, inside the run's folder.
         others: What became of the other workers, in words.
+        lost: The machines the run could not go on without, in words.
     """
 
     rank: int | None
@@ -48,6 +49,7 @@ class Failure:
     tail: tuple[str, ...] = ()
     log: str | None = None
     others: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +143,11 @@ def _failure(record: Mapping[str, Any], exit_code: int, gpus: Sequence[str]) -> 
     attempts = record.get("attempts") or []
     cause = attempts[-1]["cause"] if attempts else None
     if cause is None:
-        return Failure(rank=None, exit_code=exit_code, message=record.get("error"))
+        lost = tuple(record.get("lost") or ())
+        return Failure(rank=None, exit_code=exit_code, message=record.get("error"), lost=lost)
     error, local_rank = cause["error"] or {}, cause["local_rank"]
-    number = attempts[-1]["attempt"]
+    number, machine = attempts[-1]["attempt"], cause.get("machine")
+    folder = f"{f'node{machine}/' if machine else ''}ranks/{cause['rank']}"
     return Failure(
         rank=cause["rank"],
         exit_code=exit_code,
@@ -152,12 +156,12 @@ def _failure(record: Mapping[str, Any], exit_code: int, gpus: Sequence[str]) -> 
         traceback=error.get("traceback"),
         local_rank=local_rank,
         pid=cause["pid"],
-        host=record.get("host"),
-        gpu=gpus[local_rank] if local_rank < len(gpus) else None,
+        host=cause.get("host") or record.get("host"),
+        gpu=gpus[local_rank] if local_rank < len(gpus) and not machine else None,
         seconds=_lifetime(cause),
         steps=cause.get("steps"),
         tail=tuple(cause["tail"]),
-        log=f"ranks/{cause['rank']}/stderr{f'.attempt{number}' if number else ''}.log",
+        log=f"{folder}/stderr{f'.attempt{number}' if number else ''}.log",
         others=tuple(describe_others(cause, attempts[-1]["workers"])),
     )
 

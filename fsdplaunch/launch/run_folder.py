@@ -9,6 +9,9 @@ PLAN = "plan.json"
 CONFIG = "config.yaml"
 RESULT = "result.json"
 AGENT_LOG = "agent.log"
+MACHINES = "machines.json"
+LOST = "lost"
+"""A file of this name says that the run ended because a machine was lost; batch scripts look for it."""
 _RECORD = "agent.json"
 _TAIL_BYTES = 8192
 

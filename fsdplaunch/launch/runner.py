@@ -5,14 +5,18 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from fsdplaunch.config.environment import ALLOW_UNSHARDED
 from fsdplaunch.config.render import render
 from fsdplaunch.launch.cause import shell_status, signal_name
+from fsdplaunch.launch.cluster.group import Link
+from fsdplaunch.launch.cluster.runs import write_job
+from fsdplaunch.launch.cluster.together import attach, settle
 from fsdplaunch.launch.diagnosis import diagnose
 from fsdplaunch.launch.diagnosis.scene import scene_of
 from fsdplaunch.launch.plan import LaunchPlan
@@ -20,6 +24,7 @@ from fsdplaunch.launch.result import RunResult, read_result
 from fsdplaunch.launch.run_folder import (
     AGENT_LOG,
     CONFIG,
+    LOST,
     PLAN,
     RESULT,
     agent_record,
@@ -36,7 +41,11 @@ PATIENCE = 2
 
 
 def run_plan(
-    plan: LaunchPlan, *, output: int | None = None, on_signal: Callable[[int, int], None] = lambda *_: None
+    plan: LaunchPlan,
+    *,
+    output: int | None = None,
+    on_signal: Callable[[int, int], None] = lambda *_: None,
+    link: Link | None = None,
 ) -> RunResult:
     """Start the plan's agent and wait for its end.
 
@@ -47,54 +56,84 @@ def run_plan(
         plan: What to run; its folder is created here.
         output: Descriptor for what the shown ranks write to their standard output; ours when left out.
         on_signal: Called with each signal that is passed on, and how many there have been.
+        link: The other machines, which end together and report one cause; None when this one is alone.
     """
     open_missing_streams()
     _prepare_run_dir(plan)
     start = time.monotonic()
     environ = {**os.environ, **plan.env, LAUNCHER: str(os.getpid())}
     agent = subprocess.Popen(plan.argv, env=environ, stdout=output, start_new_session=True)
-    with _signals_passed_to(agent, plan.config.launch.signals, on_signal) as received:
-        status = shell_status(agent.wait())
-    result = _read(plan, status, received, round(time.monotonic() - start, 3))
+    names = plan.config.launch.signals
+    is_new = attach(link, agent, plan.run_dir, names).came if link is not None else lambda _number: True
+    with _signals_passed_to(agent, names, on_signal, is_new) as received:
+        code = agent.wait()
+        status, record = _read_record(plan, code, received)
+        if link is not None:
+            status, record = settle(link, status, record)
+    result = _result(plan, status, record, round(time.monotonic() - start, 3))
     write_json(plan.run_dir / RESULT, result.to_dict())
+    if result.failure is not None and result.failure.lost:
+        (plan.run_dir / LOST).write_text("\n".join(result.failure.lost) + "\n", encoding="utf-8")
     return result
 
 
 def _prepare_run_dir(plan: LaunchPlan) -> None:
-    plan.run_dir.mkdir(parents=True)
+    # On a file system that machines share, another machine's part may have made it.
+    plan.run_dir.mkdir(parents=True, exist_ok=plan.nodes > 1)
     write_json(plan.run_dir / PLAN, plan.to_dict())
+    write_job(plan.run_dir, route="here")
     (plan.run_dir / CONFIG).write_text(render(plan.config, full=True, comments=False), encoding="utf-8")
-    latest = plan.run_dir.parent / "latest"
-    fresh = plan.run_dir.parent / f".latest-{os.getpid()}"
-    fresh.symlink_to(plan.run_dir.name)
+    if plan.config.machine_rank and plan.nodes > 1:
+        return
+    with suppress(OSError):  # some file systems have no symbolic links; the run does without
+        _point_at(plan.run_dir)
+
+
+def _point_at(run_dir: Path) -> None:
+    """Have `latest` lead to this run."""
+    latest = run_dir.parent / "latest"
+    fresh = run_dir.parent / f".latest-{os.getpid()}"
+    fresh.symlink_to(run_dir.name)
     if latest.is_symlink() or not latest.exists():
         fresh.replace(latest)
     else:  # a user's own file of that name is left alone
         fresh.unlink()
 
 
-def _read(plan: LaunchPlan, status: int, received: Sequence[int], seconds: float) -> RunResult:
-    record = read_json(agent_record(plan.run_dir))
-    if not record and received:  # it was ended while it was starting
-        record = {"stopped_by": signal_name(received[0])}
-    if not record and status:
-        record = {"error": "\n".join(read_tail(plan.run_dir / AGENT_LOG, lines=1))}
-    if status == 0 and (missing := unsharded_ranks(plan)):
+def _read_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> tuple[int, dict[str, Any]]:
+    """This machine's status and its agent's record."""
+    status = shell_status(code)
+    record = read_json(agent_record(plan.run_dir)) or _without_record(plan, code, received)
+    if status == 0 and (missing := unsharded_ranks(plan, record)):
         status, record = 1, with_unsharded_cause(record, plan, missing[0])
+    return status, record
+
+
+def _result(plan: LaunchPlan, status: int, record: Mapping[str, Any], seconds: float) -> RunResult:
     result = read_result(record, exit_code=status, seconds=seconds, gpus=plan.gpus)
     scene = scene_of(record, plan.config, plan.argv[0]) if result.failure else None
     return replace(result, diagnosis=diagnose(scene)) if scene is not None else result
 
 
-def unsharded_ranks(plan: LaunchPlan) -> list[int]:
+def _without_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> dict[str, Any]:
+    """What to make of an agent that could not write down how it ended."""
+    if received:  # it was ended while it was starting
+        return {"stopped_by": signal_name(received[0])}
+    if code < 0:
+        return {"error": f"the agent, which watches the workers, was killed by {signal_name(-code)}"}
+    return {"error": "\n".join(read_tail(plan.run_dir / AGENT_LOG, lines=1))} if code else {}
+
+
+def unsharded_ranks(plan: LaunchPlan, record: Mapping[str, Any]) -> list[int]:
     """Ranks of this node that reported success without ever sharding a model.
 
     The bootstrap checks this itself when a script ends; the marker catches scripts that leave through os._exit.
     """
-    watched = plan.target.is_python and plan.config.distributed_type == "FSDP" and plan.nodes == 1
+    watched = plan.target.is_python and plan.config.distributed_type == "FSDP"
     if not watched or ALLOW_UNSHARDED in plan.env:
         return []
-    return [rank for rank in range(plan.workers) if not (rank_folder(plan.run_dir, rank) / "sharded").exists()]
+    ranks = [worker["rank"] for attempt in record.get("attempts", [])[-1:] for worker in attempt["workers"]]
+    return [rank for rank in ranks if not (rank_folder(plan.run_dir, rank) / "sharded").exists()]
 
 
 def with_unsharded_cause(record: Mapping[str, Any], plan: LaunchPlan, rank: int) -> dict[str, Any]:
@@ -111,12 +150,20 @@ def with_unsharded_cause(record: Mapping[str, Any], plan: LaunchPlan, rank: int)
 
 @contextmanager
 def _signals_passed_to(
-    agent: subprocess.Popen[bytes], names: Sequence[str], on_signal: Callable[[int, int], None]
+    agent: subprocess.Popen[bytes],
+    names: Sequence[str],
+    on_signal: Callable[[int, int], None],
+    is_new: Callable[[int], bool],
 ) -> Iterator[list[int]]:
-    """Pass signals on; the agent knows what a second one means. At the third, kill it, and with it its workers."""
+    """Pass signals on; the agent knows what a second one means. At the third, kill it, and with it its workers.
+
+    Signals that are not new, because they have come through another machine, are left out.
+    """
     received: list[int] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
+        if not is_new(number):
+            return
         received.append(number)
         if len(received) > PATIENCE:
             agent.kill()

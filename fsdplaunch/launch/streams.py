@@ -13,7 +13,7 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,14 +80,16 @@ class Pump:
             self._break_line(None)
             write_all(self.screens["stderr"], f"fsdplaunch: {text}\n".encode())
 
-    def drain(self, seconds: float, *, failed: bool) -> None:
+    def drain(self, seconds: float, *, failed: bool, until: Callable[[], bool] = lambda: False) -> None:
         """Wait until every stream has ended, or until nothing has come for `seconds`; then let go of them.
 
-        A process that outlives its worker may hold a stream open for as long as it likes.
+        A process that outlives its worker may hold a stream open for as long as it likes. A screen whose reader
+        has stopped to read, a pager's for example, is waited for, as any program would.
 
         Args:
             seconds: How long to wait.
             failed: The attempt has failed.
+            until: Says that whoever waits for the end has lost patience, also with the screen's reader.
         """
         self._failed = failed
         quiet_until = time.monotonic() + seconds
@@ -96,9 +98,14 @@ class Pump:
             if self._arrived != arrived:
                 arrived, quiet_until = self._arrived, time.monotonic() + seconds
             time.sleep(0.005)
-        with self._lock:
+        while not self._lock.acquire(timeout=0.1):
+            if until():
+                return
+        try:
             for source in list(self._sources):
                 self._finish(source)
+        finally:
+            self._lock.release()
 
     def _run(self) -> None:
         while True:

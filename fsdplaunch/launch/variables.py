@@ -23,6 +23,7 @@ def worker_variables(
     torch_version: tuple[int, int],
     run_dir: Path,
     allow_unsharded: bool,
+    ranks: int | None = None,
 ) -> dict[str, str]:
     """Return the variables that agent and workers get beside the caller's.
 
@@ -34,14 +35,16 @@ def worker_variables(
         torch_version: Of the installed torch, major and minor.
         run_dir: The run's folder.
         allow_unsharded: Let a script end without having sharded a model.
+        ranks: Workers over all machines, where they are known.
     """
-    env = encode(with_mesh(config, workers * config.num_machines))  # other libraries want sizes as numbers
+    world = workers * config.num_machines if ranks is None else ranks
+    env = encode(with_mesh(config, world))  # other libraries want sizes as numbers
     env[RUN_DIR] = str(run_dir)
     if allow_unsharded:
         env[ALLOW_UNSHARDED] = "1"
     if config.gpu_ids is not None and config.gpu_ids.strip().lower() != "all":
         env["CUDA_VISIBLE_DEVICES"] = config.gpu_ids
-    if config.launch.max_restarts:
+    if config.launch.max_restarts or config.launch.nodes:
         # Without it torch keeps one store for all attempts, and new workers meet the dead ones' addresses.
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     defaults = {"OMP_NUM_THREADS": str(max(1, cpus // workers)), **_flight_recorder(run_dir, torch_version)}

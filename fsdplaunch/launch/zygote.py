@@ -1,20 +1,28 @@
 """The nursery's own side: fork workers on request, report how each one ended, leave none behind.
 
 A zygote is a fork of the agent, made when torch is imported and nothing else has happened: no thread, no socket,
-no CUDA. It goes on to import what else the workers need, and then forks them one by one.
+no CUDA. It goes on to import what else the workers need, and then forks them one by one. Where what it imports
+rules that out, it becomes a fresh interpreter, `python .../zygote.py`, and executes them.
 """
 
+import sys
+
+if __name__ == "__main__" and sys.path and sys.path[0].endswith("launch"):
+    del sys.path[0]  # this file's folder: its names are not for `import`
+
+import json
 import os
 import select
 import signal
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from fsdplaunch.launch.departure import share_modules
 from fsdplaunch.launch.newborn import Order, settle, show_as
-from fsdplaunch.launch.preload import Preloaded, freeze
+from fsdplaunch.launch.preload import Preloaded, fork, freeze
 from fsdplaunch.launch.wire import Channel
 from fsdplaunch.lifeline import die_with_parent, live_on
 
@@ -31,22 +39,41 @@ class Zygote:
         self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._before = {number: signal.getsignal(number) for number in (signal.SIGCHLD, *PASSED_ON)}
 
-    def serve(self, preload: Callable[[], Preloaded], *, parent: int) -> Order:
+    def serve(self, preload: Callable[[], Preloaded], *, parent: int, obstacle: str | None = None) -> Order:
         """Preload, say so, and fork workers until the agent goes; then kill what is left and end.
+
+        Args:
+            preload: Imports what is to be imported.
+            parent: Process id of the agent.
+            obstacle: Why this nursery, a fresh one, does not fork; only to be told.
 
         Returns:
             In a worker only: what it was ordered to be. Its process is set up for that.
         """
         die_with_parent(signal.SIGKILL, parent=parent)
-        os.setsid()
+        if os.getsid(0) != os.getpid():  # a fresh nursery has been through this before it was executed
+            os.setsid()
         show_as(("fsdplaunch", "nursery"))
         for number in PASSED_ON:
             signal.signal(number, signal.SIG_IGN)
         loaded = preload()
+        if loaded.obstacle is not None:
+            self._start_over(loaded, parent)
+        return self._work(loaded, obstacle)
+
+    def _start_over(self, loaded: Preloaded, parent: int) -> None:
+        """Become a fresh interpreter: no thread, and no hold on a GPU, of what was preloaded is left."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.set_inheritable(self._channel.fileno(), True)
+        command = fresh_command(self._channel.fileno(), parent, obstacle=loaded.obstacle, notes=loaded.notes)
+        os.execve(command[0], command, dict(loaded.before))  # noqa: S606  (no shell is the point)
+
+    def _work(self, loaded: Preloaded, obstacle: str | None) -> Order:
         share_modules()
         freeze()
         self._watch_children()
-        self._channel.send({"ready": True, "obstacle": loaded.obstacle, "notes": loaded.notes})
+        self._channel.send({"ready": True, "obstacle": obstacle, "notes": list(loaded.notes)})
         while True:
             request = self._next_request()
             if request is None:
@@ -87,7 +114,7 @@ class Zygote:
     def _start(self, request: dict[str, Any], files: list[int], loaded: Preloaded) -> Order | None:
         order = _order(request, loaded)
         parent = os.getpid()
-        pid = os.fork()
+        pid = fork()
         if pid == 0:
             self._leave()
             settle(order, streams=files, parent=parent)
@@ -127,3 +154,33 @@ def _order(request: dict[str, Any], loaded: Preloaded) -> Order:
         shown_as=tuple(request["shown_as"]),
         cpus=tuple(request["cpus"]),
     )
+
+
+def fresh_command(channel: int, parent: int, *, obstacle: str | None, notes: Sequence[str]) -> list[str]:
+    """The command line of a nursery that is an interpreter of its own and only executes.
+
+    Args:
+        channel: Its inherited end of the channel.
+        parent: Process id of the agent.
+        obstacle: Why it does not fork.
+        notes: What the agent should tell the user.
+    """
+    said = json.dumps({"obstacle": obstacle, "notes": list(notes)})
+    return [sys.executable, "-u", __file__, str(channel), str(parent), said]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Serve as a fresh nursery.
+
+    Args:
+        argv: What `fresh_command` adds to this file's name.
+    """
+    said = json.loads(argv[2])
+    channel = Channel(socket.socket(fileno=int(argv[0])))
+    os.set_inheritable(channel.fileno(), False)
+    loaded = Preloaded(notes=tuple(said["notes"]))
+    Zygote(channel).serve(lambda: loaded, parent=int(argv[1]), obstacle=said["obstacle"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

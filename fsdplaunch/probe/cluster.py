@@ -100,7 +100,11 @@ def _slurm_gpus(environ: Mapping[str, str]) -> int | None:
     counted = _count(environ, "SLURM_GPUS_ON_NODE")
     if counted is not None:
         return counted
-    asked = environ.get("SLURM_GPUS_PER_NODE", "")
+    return count_gpus(environ.get("SLURM_GPUS_PER_NODE", ""))
+
+
+def count_gpus(asked: str) -> int | None:
+    """How many GPUs SLURM's notation means: `8`, `h100:8`, `a100:4,h100:4`; None for anything else."""
     numbers = [re.fullmatch(r"(?:[^:,]+:)*(\d+)(?:\([^)]*\))?", part.strip()) for part in asked.split(",")]
     return sum(int(match[1]) for match in numbers if match) if asked and all(numbers) else None
 

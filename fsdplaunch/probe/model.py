@@ -67,7 +67,7 @@ def read_model(folder: Path) -> ModelFacts:
         msg = f"model folder {folder} does not exist"
         raise UsageError(msg, hint="give the folder that holds config.json")
     architecture = _architecture(folder)
-    files = _weight_files(folder)
+    files = weight_files(folder)
     if not files:
         pickled = sorted(folder.glob("*.bin"))
         if not pickled:
@@ -199,12 +199,32 @@ def _unreadable(path: Path, why: str) -> UsageError:
     return UsageError(f"{path} is no complete safetensors file: {why}", hint="download or copy it again")
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The files the index names, or every safetensors file."""
+def read_index(folder: Path) -> dict[str, str]:
+    """Return which file holds which tensor, as the folder's index says; empty where there is no index.
+
+    Args:
+        folder: The model's folder.
+    """
     listed = _read_mapping(folder / _INDEX).get("weight_map")
     if not isinstance(listed, dict):
+        return {}
+    files = {file: Path(str(file)).name for file in set(map(str, listed.values()))}
+    return {str(name): files[str(file)] for name, file in listed.items()}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files the index names, or every safetensors file.
+
+    Args:
+        folder: The model's folder.
+
+    Raises:
+        UsageError: A file that the index names is not there.
+    """
+    listed = read_index(folder)
+    if not listed:
         return sorted(folder.glob("*.safetensors"))
-    names = sorted({Path(str(name)).name for name in listed.values()})
+    names = sorted(set(listed.values()))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise UsageError(

@@ -9,14 +9,19 @@ import torch.distributed as dist
 from fsdplaunch.errors import CheckpointError
 
 
+class SharedError(CheckpointError):
+    """A failure that every rank has raised already."""
+
+
 @contextmanager
-def together(doing: str) -> Iterator[None]:
+def together(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a block on every rank and raise on all of them if it failed on any.
 
     Torch's checkpoint functions raise an exception that is no `Exception`; it counts, too.
 
     Args:
         doing: What the block does, to complete "cannot ...".
+        group: All ranks, in a group of its own when another thread uses theirs meanwhile.
 
     Raises:
         CheckpointError: With the first failing rank's words.
@@ -29,11 +34,13 @@ def together(doing: str) -> Iterator[None]:
     except BaseException as error:
         failure = error
     outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, None if failure is None else _words(failure))
+    dist.all_gather_object(outcomes, None if failure is None else _words(failure), group=group)
+    if isinstance(failure, SharedError):
+        raise failure  # from a block inside this one, with the rank that failed and what it did in its words
     for rank, words in enumerate(outcomes):
         if words is not None:
             msg = f"cannot {doing}: rank {rank}: {words[0]}"
-            raise CheckpointError(msg, hint=words[1]) from failure
+            raise SharedError(msg, hint=words[1]) from failure
 
 
 def _words(failure: BaseException) -> tuple[str, str | None]:

@@ -2,7 +2,7 @@
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from torch import nn
 
@@ -60,10 +60,15 @@ def _repeated(
     """Modules of one class that stand side by side in a list, none of them inside another."""
     found: dict[str, nn.Module] = {}
     for name, group in model.named_modules():
-        inside = any(name == block or name.startswith(block + ".") for block in found)
-        if not inside and isinstance(group, lists):
+        if not _below(name, found) and isinstance(group, lists):
             found |= _side_by_side(name, list(group.named_children()), at_least)
     return {clean_name(name): module for name, module in found.items()}
+
+
+def _below(name: str, blocks: Container[str]) -> bool:
+    """Whether a module is one of the blocks or inside one."""
+    parts = name.split(".")
+    return any(".".join(parts[:depth]) in blocks for depth in range(1, len(parts) + 1))
 
 
 def _side_by_side(name: str, group: list[tuple[str, nn.Module]], at_least: int) -> dict[str, nn.Module]:

@@ -13,7 +13,7 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from fsdplaunch.config.environment import decode
+from fsdplaunch.config.environment import REHEARSAL_STEPS, decode
 from fsdplaunch.config.schema import Config
 from fsdplaunch.lifeline import die_with_parent
 from fsdplaunch.runtime.auto.mixtures import explaining_mixtures
@@ -52,12 +52,17 @@ def _work(config: Config, target: Target) -> None:
     if config.distributed_type == "FSDP":
         _set_up(config, target)
     start_heartbeat()
+    if steps := os.environ.get(REHEARSAL_STEPS):
+        from fsdplaunch.runtime.rehearsal import stop_after
+
+        stop_after(int(steps))
     try:
         with explaining_mixtures():
             run_target(target)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
+    _finish_saves()
     if config.distributed_type == "FSDP" and config.launch.shard != "off":
         from fsdplaunch.runtime.watch import check_sharded
 
@@ -67,6 +72,8 @@ def _work(config: Config, target: Target) -> None:
 def _set_up(config: Config, target: Target) -> None:
     """Prepare for sharding; other kinds of run own their set-up, as they do under torchrun."""
     from fsdplaunch.runtime.device import choose_device, join_group
+    from fsdplaunch.runtime.peers.accelerate_cpu import adapt_accelerate_to_cpu
+    from fsdplaunch.runtime.peers.fsdp1_cpu import take_out_offload_to_cpu
     from fsdplaunch.runtime.watch import watch_sharding
 
     automatic = config.launch.shard == "auto"
@@ -77,6 +84,9 @@ def _set_up(config: Config, target: Target) -> None:
     device = choose_device(config)
     join_group(config, device)
     watch_sharding()
+    if device.type == "cpu":
+        adapt_accelerate_to_cpu()
+        take_out_offload_to_cpu()
     if automatic:
         _install_hooks(config, device)
 
@@ -91,6 +101,13 @@ def _install_hooks(config: Config, device: "torch.device") -> None:
 
 
 _installed = ExitStack()
+
+
+def _finish_saves() -> None:
+    """Wait for a checkpoint that is still being written; a run whose last one failed has failed."""
+    saving = sys.modules.get("fsdplaunch.runtime.saving")
+    if saving is not None:
+        saving.finish_saves()
 
 
 def _abandon() -> None:

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import report
-from fsdplaunch.runtime.blocks import find_blocks
+from fsdplaunch.runtime.blocks import class_name, find_blocks
 from fsdplaunch.runtime.settings import Settings
 from fsdplaunch.runtime.tree import replace_modules
 from fsdplaunch.runtime.wrap import Units
@@ -25,7 +25,7 @@ def checkpoint_blocks(model: nn.Module, units: Units, settings: Settings, device
     gathering then stands outside of the recomputation, so backward gathers each block once.
 
     Raises:
-        ShardingError: The model has no blocks and no units.
+        ShardingError: The model has no blocks and no units, or fewer than every how many of them is to be wrapped.
     """
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):  # transformers' switch
         report.say("the model's own gradient checkpointing is on, so fsdp_activation_checkpointing adds nothing")
@@ -34,7 +34,12 @@ def checkpoint_blocks(model: nn.Module, units: Units, settings: Settings, device
     offload = settings.activation_offload and device.type != "cpu"
     if settings.activation_offload and not offload:
         report.say("fsdp_activation_checkpointing_offload changes nothing without a GPU")
-    wrappers = {block: _wrapped(block, offload=offload) for block in _blocks(model, units, settings)}
+    every = settings.checkpoint_every
+    blocks = _blocks(model, units, settings)
+    if every > len(blocks):
+        msg = f"sharding.checkpoint_every is {every}, and {class_name(model)} has {len(blocks)} blocks"
+        raise ShardingError(msg, hint="set a smaller number")
+    wrappers = {block: _wrapped(block, offload=offload) for block in blocks[every - 1 :: every]}
     replace_modules(model, wrappers)
     return {name: wrappers.get(unit, unit) for name, unit in units.items()}
 

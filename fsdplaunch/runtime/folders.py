@@ -1,18 +1,30 @@
 """Checkpoint folders: a temporary one that is put in place in one move, and the newest complete one."""
 
-import ctypes
 import os
 import re
 import shutil
-import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from fsdplaunch.checkpoint.exchange import exchange
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.manifest import MANIFEST, is_complete, looks_like_checkpoint, own_files
+from fsdplaunch.runtime.manifest import (
+    MANIFEST,
+    find_gap,
+    is_complete,
+    looks_like_checkpoint,
+    own_files,
+    read_manifest,
+    sequence_of,
+)
 
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 _NUMBERED = re.compile(r"checkpoint-(\d+)")
+
+
+def partial_of(target: Path) -> Path:
+    """The temporary folder of a checkpoint that is being written."""
+    return target.parent / f".{target.name}.partial"
 
 
 def begin(target: Path) -> Path:
@@ -23,7 +35,7 @@ def begin(target: Path) -> Path:
     """
     if target.exists():
         _check_replaceable(target)
-    partial = target.parent / f".{target.name}.partial"
+    partial = partial_of(target)
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
@@ -45,6 +57,8 @@ def publish(partial: Path, target: Path) -> None:
 
     Files that are no part of the earlier checkpoint, such as a tokenizer beside it, are kept.
     """
+    for folder in {path.parent for path in partial.rglob("*")}:
+        _sync(folder)
     if target.exists():
         _carry_over(target, partial)
         _exchange(partial, target)
@@ -60,22 +74,13 @@ def _aside(target: Path) -> Path:
 
 
 def _exchange(partial: Path, target: Path) -> None:
-    if _swapped(partial, target):
+    if exchange(partial, target):
         return
     aside = _aside(target)
     if aside.exists():
         shutil.rmtree(aside)
     target.rename(aside)
     partial.rename(target)
-
-
-def _swapped(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step, where the kernel and the file system can."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None
-    if rename is None:
-        return False
-    done: int = rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
-    return done == 0
 
 
 def _carry_over(old: Path, new: Path) -> None:
@@ -114,13 +119,73 @@ def numbered(root: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def find_checkpoint(root: Path) -> Path | None:
-    """The checkpoint to load: `root` itself, else the newest complete `checkpoint-N` in it; None if there is none.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search for a checkpoint gave.
+
+    Attributes:
+        path: The checkpoint, or None.
+        skipped: What was passed over for it, each with the reason.
+    """
+
+    path: Path | None
+    skipped: tuple[str, ...] = ()
+
+
+def find_checkpoint(root: Path) -> Found:
+    """Find the checkpoint to load: `root` itself, else the newest complete `checkpoint-N` in it.
 
     A folder whose replacement was interrupted between two moves is found under its waiting name.
     """
-    if looks_like_checkpoint(root) and is_complete(root):
-        return root
+    skipped: list[str] = []
+    if looks_like_checkpoint(root):
+        gap = find_gap(root)
+        if gap is None:
+            return Found(path=root)
+        skipped.append(f"{root}: {gap}")
     if not root.exists() and is_complete(_aside(root)):
-        return _aside(root)
-    return next((path for _, path in numbered(root) if is_complete(path)), None)
+        return Found(path=_aside(root))
+    for path in _newest_first(root):
+        gap = find_gap(path)
+        if gap is None:
+            return Found(path=path, skipped=(*skipped, *_unfinished(root, path)))
+        skipped.append(f"{path}: {gap}")
+    return Found(path=None, skipped=(*skipped, *_unfinished(root, None)))
+
+
+def _newest_first(root: Path) -> Iterator[Path]:
+    """Numbered folders, the one saved last first.
+
+    Numbers go by what a run counted. After a return to an earlier checkpoint they do not tell what is newest; our
+    manifests do. Folders that have none come where their number puts them.
+    """
+    found = numbered(root)
+    by_sequence = iter(sorted((path for _, path in found if sequence_of(path)), key=sequence_of, reverse=True))
+    for _, path in found:
+        yield next(by_sequence) if sequence_of(path) else path
+
+
+def _unfinished(root: Path, taken: Path | None) -> list[str]:
+    """Folders of saves that were interrupted, as far as they came after the checkpoint that is taken."""
+    since = 0.0 if taken is None else taken.stat().st_mtime
+    left = sorted(path for path in root.glob(".*.partial") if path.is_dir() and path.stat().st_mtime >= since)
+    return [f"{path}: its save did not finish" for path in left]
+
+
+def next_sequence(target: Path) -> int:
+    """The number of a checkpoint that is about to be completed at `target`."""
+    beside = [path for _, path in numbered(target.parent)]
+    return 1 + max(map(sequence_of, [target, *beside]))
+
+
+def remove_old(root: Path, keep: int) -> None:
+    """Delete all but the newest `keep` of our complete numbered checkpoints, and what killed saves left.
+
+    Folders that another tool wrote, and incomplete ones in their final place, stay.
+    """
+    ours = [path for _, path in numbered(root) if read_manifest(path) is not None and is_complete(path)]
+    for path in sorted(ours, key=sequence_of, reverse=True)[keep:]:
+        doomed = root / f".{path.name}.removed"
+        path.rename(doomed)  # in one step: there is no moment at which half of it is there
+    for left in [*root.glob(".checkpoint-*.removed"), *root.glob(".checkpoint-*.partial")]:
+        shutil.rmtree(left)

@@ -1,7 +1,6 @@
 """Shard one model with the wrapper class FullyShardedDataParallel: one flat parameter per unit."""
 
-from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import report
 from fsdplaunch.runtime.checks import naming
+from fsdplaunch.runtime.left_out import LeftOut
 from fsdplaunch.runtime.settings import Settings
-from fsdplaunch.runtime.tree import replace_modules
+from fsdplaunch.runtime.tree import Places
 from fsdplaunch.runtime.weights import Aligner
 from fsdplaunch.runtime.wrap import Units
 
@@ -40,37 +40,31 @@ def shard(
     settings: Settings,
     mesh: DeviceMesh,
     aligner: Aligner,
-    ignored: Sequence[nn.Module],
+    out: LeftOut,
+    device: torch.device,
 ) -> nn.Module:
     """Wrap the units bottom-up and the model last, and return the outermost wrapper.
 
     Torch's own `sync_module_states` works on GPUs only, so the units get rank 0's values from the aligner, one at
     a time and right before they are wrapped, as in version 2.
     """
-    common = _common(settings, mesh, aligner.device, ignored)
+    if aligner.device.type == "meta":
+        msg = "fsdp_version 1 cannot lay a model out without giving it storage"
+        raise ShardingError(msg, hint="use fsdp_version: 2, or prepare on a device that has memory")
+    common = _common(settings, mesh, device, out)
     precision = _precision(settings)
+    places = Places(model)
     for unit in _batch_norms(model, settings):
         aligner.settle(unit)
-        replace_modules(model, {unit: FullyShardedDataParallel(unit, **common)})
+        with aligner.wrapping():
+            places.exchange(unit, FullyShardedDataParallel(unit, **common))
     for name, unit in reversed(units.items()):
         aligner.settle(unit)
-        with naming(name):
-            replace_modules(model, {unit: FullyShardedDataParallel(unit, **common, mixed_precision=precision)})
+        with naming(name), aligner.wrapping():
+            places.exchange(unit, FullyShardedDataParallel(unit, **common, mixed_precision=precision))
     aligner.settle(model)
-    with naming(type(model).__name__):
-        whole = FullyShardedDataParallel(model, **common, mixed_precision=precision)
-    if hasattr(model, "generate"):
-        object.__setattr__(whole, "generate", partial(_generate, whole, model))
-    return whole
-
-
-def _generate(whole: FullyShardedDataParallel, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Generate with the root's own parameters gathered.
-
-    `generate` calls the model itself and not the wrapper around it, so nothing else would gather them.
-    """
-    with FullyShardedDataParallel.summon_full_params(whole, recurse=False, writeback=False):
-        return model.generate(*args, **kwargs)
+    with naming(type(model).__name__), aligner.wrapping():
+        return FullyShardedDataParallel(model, **common, mixed_precision=precision)
 
 
 def _batch_norms(model: nn.Module, settings: Settings) -> list[nn.Module]:
@@ -80,21 +74,32 @@ def _batch_norms(model: nn.Module, settings: Settings) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
-def _common(
-    settings: Settings, mesh: DeviceMesh, device: torch.device, ignored: Sequence[nn.Module]
-) -> dict[str, Any]:
+def _common(settings: Settings, mesh: DeviceMesh, device: torch.device, out: LeftOut) -> dict[str, Any]:
     """The arguments that all wrappers share."""
     prefetch = settings.backward_prefetch
-    return _layout(settings, mesh) | {
-        "sharding_strategy": _STRATEGIES[settings.strategy],
-        "cpu_offload": _offload(settings, device),
-        "backward_prefetch": None if prefetch == "NO_PREFETCH" else BackwardPrefetch[prefetch],
-        "forward_prefetch": settings.forward_prefetch,
-        "limit_all_gathers": settings.limit_all_gathers,
-        "use_orig_params": settings.use_orig_params,
-        "ignored_modules": list(ignored) or None,
-        "device_id": device,
-    }
+    return (
+        _layout(settings, mesh)
+        | _left_out(settings, out)
+        | {
+            "sharding_strategy": _STRATEGIES[settings.strategy],
+            "cpu_offload": _offload(settings, device),
+            "backward_prefetch": None if prefetch == "NO_PREFETCH" else BackwardPrefetch[prefetch],
+            "forward_prefetch": settings.forward_prefetch,
+            "limit_all_gathers": settings.limit_all_gathers,
+            "use_orig_params": settings.use_orig_params,
+            "device_id": device,
+        }
+    )
+
+
+def _left_out(settings: Settings, out: LeftOut) -> dict[str, Any]:
+    """What not to shard, as modules, or as parameters where some are alone: torch takes one of the two."""
+    if not out.scalars:
+        return {"ignored_modules": list(out.modules.values()) or None}
+    if settings.dtypes.buffer is not None and any(True for m in out.modules.values() for _ in m.buffers()):
+        msg = "under fsdp_version 1 a model with scalar parameters cannot ignore modules that have buffers"
+        raise ShardingError(msg, hint="use fsdp_version: 2, or leave precision.buffer out")
+    return {"ignored_states": out.parameters()}
 
 
 def _layout(settings: Settings, mesh: DeviceMesh) -> dict[str, Any]:
@@ -128,6 +133,5 @@ def _precision(settings: Settings) -> MixedPrecision | None:
     formats = settings.dtypes
     if not formats.mixed:
         return None
-    return MixedPrecision(
-        param_dtype=formats.param, reduce_dtype=formats.reduce or formats.param, buffer_dtype=formats.buffer
-    )
+    said = {"param_dtype": formats.param, "reduce_dtype": formats.reduce or formats.param}
+    return replace(formats.template or MixedPrecision(), **said, buffer_dtype=formats.buffer)

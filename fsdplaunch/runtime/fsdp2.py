@@ -1,7 +1,7 @@
 """Shard one model with `fully_shard`: every parameter becomes a DTensor split along its first dimension."""
 
 import inspect
-from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,11 +14,12 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 
+from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import report
 from fsdplaunch.runtime.checks import naming
+from fsdplaunch.runtime.left_out import LeftOut
 from fsdplaunch.runtime.settings import Settings
 from fsdplaunch.runtime.weights import Aligner
 from fsdplaunch.runtime.wrap import Units
@@ -31,14 +32,15 @@ def shard(
     settings: Settings,
     mesh: DeviceMesh,
     aligner: Aligner,
-    ignored: Sequence[nn.Module],
+    out: LeftOut,
+    device: torch.device,  # noqa: ARG001  (the mesh says it)
 ) -> nn.Module:
     """Shard the units bottom-up and the model last, in place, and return the model.
 
     Each unit gets its storage and rank 0's values just before it is sharded, so no rank ever holds more of the
     full model on its device than one unit.
     """
-    common = _common(settings, mesh, ignored)
+    common = _common(settings, mesh, out)
     policy = _precision(settings, output=None)
     for name, unit in reversed(units.items()):
         aligner.settle(unit)
@@ -51,19 +53,18 @@ def shard(
     with naming(type(model).__name__):
         fully_shard(model, **common, mp_policy=root_policy, reshard_after_forward=reshard)
     if settings.forward_prefetch:
-        _prefetch_forward([unit for unit in units.values() if isinstance(unit, FSDPModule)])
-    if hasattr(model, "generate"):
-        register_fsdp_forward_method(model, "generate")
+        _prefetch_forward([unit for unit in (model, *units.values()) if isinstance(unit, FSDPModule)])
     return model
 
 
-def _common(settings: Settings, mesh: DeviceMesh, ignored: Sequence[nn.Module]) -> dict[str, Any]:
+def _common(settings: Settings, mesh: DeviceMesh, out: LeftOut) -> dict[str, Any]:
     """The arguments that all calls share."""
     common: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(settings, mesh)}
-    params = {param for module in ignored for param in module.parameters()}
-    if params and "ignored_params" in inspect.signature(fully_shard).parameters:  # torch >= 2.7
-        common["ignored_params"] = params
-    return common
+    params = set(out.parameters())
+    if params and "ignored_params" not in inspect.signature(fully_shard).parameters:
+        msg = f"torch {torch.__version__} cannot leave parameters unsharded under fsdp_version 2"
+        raise ShardingError(msg, hint="use torch 2.7 or newer, or fsdp_version: 1")
+    return common | ({"ignored_params": params} if params else {})
 
 
 def _offload(settings: Settings, mesh: DeviceMesh) -> OffloadPolicy:
@@ -81,11 +82,12 @@ def _precision(settings: Settings, *, output: torch.dtype | None) -> MixedPrecis
     The output format belongs to the root alone: blocks that returned it would feed the next block a format its
     weights do not have.
     """
-    return MixedPrecisionPolicy(
-        param_dtype=settings.dtypes.param, reduce_dtype=settings.dtypes.reduce, output_dtype=output
-    )
+    formats = settings.dtypes
+    said = {"param_dtype": formats.param, "reduce_dtype": formats.reduce, "output_dtype": output}
+    return replace(formats.template or MixedPrecisionPolicy(), **said)
 
 
 def _prefetch_forward(units: list[FSDPModule]) -> None:
+    """Have each unit, the root first, gather the next one while it computes itself."""
     for unit, following in pairwise(units):
         unit.set_modules_to_forward_prefetch([following])

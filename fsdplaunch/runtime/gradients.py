@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grad_value_ as clip_local_values
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.members import outermost
 from fsdplaunch.runtime.names import unwrapped
 from fsdplaunch.runtime.prepared import models_of, prepared_of
 
@@ -61,7 +62,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     prepared = prepared_of(model)
     replicas = None if prepared is None else prepared.replicas
     with ExitStack() as stack:
-        for root in _sharded_roots(model):
+        for root in outermost(model):
             if isinstance(root, FullyShardedDataParallel):
                 stack.enter_context(root.no_sync())
             elif isinstance(root, FSDPModule):
@@ -71,15 +72,6 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             replicas.paused = True
             stack.callback(setattr, replicas, "paused", False)
         yield
-
-
-def _sharded_roots(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost sharded modules: the model itself, or those inside what was put around it."""
-    if isinstance(model, FSDPModule | FullyShardedDataParallel):
-        yield model
-        return
-    for child in model.children():
-        yield from _sharded_roots(child)
 
 
 def _listed(parameters: Parameters) -> list[torch.Tensor]:

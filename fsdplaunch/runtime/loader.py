@@ -18,6 +18,7 @@ from torch.utils.data import (
 
 from fsdplaunch.runtime import report
 from fsdplaunch.runtime.mesh import DataRanks
+from fsdplaunch.runtime.positions import keep_count
 
 
 class EpochSampler(DistributedSampler[Any]):
@@ -40,12 +41,19 @@ class SharedOrder(Sampler[Any]):
     def __init__(self, inner: Any, ranks: DataRanks) -> None:
         self.inner = inner
         self.ranks = ranks
+        self.drawn: list[Any] | None = None
+        """The present epoch's order, on the rank that drew it."""
+        self.given: list[Any] | None = None
+        """The order of the epoch a run is resumed in."""
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's items of a new epoch."""
-        box: list[Any] = [list(self.inner) if self.ranks.rank == 0 else None]
-        dist.broadcast_object_list(box, src=0)
-        items: list[Any] = box[0]
+        items, self.given = self.given, None
+        if items is None:
+            box: list[Any] = [list(self.inner) if self.ranks.rank == 0 else None]
+            dist.broadcast_object_list(box, src=0)
+            items = list(box[0])
+        self.drawn = items if self.ranks.rank == 0 else None
         if items:
             items = items + (items * math.ceil(self.ranks.size / len(items)))[: -len(items) % self.ranks.size]
         return iter(items[self.ranks.rank :: self.ranks.size])
@@ -82,13 +90,15 @@ class TakingTurns(IterableDataset[Any]):
 
 
 def shard_loader(loader: DataLoader[Any], ranks: DataRanks) -> DataLoader[Any]:
-    """Make a loader give this rank its part, and return it.
+    """Make a loader give this rank its part and count what it gives, and return it.
 
     The batch size stays and is each rank's own. A loader that shuffles or reads in order gets an `EpochSampler`,
     other samplers and batch samplers are split by `SharedOrder`, streams by `TakingTurns`. A loader that already
-    has a distributed sampler, and a stream that already was split, stay as they are.
+    has a distributed sampler, and a stream that already was split, stay as they are. One rank alone is treated
+    like several: a run resumed on more or fewer ranks goes on in the same order.
     """
-    if ranks.size == 1 or _is_split(loader):
+    keep_count(loader)
+    if _is_split(loader):
         return loader
     if isinstance(loader.dataset, IterableDataset):
         _set(loader, dataset=TakingTurns(loader.dataset, ranks))

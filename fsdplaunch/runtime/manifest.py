@@ -49,10 +49,16 @@ def _describe_model(model: torch.nn.Module) -> dict[str, Any]:
     return told
 
 
-def write_manifest(folder: Path, told: dict[str, Any]) -> None:
-    """Write the manifest of a folder whose other files are all there, and force it to disk."""
+def write_manifest(folder: Path, told: dict[str, Any], sequence: int) -> None:
+    """Write the manifest of a folder whose other files are all there, and force it to disk.
+
+    Args:
+        folder: Of a checkpoint, not yet in its place.
+        told: From `describe_run`.
+        sequence: How many checkpoints were completed in its place and beside it, this one included.
+    """
     files = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
-    data = told | {"files": dict(sorted(files.items())), "complete": True}
+    data = told | {"sequence": sequence, "files": dict(sorted(files.items())), "complete": True}
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(data, file, indent=1)
         file.flush()
@@ -78,21 +84,45 @@ def own_files(folder: Path) -> list[str]:
     return list(files) if isinstance(files, dict) else []
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether a checkpoint is whole: its manifest says so and every file has its size.
+def sequence_of(folder: Path) -> int:
+    """The number a manifest gives its checkpoint among those beside it; 0 without one."""
+    number = (read_manifest(folder) or {}).get("sequence", 0)
+    return number if isinstance(number, int) else 0
 
-    A folder without manifest was written by another tool; it counts as whole if it has a model in it, because that
-    tool leaves no way to tell.
+
+def is_complete(folder: Path) -> bool:
+    """Whether a checkpoint is whole."""
+    return find_gap(folder) is None
+
+
+def find_gap(folder: Path) -> str | None:
+    """What a checkpoint lacks to be whole, or None: the manifest must say so and every file have its size.
+
+    A folder without manifest was written by another tool; it counts as whole if it has a model in it and each
+    sharded folder its index, which is written last, because that tool leaves no other way to tell.
     """
     manifest = read_manifest(folder)
     if manifest is None:
-        return not (folder / MANIFEST).exists() and looks_like_checkpoint(folder)
+        return "its manifest cannot be read" if (folder / MANIFEST).exists() else _find_foreign_gap(folder)
     files = manifest.get("files")
     if manifest.get("complete") is not True or not isinstance(files, dict):
-        return False
-    return all(
-        (folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items()
-    )
+        return "its manifest does not call it complete"
+    for name, size in files.items():
+        try:
+            found = (folder / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if found != size:
+            return f"{name} has {found} bytes instead of {size}"
+    return None
+
+
+def _find_foreign_gap(folder: Path) -> str | None:
+    sharded = [*folder.glob("pytorch_model_fsdp_*/"), *folder.glob("optimizer_*/")]
+    unfinished = sorted(path.name for path in sharded if not (path / ".metadata").exists())
+    if unfinished:
+        return f"{unfinished[0]} has no index: its save did not finish"
+    return None if looks_like_checkpoint(folder) else "there is no model in it"
 
 
 def looks_like_checkpoint(folder: Path) -> bool:

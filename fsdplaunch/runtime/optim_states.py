@@ -4,7 +4,6 @@ A whole state has full tensors under parameter names; a sharded one is what this
 numbers parameters have in it. The version 1 functions of torch are deprecated and know nothing of version 2.
 """
 
-import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -20,16 +19,14 @@ from torch.distributed.fsdp import (
     OptimStateKeyType,
     StateDictType,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdplaunch.errors import UsageError
 from fsdplaunch.runtime.names import clean_name, named_parameters
+from fsdplaunch.runtime.pieces import cut
+from fsdplaunch.runtime.prepared import prepared_of
 
-# torch >= 2.7 cuts without sending when it is told so; before, rank 0's values are sent, which are the same.
-_NO_SENDING: dict[str, Any] = (
-    {"src_data_rank": None} if "src_data_rank" in inspect.signature(distribute_tensor).parameters else {}
-)
 OptimInput = Iterable[Any] | None
 State = dict[str, Any]
 
@@ -38,7 +35,7 @@ def full_optim_state_dict(
     model: nn.Module,
     optim: Optimizer,
     optim_input: OptimInput = None,  # noqa: ARG001  (the optimizer itself knows its groups; kept for old calls)
-    rank0_only: bool = True,
+    rank0_only: bool | None = None,
 ) -> State:
     """Gather the whole state of an optimizer, under parameter names; every rank calls this.
 
@@ -46,11 +43,16 @@ def full_optim_state_dict(
         model: Sharded by either version, or holding sharded modules.
         optim: Its optimizer.
         optim_input: Not needed any more; the optimizer knows its parameter groups.
-        rank0_only: Return an empty mapping on all ranks but the first.
+        rank0_only: Return an empty mapping on all ranks but the first. Left out, as the plugin's
+            `optim_state_dict_config` says, and so where it says nothing.
 
     Returns:
         `state` and `param_groups`, as `Optimizer.state_dict` has them but for the names.
     """
+    if rank0_only is None:
+        prepared = prepared_of(model)
+        said = None if prepared is None else prepared.plugin.optim_state_dict_config
+        rank0_only = said.rank0_only if isinstance(said, FullOptimStateDictConfig) else True
     # With the move to the host torch gathers on rank 0 only; see state_dicts for why version 1 must not do it.
     to_host = rank0_only and not (_has_wrapper(model) and not torch.cuda.is_available())
     options = StateDictOptions(full_state_dict=True, cpu_offload=to_host)
@@ -185,7 +187,7 @@ def _cut(value: Any, param: nn.Parameter) -> Any:
         return value
     if value.shape != param.shape or not isinstance(param, DTensor):
         return value.clone()  # step counts: two optimizers must not count on one tensor
-    return distribute_tensor(value.to(param.to_local().device), param.device_mesh, param.placements, **_NO_SENDING)
+    return cut(value, param)
 
 
 def _cut_flat(whole: State, model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) -> State:

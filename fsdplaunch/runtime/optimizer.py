@@ -58,6 +58,12 @@ def note_origins(full: Mapping[str, torch.Tensor]) -> Home:
     return home
 
 
+def name_of(param: torch.Tensor) -> str | None:
+    """What a full parameter was called in the model that `prepare` sharded; None for any other tensor."""
+    origin: Origin | None = getattr(param, _ORIGIN, None)
+    return None if origin is None else origin.name
+
+
 def repoint(optimizer: Optimizer, known: Mapping[int, str]) -> None:
     """Exchange an optimizer's parameters, and the state it has for them, for the sharded ones, in place.
 

@@ -11,8 +11,8 @@ import torch
 from fsdplaunch.errors import CheckpointError
 
 
-def write_plain(value: Any, path: Path, what: str) -> None:
-    """Write a value that can be read back without running code, and force it to disk.
+def packed(value: Any, what: str) -> bytes:
+    """A value as the bytes of a file that can be read back without running code.
 
     Raises:
         CheckpointError: It holds objects of classes, which only running code could bring back.
@@ -26,8 +26,13 @@ def write_plain(value: Any, path: Path, what: str) -> None:
         msg = f"{what} holds more than plain values and tensors"
         hint = "give numbers, texts, lists, mappings and tensors; save other objects in a file of your own"
         raise CheckpointError(msg, hint=hint) from None
+    return box.getvalue()
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a small file and force it to disk."""
     with path.open("wb") as file:
-        file.write(box.getvalue())
+        file.write(data)
         _force(file)
 
 
@@ -44,13 +49,15 @@ def _force(file: BinaryIO) -> None:
 
 
 def read_plain(path: Path) -> Any:
-    """Read a value back, running no code of it.
+    """Read a value back, running no code of it. Tensors of a large file stay there until they are used.
 
     Raises:
         CheckpointError: The file holds something else, or is damaged.
     """
     try:
-        return torch.load(path, weights_only=True, map_location="cpu")
+        with path.open("rb") as file:
+            is_zip = file.read(2) == b"PK"
+        return torch.load(path, weights_only=True, map_location="cpu", mmap=is_zip)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         msg = f"cannot read {path}: {str(error).splitlines()[0]}"
         hint = "the file is damaged, or holds objects that only running code could read"

@@ -25,8 +25,17 @@ from fsdplaunch.config.schema import Config
 from fsdplaunch.config.values import PREFETCH, STATE_DICT, STRATEGY
 from fsdplaunch.errors import UsageError
 from fsdplaunch.runtime.blocks import find_blocks
-from fsdplaunch.runtime.plugin_values import PATHS, configured, dtype_of, dtypes_from, plain
-from fsdplaunch.runtime.settings import Dtypes, Settings, settings_of
+from fsdplaunch.runtime.plugin_values import (
+    PATHS,
+    check_policy,
+    configured,
+    dtype_of,
+    dtypes_from,
+    is_float8,
+    plain,
+    policy_of,
+)
+from fsdplaunch.runtime.settings import Dtypes, Settings, float8_of, settings_of
 from fsdplaunch.runtime.state_configs import optimizer_config, state_config
 
 _POLICIES: dict[str, Any] = {
@@ -46,6 +55,7 @@ _PLAIN = (
     "min_num_params",
     "dp_replicate_size",
     "dp_shard_size",
+    "activation_checkpointing_every",
 )
 """Fields that hold the configuration's own value."""
 
@@ -62,19 +72,20 @@ class FullyShardedDataParallelPlugin:
         sharding_strategy: A name, a code 1-5, or `ShardingStrategy`.
         reshard_after_forward: Version 2: a flag or a number of ranks. Version 1: another name for the strategy.
         backward_prefetch: A name, a code, or `BackwardPrefetch`; None means no prefetch. Version 1.
-        mixed_precision_policy: `bf16`, `fp16`, `fp32`; a mapping of param_dtype, reduce_dtype, buffer_dtype and
-            output_dtype; `MixedPrecision` or `MixedPrecisionPolicy`.
+        mixed_precision_policy: `bf16`, `fp16`, `fp32`, `fp8`; a mapping of param_dtype, reduce_dtype, buffer_dtype
+            and output_dtype; `MixedPrecision` or `MixedPrecisionPolicy`.
         auto_wrap_policy: `transformer_based_wrap`, `size_based_wrap`, `no_wrap`, or a function: one of torch's
             form, or one from a module to whether it is a unit.
         cpu_offload: A flag, `CPUOffload` (version 1) or `CPUOffloadPolicy` (version 2).
-        ignored_modules: Modules, or a regular expression that matches their whole names.
+        ignored_modules: Modules, or a regular expression that matches their whole names, or several.
         state_dict_type: `full_state_dict`, `local_state_dict`, `sharded_state_dict`, or `StateDictType`.
         state_dict_config: Torch's options for the model's state dict; made to fit the type when left out.
         optim_state_dict_config: The same for the optimizer's.
         limit_all_gathers: Version 1: keep the host from queueing too many gathers.
         use_orig_params: Version 1: show the optimizer the model's own parameters.
         param_init_fn: Gives values to a module whose parameters have no storage on any rank.
-        sync_module_states: Send rank 0's parameters and buffers to all ranks before sharding.
+        sync_module_states: Send rank 0's parameters and buffers to all ranks before sharding; always so under
+            cpu_ram_efficient_loading, where only rank 0 has them.
         forward_prefetch: Gather the next unit while the current one computes forward.
         activation_checkpointing: Compute each block's activations again in backward.
         cpu_ram_efficient_loading: Only rank 0 has weights, the others receive them.
@@ -84,6 +95,8 @@ class FullyShardedDataParallelPlugin:
         dp_replicate_size: Copies of the model; -1 takes what dp_shard_size leaves.
         dp_shard_size: Ranks per copy; -1 takes what dp_replicate_size leaves.
         master_dtype: The format shards and optimizer state are kept in.
+        activation_checkpointing_every: Compute only every n-th block again, 2 for half of them.
+        forward_methods: Names of methods, beside forward and generate, that compute with the parameters.
 
     Raises:
         UsageError: A value is not one the field takes, or the FSDP version has no such thing.
@@ -96,7 +109,7 @@ class FullyShardedDataParallelPlugin:
     mixed_precision_policy: Any = None
     auto_wrap_policy: Any = None
     cpu_offload: Any = None
-    ignored_modules: Iterable[nn.Module] | str | None = None
+    ignored_modules: Iterable[nn.Module | str] | str | None = None
     state_dict_type: Any = None
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
@@ -113,7 +126,10 @@ class FullyShardedDataParallelPlugin:
     dp_replicate_size: int | None = None
     dp_shard_size: int | None = None
     master_dtype: Any = None
+    activation_checkpointing_every: int | None = None
+    forward_methods: list[str] | str | None = None
     _config: Config = field(init=False, repr=False, compare=False)
+    _float8: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
         said = {name: _plain_or_none(name, getattr(self, name)) for name in PATHS}
@@ -123,7 +139,9 @@ class FullyShardedDataParallelPlugin:
             os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(said["cpu_ram_efficient_loading"]).lower()
         self._fill()
         self.set_state_dict_type()
-        self._set_formats(dtypes_from(self.mixed_precision_policy, settings_of(self._config).dtypes))
+        policy, own = self.mixed_precision_policy, settings_of(self._config)
+        check_policy(policy, own.version)
+        self._set_formats(dtypes_from(policy, own.dtypes), float8=is_float8(policy) or (not policy and own.float8))
 
     def _check_version(self, said: dict[str, Any]) -> None:
         """Refuse what code asks for and this FSDP version cannot do, instead of dropping it."""
@@ -138,14 +156,20 @@ class FullyShardedDataParallelPlugin:
             f"reshard_after_forward {reshard}": not one and isinstance(reshard, str),
             "activation_checkpointing_offload": one and bool(said["activation_checkpointing_offload"]),
             "flag for reshard_after_forward": one and isinstance(said["reshard_after_forward"], bool),
+            "limit_all_gathers=False": not one and not self.limit_all_gathers,
         }
         for what, wrong in cases.items():
             if wrong:
                 msg = f"fsdp_version {fsdp.fsdp_version} has no {what}"
                 raise UsageError(msg, hint="leave it out, or set the other fsdp_version")
-        if fsdp.fsdp_activation_checkpointing_offload and not fsdp.fsdp_activation_checkpointing:
-            msg = "activation_checkpointing_offload needs activation_checkpointing"
-            raise UsageError(msg)
+        needing = {
+            "activation_checkpointing_offload": fsdp.fsdp_activation_checkpointing_offload,
+            "activation_checkpointing_every": self._config.sharding.checkpoint_every > 1,
+        }
+        for name, wanted in needing.items():
+            if wanted and not fsdp.fsdp_activation_checkpointing:
+                msg = f"{name} needs activation_checkpointing"
+                raise UsageError(msg)
 
     def _fill(self) -> None:
         """Give every field its final value: the configuration's, which holds what code said, as torch's object."""
@@ -153,6 +177,7 @@ class FullyShardedDataParallelPlugin:
         for name in _PLAIN:
             section, key = PATHS[name]
             setattr(self, name, getattr(getattr(self._config, section), key))
+        self.sync_module_states = self.sync_module_states or bool(self.cpu_ram_efficient_loading)
         one = fsdp.fsdp_version == 1
         self.sharding_strategy = _strategy(fsdp.fsdp_sharding_strategy or "FULL_SHARD")
         self.reshard_after_forward = self.sharding_strategy if one else fsdp.fsdp_reshard_after_forward
@@ -160,6 +185,7 @@ class FullyShardedDataParallelPlugin:
         self.backward_prefetch = None if prefetch == "NO_PREFETCH" else BackwardPrefetch[prefetch]
         self.state_dict_type = StateDictType[fsdp.fsdp_state_dict_type or "SHARDED_STATE_DICT"]
         self.transformer_cls_names_to_wrap = list(fsdp.fsdp_transformer_layer_cls_to_wrap) or None
+        self.forward_methods = list(self._config.sharding.forward_methods)
         self.cpu_offload = _offload(self.cpu_offload, on=fsdp.fsdp_offload_params, one=one)
         if self.ignored_modules is None:
             self.ignored_modules = fsdp.fsdp_ignored_modules
@@ -214,7 +240,7 @@ class FullyShardedDataParallelPlugin:
         """Compute in a number format, unless a policy is there already.
 
         Args:
-            mixed_precision: `bf16`, `fp16`, `fp32`, or torch's object.
+            mixed_precision: `bf16`, `fp16`, `fp32`, `fp8`, or torch's object.
             buffer_autocast: Keep buffers in fp32 (version 1).
             override: Replace a policy that is there.
 
@@ -225,7 +251,8 @@ class FullyShardedDataParallelPlugin:
             return
         name = str(plain(mixed_precision)).removeprefix("torch.")
         formats = dtypes_from(name, settings_of(self._config).dtypes)
-        self._set_formats(replace(formats, buffer=torch.float32) if buffer_autocast else formats)
+        formats = replace(formats, buffer=torch.float32) if buffer_autocast else formats
+        self._set_formats(formats, float8=is_float8(name))
 
     def validate_mixed_precision_policy(self) -> None:
         """Check that the policy is of the class this FSDP version uses.
@@ -238,17 +265,10 @@ class FullyShardedDataParallelPlugin:
             msg = f"mixed_precision_policy must be {wanted.__name__} under fsdp_version {self.fsdp_version}"
             raise UsageError(msg, hint=f"got {self.mixed_precision_policy!r}")
 
-    def _set_formats(self, formats: Dtypes) -> None:
+    def _set_formats(self, formats: Dtypes, *, float8: object) -> None:
+        self._float8 = bool(float8)
         self.master_dtype = formats.master
-        self.mixed_precision_policy = None
-        if formats.mixed and self.fsdp_version == 1:
-            self.mixed_precision_policy = MixedPrecision(
-                param_dtype=formats.param, reduce_dtype=formats.reduce, buffer_dtype=formats.buffer
-            )
-        elif formats.mixed:
-            self.mixed_precision_policy = MixedPrecisionPolicy(
-                param_dtype=formats.param, reduce_dtype=formats.reduce, output_dtype=formats.output
-            )
+        self.mixed_precision_policy = policy_of(formats, self._config.fsdp_config.fsdp_version or 2)
 
     def settings(self) -> Settings:
         """The plain, frozen values that sharding works with, as the fields stand now.
@@ -259,7 +279,6 @@ class FullyShardedDataParallelPlugin:
         self.validate_mixed_precision_policy()
         one = self.fsdp_version == 1
         reshard = True if one else self.reshard_after_forward
-        names = self.transformer_cls_names_to_wrap or ()
         ignored = self.ignored_modules
         return Settings(
             version=1 if one else 2,
@@ -267,7 +286,7 @@ class FullyShardedDataParallelPlugin:
             reshard_after_forward=reshard,
             offload=_offloads(self.cpu_offload),
             wrap=_wrap_name(self.auto_wrap_policy),
-            block_classes=tuple(names.split(",") if isinstance(names, str) else names),
+            block_classes=tuple(_names(self.transformer_cls_names_to_wrap)),
             min_num_params=self.min_num_params or 0,
             backward_prefetch=PREFETCH.parse(plain(self.backward_prefetch) or "NO_PREFETCH"),
             forward_prefetch=bool(self.forward_prefetch),
@@ -279,6 +298,10 @@ class FullyShardedDataParallelPlugin:
             activation_checkpointing=bool(self.activation_checkpointing),
             activation_offload=bool(self.activation_checkpointing_offload),
             ignored=ignored if ignored is None or isinstance(ignored, str) else tuple(ignored),
+            checkpoint_every=self.activation_checkpointing_every or 1,
+            forward_methods=tuple(_names(self.forward_methods)),
+            compiling=settings_of(self._config).compiling,
+            float8=float8_of(self._config) if self._float8 else None,
             dtypes=dtypes_from(
                 self.mixed_precision_policy, Dtypes(master=dtype_of(self.master_dtype, "master_dtype"))
             ),
@@ -292,6 +315,10 @@ class FullyShardedDataParallelPlugin:
 def ambient_plugin() -> FullyShardedDataParallelPlugin:
     """The plugin of the launch's configuration, made once per process."""
     return FullyShardedDataParallelPlugin()
+
+
+def _names(value: list[str] | str | None) -> list[str]:
+    return value.split(",") if isinstance(value, str) else list(value or ())
 
 
 def _is_function(policy: Any) -> bool:

@@ -37,6 +37,8 @@ PATHS: dict[str, Path] = {
     "dp_replicate_size": ("parallelism_config", "parallelism_config_dp_replicate_size"),
     "dp_shard_size": ("parallelism_config", "parallelism_config_dp_shard_size"),
     "master_dtype": ("precision", "master"),
+    "activation_checkpointing_every": ("sharding", "checkpoint_every"),
+    "forward_methods": ("sharding", "forward_methods"),
 }
 """The configuration key behind each field of the plugin that has one."""
 
@@ -113,14 +115,50 @@ def dtypes_from(policy: Any, base: Dtypes) -> Dtypes:
         return base
     if isinstance(policy, str):
         return _from_name(policy, base)
-    if isinstance(policy, MixedPrecision | MixedPrecisionPolicy):
+    template = policy if isinstance(policy, MixedPrecision | MixedPrecisionPolicy) else None
+    if template is not None:
         policy = {name: getattr(policy, name, None) for name in _DTYPE_FIELDS}
     if not isinstance(policy, Mapping) or set(policy) - set(_DTYPE_FIELDS):
         msg = f"mixed_precision_policy must be a name, or a mapping of {', '.join(_DTYPE_FIELDS)}, got {policy!r}"
         raise UsageError(msg)
     formats = {_DTYPE_FIELDS[key]: dtype_of(value, key) for key, value in policy.items()}
     lower = formats.get("param") not in (None, torch.float32)
-    return replace(Dtypes(master=base.master or (torch.float32 if lower else None)), **formats)
+    master = base.master or (torch.float32 if lower else None)
+    return replace(Dtypes(master=master, template=template), **formats)
+
+
+def policy_of(formats: Dtypes, version: int) -> MixedPrecision | MixedPrecisionPolicy | None:
+    """Torch's object for the formats, with all else that the one they were taken from says; None if none is set.
+
+    Raises:
+        UsageError: That one is of the other version's class and says what this version has not.
+    """
+    if not formats.mixed:
+        return None
+    kind = MixedPrecision if version == 1 else MixedPrecisionPolicy
+    names = ("buffer" if version == 1 else "output", "param", "reduce")
+    said = {f"{name}_dtype": getattr(formats, name) for name in names}
+    template = formats.template
+    if template is None or isinstance(template, kind):
+        return replace(template or kind(), **said)
+    shared = {name: getattr(template, name) for name in _DTYPE_FIELDS if hasattr(template, name)}
+    if type(template)(**shared) != template:
+        msg = f"{template!r} says more than number formats, which fsdp_version {version} does not have"
+        raise UsageError(msg, hint=f"give {kind.__name__}")
+    return kind(**said)
+
+
+def check_policy(policy: Any, version: int) -> None:
+    """Refuse a number format that only the other version has.
+
+    Raises:
+        UsageError: There is one.
+    """
+    other = "output_dtype" if version == 1 else "buffer_dtype"
+    said = policy.get(other) if isinstance(policy, Mapping) else getattr(policy, other, None)
+    if said is not None:
+        msg = f"fsdp_version {version} has no {other}"
+        raise UsageError(msg, hint="leave it out, or set the other fsdp_version")
 
 
 _DTYPE_FIELDS = {
@@ -131,11 +169,14 @@ _DTYPE_FIELDS = {
 }
 
 
+def is_float8(policy: Any) -> bool:
+    """Whether a policy is the name of float8."""
+    return isinstance(policy, str) and policy.strip().lower() == "fp8"
+
+
 def _from_name(name: str, base: Dtypes) -> Dtypes:
-    if name.strip().lower() == "fp8":
-        msg = "mixed_precision_policy fp8 is not supported yet"
-        raise UsageError(msg, hint="use bf16")
-    compute = None if name.strip().lower() == "no" else dtype_of(name, "mixed_precision_policy")
+    word = "bf16" if is_float8(name) else name  # what float8 leaves to others is computed in bf16
+    compute = None if word.strip().lower() == "no" else dtype_of(word, "mixed_precision_policy")
     lower = compute not in (None, torch.float32)
     return replace(
         base,

@@ -1,6 +1,7 @@
 """`prepare`: shard models, and make optimizers, loaders and schedulers fit them."""
 
-from typing import Any
+import os
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -11,11 +12,14 @@ from torch.utils.data import DataLoader
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.loader import shard_loader
+from fsdplaunch.runtime.loading.load import load_weights
+from fsdplaunch.runtime.loading.pretrained import pretrained_for
 from fsdplaunch.runtime.mesh import data_ranks
 from fsdplaunch.runtime.optimizer import repoint
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin, ambient_plugin
 from fsdplaunch.runtime.prepared import known_parameters
 from fsdplaunch.runtime.shard import Place, is_sharded, place_for, shard_model
+from fsdplaunch.runtime.stuck import watch_main_thread
 
 
 def prepare(
@@ -24,22 +28,32 @@ def prepare(
     mesh: DeviceMesh | None = None,
     process_group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
+    weights: str | os.PathLike[str] | Literal[False] | None = None,
+    strict: bool | None = None,
 ) -> Any:
     """Shard models and fit everything that goes with them, on this rank and on all others alike.
 
     Takes any number of models, optimizers, data loaders and schedulers in any order. For each model, in this
-    order: parameters shared between modules are found by identity; ignored modules are matched; units are chosen;
-    blocks are wrapped for activation checkpointing; unit by unit, bottom-up, tensors get storage on the device,
-    rank 0's values (so that all ranks start from one model) and the master number format, and are sharded. Then
-    optimizers are moved to the sharded parameters, by name and with their state, and everything is checked: the
-    shards of all ranks add up to the whole model, and every optimizer trains prepared parameters only.
+    order: the ranks compare their settings; parameters shared between modules are found by identity; ignored
+    modules are matched; linear layers become float8 ones, if asked for; units are chosen; blocks are wrapped for
+    activation checkpointing, then compiled; unit by unit, bottom-up, tensors get storage on the device, rank 0's
+    values (so that all ranks start from one model) and the master number format, and are sharded. Then optimizers
+    are moved to the sharded parameters, by name and with their state, and everything is checked: the shards of all
+    ranks add up to the whole model, copies are alike, and every optimizer trains prepared parameters only.
+    `describe` says what came out.
 
     Args:
         objects: Models, optimizers, data loaders and schedulers. Models already sharded stay as they are.
         plugin: How to shard; the one made of the launch's configuration when left out.
         mesh: The ranks' layout, if it is not to be made from the plugin: one axis, or copies x shards.
         process_group: The ranks to shard over, as another way to give a mesh of one axis.
-        device: Where to compute; this worker's own when left out.
+        device: Where to compute; this worker's own when left out. `meta` shards without memory and values, to look
+            at the layout (version 2).
+        weights: A folder of pretrained weights, or one file, for the one model given. It may be built on the meta
+            device: it is sharded without memory, and every rank reads only its own shards. `checkpoint.weights` of
+            the configuration when left out; False for none in spite of it.
+        strict: Whether tensors missing in the files or left over in them are errors, as in torch's
+            `load_state_dict`; `checkpoint.weights_strict` when left out.
 
     Returns:
         The objects in the order given: the object itself for one, a tuple for several. FSDP2 changes models in
@@ -47,13 +61,23 @@ def prepare(
 
     Raises:
         ShardingError: A model cannot be sharded as asked, or an optimizer trains parameters of no prepared model.
-        UsageError: An environment variable holds none of its key's values.
+        CheckpointError: The weights cannot be read, or are of another model; raised on every rank.
+        UsageError: An environment variable holds none of its key's values, or weights are given for no model or
+            for several.
     """
+    watch_main_thread()
     chosen = plugin or ambient_plugin()
     place = place_for(chosen.settings(), mesh=mesh, process_group=process_group, device=device)
     ready: dict[int, Any] = {}
-    for model in _of(objects, nn.Module):
-        ready[id(model)] = model if is_sharded(model) else shard_model(model, chosen, place)
+    models = _of(objects, nn.Module)
+    pretrained = pretrained_for(models, weights=weights, strict=strict)
+    for model in models:
+        if not is_sharded(model):
+            ready[id(model)] = shard_model(model, chosen, place, pretrained)
+            continue
+        ready[id(model)] = model
+        if weights:
+            load_weights(model, weights, strict=strict)
     known = known_parameters()
     for optimizer in _of(objects, Optimizer):
         repoint(optimizer, known)

@@ -3,6 +3,7 @@
 import weakref
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,16 +21,26 @@ class Prepared:
         plugin: What the settings came from; it says how to save.
         settings: As asked for.
         mesh: The ranks' layout.
+        device: Where this worker computes.
         tied: Names of each parameter that has several, as in the model before sharding.
         units: Names of the units, without the model itself.
+        ignored: Names of the ignored modules.
+        left_out: Names of the parameters that are not sharded.
+        methods: The methods, beside forward, that parameters are gathered for.
+        converted: How many linear layers compute in float8.
         replicas: The unsharded trained parameters, if there are any.
     """
 
     plugin: FullyShardedDataParallelPlugin
     settings: Settings
     mesh: DeviceMesh
+    device: torch.device
     tied: tuple[tuple[str, ...], ...]
     units: tuple[str, ...]
+    ignored: tuple[str, ...]
+    left_out: frozenset[str]
+    methods: tuple[str, ...]
+    converted: int
     replicas: Replicas | None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fsdplaunch.runtime.plain_files import read_plain, write_plain
+from fsdplaunch.runtime.plain_files import packed, read_plain
 
 
 def file_name(rank: int) -> str:
@@ -15,8 +15,8 @@ def file_name(rank: int) -> str:
     return f"random_states_{rank}.pkl"
 
 
-def write_random_states(path: Path, step: int | None) -> None:
-    """Write the state of Python's, numpy's (if it is in use) and torch's generators."""
+def packed_random_states(step: int | None) -> bytes:
+    """The state of Python's, numpy's (if it is in use) and torch's generators, as a file's bytes."""
     states: dict[str, Any] = {
         "step": step or 0,
         "random_state": random.getstate(),
@@ -27,7 +27,7 @@ def write_random_states(path: Path, step: int | None) -> None:
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
         states["numpy_random_seed"] = (kind, keys.tolist(), *rest)  # a list, so that reading it needs no numpy
-    write_plain(states, path, "the state of the random number generators")
+    return packed(states, "the state of the random number generators")
 
 
 def read_random_states(path: Path) -> None:

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError, UsageError
+from fsdplaunch.runtime.left_out import left_out
+from fsdplaunch.runtime.loading.load import load_full
+from fsdplaunch.runtime.optimizer import name_of
 from fsdplaunch.runtime.plain_files import read_plain
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin, ambient_plugin
 from fsdplaunch.runtime.prepare import prepare
@@ -54,13 +56,15 @@ def fsdp2_switch_optimizer_parameters(optimizer: Optimizer, mapping: Mapping[int
         mapping: The sharded parameter for each full parameter's `data_ptr()`.
 
     Raises:
-        KeyError: A parameter has no successor; trained on, it would never reach the model.
+        KeyError: A parameter has no successor, and which one; trained on, it would never reach the model.
     """
-    for group in optimizer.param_groups:
-        missing = [param for param in group["params"] if param.data_ptr() not in mapping]
-        if missing:
-            msg = f"no sharded parameter for an optimizer's parameter of shape {tuple(missing[0].shape)}"
-            raise KeyError(msg)
+    for index, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if param.data_ptr() not in mapping:
+                named = group.get("param_names") or {}
+                name = named[position] if named else name_of(param) or f"parameter {position} of group {index}"
+                msg = f"no sharded parameter for {name}, of shape {tuple(param.shape)}, in the mapping"
+                raise KeyError(msg)
         group["params"] = [mapping[param.data_ptr()] for param in group["params"]]
 
 
@@ -85,7 +89,7 @@ def fsdp2_prepare_auto_wrap_policy(
     settings = fsdp2_plugin.settings()
     if settings.wrap == "NO_WRAP":
         return None
-    units = set(plan_units(model, settings).values())
+    units = set(plan_units(model, settings, left_out(model, settings).below()).values())
     return units.__contains__
 
 
@@ -185,5 +189,4 @@ def _place(name: str, device_map: Mapping[str, Any]) -> Any:
 
 
 def _load(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
-    return set_model_state_dict(model, dict(state) if dist.get_rank() == 0 else {}, options=options)
+    return load_full(model, state, strict=strict)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class Replicas:
-    """The trained parameters of ignored modules.
+    """The trained parameters that are not sharded.
 
     Torch leaves the gradients of ignored parameters as each rank computed them, so copies drift apart from the
     first step on. Each gradient is averaged over all ranks of the mesh as soon as backward has added to it. Doing
@@ -33,7 +33,7 @@ class Replicas:
             param.grad.div_(dist.get_world_size(group))
 
 
-def keep_equal(ignored: Sequence[nn.Module], mesh: DeviceMesh) -> Replicas | None:
-    """Average the gradients of all trained parameters below the ignored modules; None if there are none."""
-    params = {id(p): p for module in ignored for p in module.parameters() if p.requires_grad}
-    return Replicas(list(params.values()), mesh) if params else None
+def keep_equal(left_out: Sequence[nn.Parameter], mesh: DeviceMesh) -> Replicas | None:
+    """Average the gradients of all trained parameters that are not sharded; None if there are none."""
+    trained = [param for param in left_out if param.requires_grad]
+    return Replicas(trained, mesh) if trained else None

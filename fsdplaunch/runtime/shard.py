@@ -1,9 +1,9 @@
 """Shard one model: the fixed order of work between the user's model and the sharded one."""
 
 import os
-import re
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,27 +13,42 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import fsdp1, fsdp2, report
-from fsdplaunch.runtime.blocks import class_name
 from fsdplaunch.runtime.checkpointing import checkpoint_blocks
-from fsdplaunch.runtime.checks import check_model, check_whole
+from fsdplaunch.runtime.checks import check_model, check_same_values, check_whole
+from fsdplaunch.runtime.compiling import compile_blocks, compile_whole
+from fsdplaunch.runtime.consensus import check_settings
+from fsdplaunch.runtime.description import describe
+from fsdplaunch.runtime.float8 import convert
+from fsdplaunch.runtime.formats import separate_formats
+from fsdplaunch.runtime.left_out import LeftOut, left_out
+from fsdplaunch.runtime.loading.pretrained import Pretrained
 from fsdplaunch.runtime.mesh import SHARD, make_mesh
-from fsdplaunch.runtime.names import clean_name, count, tied_names
+from fsdplaunch.runtime.methods import forward_methods, register
+from fsdplaunch.runtime.names import named_parameters, tied_names
 from fsdplaunch.runtime.optimizer import note_origins
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
 from fsdplaunch.runtime.prepared import Prepared, remember
+from fsdplaunch.runtime.remainder import check_remainder
 from fsdplaunch.runtime.replicated import keep_equal
 from fsdplaunch.runtime.settings import Settings
 from fsdplaunch.runtime.watch import mark_sharded
 from fsdplaunch.runtime.weights import Aligner
-from fsdplaunch.runtime.wrap import plan_units
+from fsdplaunch.runtime.wrap import Units, plan_units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a model goes: this worker's device, and the layout of all ranks."""
+    """Where a model goes: this worker's device, and the layout of all ranks.
+
+    Attributes:
+        mesh: The ranks.
+        device: Where this worker computes.
+        layout_only: Whether nothing gets storage or values: the model is to be looked at, not run.
+    """
 
     mesh: DeviceMesh
     device: torch.device
+    layout_only: bool = False
 
 
 def place_for(
@@ -50,10 +65,11 @@ def place_for(
     """
     if not dist.is_initialized():
         _join()
-    target = torch.device(device) if device is not None else _own_device(mesh)
+    layout_only = device is not None and torch.device(device).type == "meta"
+    target = _own_device(mesh) if device is None or layout_only else torch.device(device)
     if mesh is None and process_group is not None:
         mesh = DeviceMesh.from_group(process_group, target.type, mesh_dim_names=(SHARD,))
-    return Place(mesh=mesh or make_mesh(settings, target), device=target)
+    return Place(mesh=mesh or make_mesh(settings, target), device=target, layout_only=layout_only)
 
 
 def _join() -> None:
@@ -81,8 +97,16 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule | FullyShardedDataParallel)
 
 
-def shard_model(model: nn.Module, plugin: FullyShardedDataParallelPlugin, place: Place) -> nn.Module:
+def shard_model(
+    model: nn.Module, plugin: FullyShardedDataParallelPlugin, place: Place, weights: Pretrained | None = None
+) -> nn.Module:
     """Shard a model as the plugin says; see `prepare` for the order of work.
+
+    Args:
+        model: Not sharded yet.
+        plugin: How.
+        place: Where.
+        weights: Files whose values it gets; None leaves it those it has.
 
     Returns:
         The model itself (version 2) or the wrapper around it (version 1).
@@ -91,59 +115,82 @@ def shard_model(model: nn.Module, plugin: FullyShardedDataParallelPlugin, place:
         ShardingError: It cannot be done as asked.
     """
     settings = plugin.settings()
+    check_settings(settings, place.mesh)
     check_model(model, settings.version)
-    name = class_name(model)
-    tied = tied_names(model)
-    total = sum(param.numel() for param in model.parameters())
-    ignored = _ignored(model, settings)
-    units = plan_units(model, settings, ignored)
-    aligner = Aligner(
-        model,
-        mesh=place.mesh,
-        device=place.device,
-        master=settings.dtypes.master,
-        frozen_too=settings.version == 1,  # a flat parameter has one format
-        ignored=ignored,
-        init_fn=settings.param_init_fn,
-        send=settings.sync_module_states or settings.ram_efficient,
-    )
-    kinds = [class_name(unit) for unit in units.values()]
-    home = note_origins({entry.name: entry.tensor for entry in aligner.entries})
+    methods = forward_methods(model, settings)
+    tied, total = tied_names(model), sum(param.numel() for param in model.parameters())
+    out = left_out(model, settings)
+    home = note_origins(dict(named_parameters(model)))
+    converted = convert(model, settings, out)
+    units = _planned(model, settings, out)
+    aligner = _aligner(model, settings, place, out, weights)
     if settings.activation_checkpointing:
         units = checkpoint_blocks(model, units, settings, place.device)
+    compile_blocks(units, settings)
     shard = fsdp1.shard if settings.version == 1 else fsdp2.shard
-    sharded = shard(model, units, settings=settings, mesh=place.mesh, aligner=aligner, ignored=ignored)
+    sharded = shard(
+        model, units, settings=settings, mesh=place.mesh, aligner=aligner, out=out, device=place.device
+    )
+    aligner.fill(sharded)
     home.model = weakref.ref(sharded)
+    compile_whole(model, settings)
+    register(sharded, model, methods)
+    whole = out.parameters()
+    ids = {id(param) for param in whole}
     prepared = Prepared(
         plugin=plugin,
         settings=settings,
         mesh=place.mesh,
+        device=place.device,
         tied=tied,
         units=tuple(units),
-        replicas=keep_equal(ignored, place.mesh),
+        ignored=tuple(out.modules),
+        left_out=frozenset(name for name, param in named_parameters(sharded) if id(param) in ids),
+        methods=methods,
+        converted=converted,
+        replicas=keep_equal(whole, place.mesh),
     )
-    check_whole(sharded, prepared, total=total, ignored=ignored, device=place.device)
+    check_whole(sharded, prepared, total=total)
     remember(sharded, prepared)
     mark_sharded("prepare")
-    report.say(report.describe(sharded, prepared, name=name, kinds=kinds, total=count(total)))
+    for line in describe(sharded).lines():
+        report.say(line)
     return sharded
 
 
-def _ignored(model: nn.Module, settings: Settings) -> list[nn.Module]:
-    """The modules not to shard: those given, or those whose whole name the expression matches."""
-    if settings.ignored is None:
-        return []
-    if not isinstance(settings.ignored, str):
-        return list(settings.ignored)
-    try:
-        pattern = re.compile(settings.ignored)
-    except re.error as error:
-        msg = f"fsdp_ignored_modules is no regular expression: {error}"
-        raise ShardingError(msg, hint=f"got {settings.ignored!r}") from None
-    names = [name for name, _ in model.named_modules() if name]
-    found = [module for name, module in model.named_modules() if name and pattern.fullmatch(clean_name(name))]
-    if not found:
-        shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")  # noqa: PLR2004
-        msg = f"fsdp_ignored_modules {settings.ignored!r} matches no module of {type(model).__name__}"
-        raise ShardingError(msg, hint=f"the expression must match a whole name; the first names are {shown}")
-    return found
+def _planned(model: nn.Module, settings: Settings, out: LeftOut) -> Units:
+    skipped = {id(param) for param in out.parameters()}
+    units = plan_units(model, settings, out.below())
+    units = separate_formats(model, units, settings, skipped)
+    check_remainder(model, units, settings, skipped)
+    return units
+
+
+def _aligner(
+    model: nn.Module, settings: Settings, place: Place, out: LeftOut, weights: Pretrained | None
+) -> Aligner:
+    """What settles the model's tensors, with rank 0's values or so that files fill them later.
+
+    It has begun with what is left out: settling may exchange parameters, and sharding is told which to leave out.
+    """
+    arguments: dict[str, Any] = {
+        "mesh": place.mesh,
+        "device": torch.device("meta") if place.layout_only else place.device,
+        "master": settings.dtypes.master,
+        "frozen_too": settings.version == 1,  # a flat parameter has one format
+        "ignored": out.modules.values(),
+        "init_fn": settings.param_init_fn,
+        "send": settings.sync_module_states or settings.ram_efficient,
+    }
+    if weights is None or place.layout_only:
+        aligner = Aligner(model, **arguments)
+        if not aligner.send and not place.layout_only:
+            check_same_values(aligner.entries, place.mesh, place.device)
+    else:
+        from fsdplaunch.runtime.loading.skeleton import Skeleton
+
+        aligner = Skeleton(model, where=weights.where, strict=weights.strict, settings=settings, **arguments)
+    for module in out.modules.values():
+        aligner.settle(module)
+    aligner.settle_scalars()
+    return aligner

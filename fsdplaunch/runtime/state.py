@@ -1,6 +1,6 @@
 """`save_checkpoint` and `load_checkpoint`: whole or not at all, in accelerate's layout, on any number of ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,20 @@ from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import report
 from fsdplaunch.runtime.agreement import from_rank_0, together
-from fsdplaunch.runtime.folders import begin, find_checkpoint, publish
-from fsdplaunch.runtime.manifest import describe_run, read_manifest, write_manifest
+from fsdplaunch.runtime.folders import find_checkpoint
+from fsdplaunch.runtime.manifest import MANIFEST, describe_run, read_manifest
+from fsdplaunch.runtime.muster import muster
 from fsdplaunch.runtime.names import unwrapped
-from fsdplaunch.runtime.plain_files import read_plain, write_plain
+from fsdplaunch.runtime.plain_files import packed, read_plain
 from fsdplaunch.runtime.plugin import ambient_plugin
+from fsdplaunch.runtime.positions import position_of, resume_at
 from fsdplaunch.runtime.prepared import prepared_of
-from fsdplaunch.runtime.random_states import file_name, read_random_states, write_random_states
-from fsdplaunch.runtime.state_dicts import load_model, load_optimizer, save_model, save_optimizer
+from fsdplaunch.runtime.random_states import file_name, packed_random_states, read_random_states
+from fsdplaunch.runtime.saving import Save, background
+from fsdplaunch.runtime.shared_folder import check_found
+from fsdplaunch.runtime.state_dicts import Part, load_model, load_optimizer, model_part, optimizer_part
 
+SCHEDULER, LOADER = "scheduler", "loader"
 _EXTRA = "extra.bin"
 
 
@@ -30,6 +35,7 @@ def save_checkpoint(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] = (),
     scheduler: Any = (),
+    loader: Any = (),
     step: int | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
@@ -38,37 +44,44 @@ def save_checkpoint(
     Everything is written into a temporary folder beside the final one, the manifest last, and put in place in one
     move: a save that is killed leaves the earlier checkpoint as it was. The form is that of fsdp_state_dict_type.
 
+    With `checkpoint.async` it returns as soon as everything has been copied to host memory. The copy is written
+    while training goes on; the next save, load and the end of the script wait for it and raise if it failed.
+
     Args:
         dir: The folder; `checkpoint.dir` of the configuration when left out.
         model: One model or several.
         optimizer: One optimizer, several, or none.
         scheduler: One scheduler, several, or none.
-        step: With a number N the checkpoint is `dir/checkpoint-N`, without one it is `dir` itself.
+        loader: One prepared data loader, several, or none; how far each has been read is saved.
+        step: With a number N the checkpoint is `dir/checkpoint-N`, without one it is `dir` itself. Of the numbered
+            ones `checkpoint.keep_last` stay.
         extra: Plain values and tensors to get back from `load_checkpoint`; rank 0's are kept.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: It cannot be written; raised on every rank, and nothing has changed.
+        CheckpointError: It cannot be written, or not all ranks called this; raised on every rank that did, and
+            nothing has changed. Or the save before, written in the background, failed.
     """
-    root = _folder(dir)
+    background.finish()
+    muster("save_checkpoint")
+    root, settings = _folder(dir), decode().checkpoint
     target = root if step is None else root / f"checkpoint-{step}"
     models = [unwrapped(each) for each in _several(model)]
     with together(f"save {target}"):
-        partial = begin(target) if dist.get_rank() == 0 else target.parent / f".{target.name}.partial"
-    with together(f"save {target}"):
-        _check_visible(partial)
-    with together(f"save {target}"):
-        _write_models(partial, models, _several(optimizer))
-    with together(f"save {target}"):
-        write_random_states(partial / file_name(dist.get_rank()), step)
-        if dist.get_rank() == 0:
-            _write_rest(partial, _several(scheduler), extra)
-    with together(f"save {target}"):
-        if dist.get_rank() == 0:
-            write_manifest(partial, describe_run(models, step))
-            publish(partial, target)
+        save = Save(
+            target=target,
+            parts=tuple(_parts(models, _several(optimizer))),
+            files=_own_files(_several(scheduler), _several(loader), extra, step),
+            told=describe_run(models, step),
+            keep_last=None if step is None else settings.keep_last,
+        )
+    save.open()
+    if settings.async_:
+        background.start(save)
+    else:
+        save.write()
     return target
 
 
@@ -78,6 +91,7 @@ def load_checkpoint(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] = (),
     scheduler: Any = (),
+    loader: Any = (),
 ) -> Mapping[str, Any]:
     """Bring a training run back to where it was saved; every rank calls this, on any number of ranks.
 
@@ -87,6 +101,8 @@ def load_checkpoint(
         model: As given to `save_checkpoint`, prepared.
         optimizer: As given to `save_checkpoint`, or none to leave it.
         scheduler: As given to `save_checkpoint`, or none to leave it.
+        loader: As given to `save_checkpoint`, prepared, or none. The next pass over it begins after what had been
+            read; ranks may be more or fewer, with a batch size that makes up for it.
 
     Returns:
         `step` and `extra` as they were saved (None and {} if they were not), and `path`.
@@ -95,23 +111,47 @@ def load_checkpoint(
         FileNotFoundError: There is no complete checkpoint.
         CheckpointError: The checkpoint is of another model, or damaged; raised on every rank.
     """
-    root = _folder(dir)
-    folder = from_rank_0(find_checkpoint(root) if dist.get_rank() == 0 else None)
-    if folder is None:
-        msg = f"no complete checkpoint in {root}"
-        raise FileNotFoundError(msg)
+    background.finish()
+    muster("load_checkpoint")
+    folder = _find(_folder(dir))
     models = [unwrapped(each) for each in _several(model)]
-    with together(f"load {folder}"):
-        _check_visible(folder)
     with together(f"load {folder}"):
         _read_models(folder, models, _several(optimizer))
     with together(f"load {folder}"):
         for index, each in enumerate(_several(scheduler)):
-            each.load_state_dict(read_plain(folder / _indexed("scheduler", index)))
+            each.load_state_dict(_read_small(folder, SCHEDULER, index))
+        for index, each in enumerate(_several(loader)):
+            resume_at(each, _read_small(folder, LOADER, index))
         _restore_random_states(folder)
         extra = read_plain(folder / _EXTRA) if (folder / _EXTRA).exists() else {}
     manifest = read_manifest(folder) or {}
     return {"step": manifest.get("step"), "extra": extra, "path": folder}
+
+
+def _find(root: Path) -> Path:
+    """The checkpoint to load, the same on all ranks."""
+    folder: Path | None
+    mark: str
+    folder, mark = from_rank_0(_found(root) if dist.get_rank() == 0 else None)
+    if folder is None:
+        msg = f"no complete checkpoint in {root}"
+        raise FileNotFoundError(msg)
+    check_found(folder, mark)
+    return folder
+
+
+def _found(root: Path) -> tuple[Path | None, str]:
+    """The checkpoint rank 0 chooses, and a file in it by which the others know it."""
+    found = find_checkpoint(root)
+    for each in found.skipped:
+        report.say(f"skipped {each}")
+    if found.path is None:
+        return None, ""
+    if found.skipped:
+        report.say(f"loading {found.path}, the newest complete checkpoint")
+    files = (path for path in found.path.rglob("*") if path.is_file())
+    mark = found.path / MANIFEST if (found.path / MANIFEST).exists() else min(files)
+    return found.path, str(mark.relative_to(found.path))
 
 
 def _folder(given: str | Path | None) -> Path:
@@ -129,12 +169,6 @@ def _indexed(name: str, index: int) -> str:
     return f"{name}.bin" if index == 0 else f"{name}_{index}.bin"
 
 
-def _check_visible(folder: Path) -> None:
-    if not folder.is_dir():
-        msg = f"{folder} is not visible here"
-        raise CheckpointError(msg, hint="use a folder on a file system that all machines share")
-
-
 def _form(model: nn.Module) -> str:
     """How this model is to be written: as its plugin says now, which may differ from when it was prepared."""
     prepared = prepared_of(model)
@@ -142,11 +176,11 @@ def _form(model: nn.Module) -> str:
     return str(plugin.settings().state_dict_type)
 
 
-def _write_models(folder: Path, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+def _parts(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[Part]:
     for index, model in enumerate(models):
-        save_model(model, _form(model), folder, index)
+        yield model_part(model, _form(model), index)
     for index, optimizer in enumerate(optimizers):
-        save_optimizer(_trained_by(optimizer, models), optimizer, _form(models[0]), folder, index)
+        yield optimizer_part(_trained_by(optimizer, models), optimizer, _form(models[0]), index)
 
 
 def _read_models(folder: Path, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
@@ -154,6 +188,15 @@ def _read_models(folder: Path, models: list[nn.Module], optimizers: list[Optimiz
         load_model(model, folder, index)
     for index, optimizer in enumerate(optimizers):
         load_optimizer(_trained_by(optimizer, models), optimizer, folder, index)
+
+
+def _read_small(folder: Path, what: str, index: int) -> Any:
+    """The state of a scheduler or loader."""
+    path = folder / _indexed(what, index)
+    if not path.exists():
+        msg = f"{folder} holds no {what} {index}"
+        raise CheckpointError(msg, hint=f"leave the {what} out, or load a checkpoint that has one")
+    return read_plain(path)
 
 
 def _trained_by(optimizer: Optimizer, models: list[nn.Module]) -> nn.Module:
@@ -166,17 +209,27 @@ def _trained_by(optimizer: Optimizer, models: list[nn.Module]) -> nn.Module:
     return trained[0] if len(trained) == 1 else nn.ModuleList(trained)
 
 
-def _write_rest(folder: Path, schedulers: list[Any], extra: Mapping[str, Any] | None) -> None:
+def _own_files(
+    schedulers: list[Any], loaders: list[Any], extra: Mapping[str, Any] | None, step: int | None
+) -> dict[str, bytes]:
+    """This rank's small files: each rank's generators, and on rank 0 what is the same on all."""
+    positions = [position_of(loader) for loader in loaders]  # every rank tells how far it is
+    files = {file_name(dist.get_rank()): packed_random_states(step)}
+    if dist.get_rank() != 0:
+        return files
     for index, scheduler in enumerate(schedulers):
-        write_plain(scheduler.state_dict(), folder / _indexed("scheduler", index), "the scheduler's state")
+        files[_indexed(SCHEDULER, index)] = packed(scheduler.state_dict(), "the scheduler's state")
+    for index, position in enumerate(positions):
+        files[_indexed(LOADER, index)] = packed(position, "the loader's position")
     if extra:
-        write_plain(dict(extra), folder / _EXTRA, "extra")
+        files[_EXTRA] = packed(dict(extra), "extra")
+    return files
 
 
 def _restore_random_states(folder: Path) -> None:
-    """Put this rank's generators back, if the run has as many ranks as wrote the checkpoint."""
+    """Put this rank's generators back, if there was such a rank when the checkpoint was saved."""
     path = folder / file_name(dist.get_rank())
-    if path.exists() and not (folder / file_name(dist.get_world_size())).exists():
+    if path.exists():
         read_random_states(path)
-    else:
-        report.say("random number generators start anew: the checkpoint is of another number of ranks")
+    if (folder / file_name(0)).exists() and not (folder / file_name(dist.get_world_size() - 1)).exists():
+        report.say("the checkpoint is of fewer ranks: the others' random number generators start anew")

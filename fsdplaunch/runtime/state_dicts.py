@@ -5,12 +5,12 @@ were sharded. All functions are collective: every rank calls them.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -25,36 +25,80 @@ from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import state_files as files
-from fsdplaunch.runtime.names import clean_name, named_parameters
-from fsdplaunch.runtime.optim_states import unshare_counts
+from fsdplaunch.runtime.names import clean_name, named_parameters, tied_names
+from fsdplaunch.runtime.plain_files import write_large
+from fsdplaunch.runtime.prepared import prepared_of
+from fsdplaunch.runtime.whole_files import storable, write_whole
 
 MODEL = "pytorch_model_fsdp"
 OPTIMIZER = "optimizer"
 State = dict[str, Any]
 
 
-def save_model(model: nn.Module, kind: str, folder: Path, index: int) -> None:
-    """Write one model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One model or optimizer as it is to be written.
+
+    Attributes:
+        kind: FULL_STATE_DICT, SHARDED_STATE_DICT or LOCAL_STATE_DICT.
+        name: Its folder or file, without a suffix.
+        state: This rank's part; sharded tensors know their place in the whole.
+        safe_name: The safetensors file that a whole model gets as well.
+        aliases: Further names of shared tensors, each with the one under which safetensors keeps it.
+    """
+
+    kind: str
+    name: str
+    state: State
+    safe_name: str | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+        """Write it; every rank calls this.
+
+        Args:
+            folder: The checkpoint's.
+            group: All ranks over gloo, in a group of its own when another thread uses theirs meanwhile.
+        """
+        with _quiet():
+            if self.kind == "SHARDED_STATE_DICT":
+                files.write_sharded(self.state, folder / self.name, group)
+            elif self.kind == "LOCAL_STATE_DICT":
+                write_large(self.state, folder / f"{self.name}.bin")
+            else:
+                safe = None if self.safe_name is None else folder / self.safe_name
+                write_whole(self.state, folder / f"{self.name}.bin", safe, aliases=self.aliases, group=group)
+
+
+def model_part(model: nn.Module, kind: str, index: int) -> Part:
+    """What is to be written of one model; every rank calls this.
 
     Args:
         model: Sharded.
         kind: FULL_STATE_DICT, SHARDED_STATE_DICT or LOCAL_STATE_DICT.
-        folder: Where to.
         index: The model's number; accelerate's names carry it.
 
     Raises:
         CheckpointError: LOCAL_STATE_DICT with parameters torch cannot load back.
     """
     with _quiet():
-        if kind == "SHARDED_STATE_DICT":
-            state = _renamed(get_model_state_dict(model), clean_name)
-            files.write_sharded({"model": state}, folder / f"{MODEL}_{index}")
-        elif kind == "FULL_STATE_DICT":
-            state = _renamed(get_model_state_dict(model, options=_full(model)), clean_name)
-            files.write_whole(state, folder / f"{_stem(MODEL, index)}.bin")
-        else:
+        if kind == "LOCAL_STATE_DICT":
             with _local(model):
-                files.write_flat(model.state_dict(), folder / _local_name(index))
+                state = {name: files.own_part(value) for name, value in model.state_dict().items()}
+            return Part(kind=kind, name=_local_name(index), state=state)
+        state = _renamed(get_model_state_dict(model), clean_name)
+    if kind == "SHARDED_STATE_DICT":
+        return Part(kind=kind, name=f"{MODEL}_{index}", state={"model": state})
+    safe = _stem("model", index) + ".safetensors" if storable(state) else None
+    return Part(kind=kind, name=_stem(MODEL, index), state=state, safe_name=safe, aliases=_aliases(model, state))
+
+
+def _aliases(model: nn.Module, state: State) -> dict[str, str]:
+    """The further names of each shared tensor, with its first."""
+    prepared = prepared_of(model)
+    groups = tied_names(model) if prepared is None else prepared.tied
+    kept = [[name for name in names if name in state] for names in groups]
+    return {name: names[0] for names in kept for name in names[1:]}
 
 
 def load_model(model: nn.Module, folder: Path, index: int) -> None:
@@ -64,9 +108,9 @@ def load_model(model: nn.Module, folder: Path, index: int) -> None:
         CheckpointError: Names or shapes do not fit the model, or the files are damaged.
     """
     with _quiet():
-        if (folder / _local_name(index)).exists():
+        if (folder / f"{_local_name(index)}.bin").exists():
             with _local(model):
-                files.read_flat(model.state_dict(), folder / _local_name(index))
+                files.read_flat(model.state_dict(), folder / f"{_local_name(index)}.bin")
             return
         state: State = get_model_state_dict(model)
         own_names = {clean_name(name): name for name in state}
@@ -83,16 +127,13 @@ def load_model(model: nn.Module, folder: Path, index: int) -> None:
             raise CheckpointError(msg, hint="LOCAL_STATE_DICT loads on as many ranks as wrote it")
 
 
-def save_optimizer(model: nn.Module, optimizer: Optimizer, kind: str, folder: Path, index: int) -> None:
-    """Write one optimizer of a model."""
+def optimizer_part(model: nn.Module, optimizer: Optimizer, kind: str, index: int) -> Part:
+    """What is to be written of one optimizer of a model; every rank calls this."""
     with _quiet():
-        if kind == "FULL_STATE_DICT":
-            state = get_optimizer_state_dict(model, optimizer, options=_full(model))
-            state = _renamed_optimizer(unshare_counts(state), clean_name)
-            files.write_whole(state, folder / f"{_stem(OPTIMIZER, index)}.bin")
-        else:
-            state = _renamed_optimizer(get_optimizer_state_dict(model, optimizer), clean_name)
-            files.write_sharded({"optimizer": state}, folder / f"{OPTIMIZER}_{index}")
+        state = _renamed_optimizer(get_optimizer_state_dict(model, optimizer), clean_name)
+    if kind == "FULL_STATE_DICT":
+        return Part(kind=kind, name=_stem(OPTIMIZER, index), state=state)
+    return Part(kind="SHARDED_STATE_DICT", name=f"{OPTIMIZER}_{index}", state={"optimizer": state})
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path, index: int) -> None:
@@ -152,18 +193,7 @@ def _stem(name: str, index: int) -> str:
 
 
 def _local_name(index: int) -> str:
-    return f"{_stem(MODEL, index)}_rank{dist.get_rank()}.bin"
-
-
-def _full(model: nn.Module) -> StateDictOptions:
-    """Gather everything, on rank 0 only where torch can.
-
-    Up to torch 2.13 version 1 frees tensors it moves to the host if they were there already, and the process dies;
-    without the move every rank gets everything.
-    """
-    on_host = not torch.cuda.is_available()
-    wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-    return StateDictOptions(full_state_dict=True, cpu_offload=not (wrapped and on_host))
+    return f"{_stem(MODEL, index)}_rank{dist.get_rank()}"
 
 
 def _from_rank_0(*, strict: bool = True) -> StateDictOptions:

@@ -1,5 +1,6 @@
 """The forms in which a state dict lies in files: sharded, whole, and version 1's flat shards."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,20 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.agreement import from_rank_0, together
-from fsdplaunch.runtime.plain_files import read_plain, write_large
+from fsdplaunch.runtime.early_files import EarlyFileSystem
+from fsdplaunch.runtime.plain_files import read_plain
 from fsdplaunch.runtime.safe_reader import SafePlanner, SafeReader
 
 State = dict[str, Any]
+_OPTIMIZER, _STATES = "optimizer", "state"
+_SHOWN = 4
 
 
-def write_sharded(state: State, folder: Path) -> None:
-    """Write every rank's part into a folder, with one index."""
-    save(state, storage_writer=FileSystemWriter(folder))
+def write_sharded(state: State, folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Write every rank's part into a folder, with one index, and force all of it to disk."""
+    writer = FileSystemWriter(folder)
+    writer.fs = EarlyFileSystem()
+    save(state, storage_writer=writer, process_group=group)
 
 
 def read_sharded(state: State, folder: Path, *, strict: bool) -> set[str]:
@@ -40,28 +46,52 @@ def _absent(state: State, folder: Path, *, strict: bool) -> set[str]:
     stored = set(SafeReader(folder).read_metadata().state_dict_metadata)
     asked = set(flatten_state_dict(state)[0])
     if strict:
-        check_names(stored, asked, folder)
+        outer = f"{next(iter(state))}."  # the checkpoint's own word, no part of the model's names
+        own, needed = ({name.removeprefix(outer) for name in names} for names in (stored, asked))
+        check_names(own, needed, folder)
+    elif _STATES in state.get(_OPTIMIZER, {}):
+        check_names(_owners(stored) - _owners(asked), set(), folder)  # state may be missing, not left over
     return asked - stored
+
+
+def _owners(keys: Iterable[str]) -> set[str]:
+    """The parameters whose optimizer state some flattened keys are of."""
+    start = f"{_OPTIMIZER}.{_STATES}."
+    return {key.removeprefix(start).rpartition(".")[0] for key in keys if key.startswith(start)}
 
 
 def check_names(stored: set[str], asked: set[str], where: Path) -> None:
     """Raise when a file's names are not those of the model.
 
     Raises:
-        CheckpointError: Naming the first few.
+        CheckpointError: With the number of names that differ either way and the first few of them.
     """
     if stored == asked:
         return
     absent, left_over = sorted(asked - stored), sorted(stored - asked)
-    words = f"lacks {', '.join(absent[:4])}" if absent else f"has {', '.join(left_over[:4])} besides"
-    msg = f"{where} is of another model: it {words}"
-    raise CheckpointError(msg, hint="build the model as it was when the checkpoint was saved")
+    words = [f"lacks {_some(absent)}"] if absent else []
+    words += [f"has {_some(left_over)} besides"] if left_over else []
+    msg = f"{where} is of another model: it {' and '.join(words)}"
+    hint = _prefix_hint(absent, left_over) or "build the model as it was when the checkpoint was saved"
+    raise CheckpointError(msg, hint=hint)
 
 
-def write_whole(state: State, path: Path) -> None:
-    """Write a state dict that rank 0 holds whole."""
-    if dist.get_rank() == 0:
-        write_large(state, path)
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _prefix_hint(absent: list[str], left_over: list[str]) -> str | None:
+    """What to say when all names differ by the same beginning: the model was wrapped in another, or is a part."""
+    if not absent or len(absent) != len(left_over):
+        return None
+    for longer, shorter, where in ((left_over, absent, "the checkpoint's"), (absent, left_over, "the model's")):
+        begin = longer[0].removesuffix(shorter[0])
+        if begin != longer[0] and longer == sorted(begin + name for name in shorter):
+            return (
+                f"{where} names begin with {begin!r}, the others do not: give the same module as when it was saved"
+            )
+    return None
 
 
 def read_whole(path: Path, shapes: dict[str, tuple[int, ...]]) -> State:
@@ -107,11 +137,6 @@ def shape_of(value: Any) -> tuple[int, ...]:
     return tuple(value.size()) if isinstance(value, torch.Tensor | ShardedTensor) else ()
 
 
-def write_flat(state: State, path: Path) -> None:
-    """Write this rank's parts of version 1's flat parameters."""
-    write_large({name: _own_part(value) for name, value in state.items()}, path)
-
-
 def read_flat(present: State, path: Path) -> None:
     """Read this rank's flat shards into the model's own storage, of which its state dict `present` holds views.
 
@@ -119,7 +144,7 @@ def read_flat(present: State, path: Path) -> None:
         CheckpointError: They are of another model or another number of ranks.
     """
     read = read_plain(path)
-    parts = {name: _own_part(value) for name, value in present.items()}
+    parts = {name: own_part(value) for name, value in present.items()}
     if {name: shape_of(part) for name, part in read.items()} != {
         name: shape_of(part) for name, part in parts.items()
     }:
@@ -130,7 +155,7 @@ def read_flat(present: State, path: Path) -> None:
             part.copy_(read[name])
 
 
-def _own_part(value: torch.Tensor | ShardedTensor) -> torch.Tensor:
+def own_part(value: torch.Tensor | ShardedTensor) -> torch.Tensor:
     """This rank's part of a flat parameter, as a tensor: one that can be read back without running code."""
     if not isinstance(value, ShardedTensor):
         return value

@@ -5,11 +5,12 @@ The moment is recorded, not the objects: a model may be gone by the time the scr
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from fsdplaunch.config.environment import ALLOW_UNSHARDED
-from fsdplaunch.errors import NeverShardedError
+from fsdplaunch.errors import NeverShardedError, ShardingError
 from fsdplaunch.runtime.process import rank_folder
 
 MARKER = "sharded"
@@ -80,7 +81,9 @@ def check_sharded(name: str) -> None:
 
     Raises:
         NeverShardedError: Always then, unless FSDPLAUNCH_ALLOW_UNSHARDED=1.
+        ShardingError: The configuration's weights were never read.
     """
+    _check_weights_used(name)
     if ever_sharded() or os.environ.get(ALLOW_UNSHARDED) == "1":
         return
     workers = os.environ.get("WORLD_SIZE", "1")
@@ -90,3 +93,16 @@ def check_sharded(name: str) -> None:
         msg,
         hint="call fsdplaunch.prepare(model, ...) in the script, or launch with --allow-unsharded",
     )
+
+
+def _check_weights_used(name: str) -> None:
+    """Raise when the configuration names pretrained weights and the script never had them loaded."""
+    from fsdplaunch.config.environment import decode
+
+    weights = decode().checkpoint.weights
+    loading = sys.modules.get("fsdplaunch.runtime.loading.pretrained")
+    if weights is None or (loading is not None and loading.weights_used()):
+        return
+    msg = f"{name} ended and checkpoint.weights ({weights}) was never read: no model was prepared by fsdplaunch"
+    hint = "call fsdplaunch.prepare(model) or fsdplaunch.load_weights(model), or leave checkpoint.weights out"
+    raise ShardingError(msg, hint=hint)

@@ -6,6 +6,7 @@ of several models without any error.
 
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from fsdplaunch.runtime.names import clean_name
 Spec = tuple[tuple[int, ...], torch.dtype, bool]
 """Shape, number format, whether it has storage."""
 Specs = dict[str, Spec]
+_MARK = 0xA5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,6 +31,7 @@ class Entry:
 
     Attributes:
         name: Its first clean name.
+        names: All its clean names.
         spec: Its shape and number format here, and whether it has storage.
         places: Each module that holds it, and under which attribute.
         settled: Whether it has storage on the device and rank 0's values.
@@ -36,6 +39,7 @@ class Entry:
 
     name: str
     spec: Spec
+    names: list[str] = field(default_factory=list)
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     settled: bool = False
 
@@ -62,7 +66,9 @@ def entries_of(model: nn.Module) -> list[Entry]:
                 continue
             name = clean_name(f"{prefix}.{attribute}" if prefix else attribute)
             spec = (tuple(tensor.shape), tensor.dtype, not tensor.is_meta)
-            found.setdefault(id(tensor), Entry(name=name, spec=spec)).places.append((module, attribute))
+            entry = found.setdefault(id(tensor), Entry(name=name, spec=spec))
+            entry.names.append(name)
+            entry.places.append((module, attribute))
     return list(found.values())
 
 
@@ -84,6 +90,7 @@ class Aligner:
         ignored: Iterable[nn.Module] = (),
         init_fn: Callable[[nn.Module], Any] | None = None,
         send: bool = True,
+        origin: str = "values of its own",
     ) -> None:
         self.model = model
         self.device = device
@@ -92,20 +99,28 @@ class Aligner:
         self.init_fn = init_fn or _own_init(model)
         self.groups = groups_from_first(mesh)
         self.entries = entries_of(model)
+        self.held: dict[nn.Module, list[Entry]] = {}
+        for entry in self.entries:
+            for module, _ in entry.places:
+                self.held.setdefault(module, []).append(entry)
         self.ignored = {below for module in ignored for below in module.modules()}
+        self.origin = origin
         self.sources = self._agree()
         self.send = send or self._someone_lacks()
 
     def _agree(self) -> Specs:
         """Fetch rank 0's names, shapes, formats and whether each has storage; refuse another model than its."""
         mine = {entry.name: entry.spec for entry in self.entries}
-        box: list[Any] = [mine]
+        box: list[Any] = [(mine, self.origin)]
         for group in self.groups:
             dist.broadcast_object_list(box, src=_first(group), group=group)
-        theirs: Specs = box[0]
+        theirs: Specs
+        theirs, origin = box[0]
         difference = self._anyones(_difference(mine, theirs))
+        other = f"the model gets {origin} on rank 0 and {self.origin} on rank {dist.get_rank()}"
+        difference = difference or self._anyones(None if origin == self.origin else other)
         if difference is not None:
-            raise ShardingError(difference, hint="build the same model on every rank")
+            raise ShardingError(difference, hint="build the same model, and load the same weights, on every rank")
         return theirs
 
     def _someone_lacks(self) -> bool:
@@ -123,17 +138,36 @@ class Aligner:
 
     def settle(self, module: nn.Module) -> None:
         """Settle every tensor that `module` or a module below it holds and that is not settled yet."""
-        inside = set(module.modules())
-        due = [e for e in self.entries if not e.settled and any(m in inside for m, _ in e.places)]
+        inside = (entry for m in module.modules() for entry in self.held.get(m, ()) if not entry.settled)
+        self.settle_entries(list({id(entry): entry for entry in inside}.values()))
+
+    def settle_scalars(self) -> None:
+        """Settle the parameters that have no dimension to split, before it is looked which ones are left whole."""
+        scalars = (e for e in self.entries if not e.spec[0] and isinstance(e.tensor, nn.Parameter))
+        self.settle_entries([entry for entry in scalars if not entry.settled])
+
+    def settle_entries(self, due: list[Entry]) -> None:
+        """Settle tensors that are not settled yet."""
+        if self.device.type != "meta":  # there the layout alone is wanted, and nothing has values
+            self._fill(due)
+        for entry in due:
+            self._to_master(entry)
+            entry.settled = True
+
+    def _fill(self, due: list[Entry]) -> None:
         empty = [entry for entry in due if not self.sources[entry.name][2]]
         for entry in due:
             self._give_storage(entry)
         self._initialise(empty)
         if self.send:
             self._receive(due)
-        for entry in due:
-            self._to_master(entry)
-            entry.settled = True
+
+    def wrapping(self) -> AbstractContextManager[Any]:
+        """What must be active while the old wrapper's constructor runs: nothing."""
+        return nullcontext()
+
+    def fill(self, sharded: nn.Module) -> None:
+        """Give the sharded model the values it does not have yet: it has all."""
 
     def _give_storage(self, entry: Entry) -> None:
         """Make the tensor one on the device, in rank 0's number format.
@@ -156,6 +190,8 @@ class Aligner:
         entry.exchange(new)
 
     def _initialise(self, empty: list[Entry]) -> None:
+        for entry in empty:
+            _mark(entry.tensor)
         for module in dict.fromkeys(module for entry in empty for module, _ in entry.places):
             init = self.init_fn or getattr(type(module), "reset_parameters", None)
             if init is None:
@@ -164,6 +200,14 @@ class Aligner:
                 raise ShardingError(msg, hint=hint)
             with torch.no_grad():
                 init(module)
+        for entry in empty:
+            if _is_marked(entry.tensor):
+                holder, attribute = entry.places[0]
+                msg = (
+                    f"{entry.name} has no values on any rank, and initialising {type(holder).__name__} makes none"
+                )
+                hint = f"set {attribute} in its reset_parameters method, or pass param_init_fn to the plugin"
+                raise ShardingError(msg, hint=hint)
 
     def _receive(self, due: list[Entry]) -> None:
         for group in self.groups:
@@ -187,6 +231,19 @@ class Aligner:
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a contiguous tensor's storage that every backend can send, whatever the number format is."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def _mark(tensor: torch.Tensor) -> None:
+    """Fill a tensor with bytes that no initialisation leaves behind, so that one that writes nothing is seen."""
+    if type(tensor) in (nn.Parameter, torch.Tensor):
+        _as_bytes(tensor.data).fill_(_MARK)
+
+
+def _is_marked(tensor: torch.Tensor) -> bool:
+    if type(tensor) not in (nn.Parameter, torch.Tensor) or not tensor.numel() or not tensor.is_contiguous():
+        return False
+    raw = _as_bytes(tensor.data)
+    return bool((raw[:64] == _MARK).all()) and bool((raw == _MARK).all())
 
 
 def _difference(mine: Specs, theirs: Specs) -> str | None:

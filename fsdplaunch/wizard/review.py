@@ -13,6 +13,7 @@ from fsdplaunch.wizard.goals import GOAL, memory_words
 from fsdplaunch.wizard.question import KEEP
 from fsdplaunch.wizard.questions import QUESTIONS
 from fsdplaunch.wizard.situation import NEWEST, VERSION, Situation
+from fsdplaunch.wizard.step_memory import step_words
 from fsdplaunch.wizard.unasked import answer_all
 
 DEFAULT_FILE = "fsdp.yaml"
@@ -41,6 +42,7 @@ def remarks(situation: Situation) -> list[str]:
     goal = situation.answers.get(GOAL.name)
     words, _ = memory_words(goal, situation) if goal and goal != KEEP else ("", None)
     lines = [f"Estimate: {words}, before activations."] if words else []
+    lines += step_words(situation)
     notes = [note for note in situation.suggestion.notes if note not in situation.facts.hardware.notes]
     return [*lines, *(f"Note: {note}" for note in notes)]
 

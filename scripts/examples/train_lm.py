@@ -1,14 +1,16 @@
 """Train a small decoder-only transformer on bytes of text, sharded as fsdp.yaml says.
 
-    fsdplaunch launch train_lm.py [--data FILE ...] [--steps 120] [--output checkpoints/lm]
+    fsdplaunch launch train_lm.py [--data FILE ...] [--steps 120] [--output checkpoints/lm] [--save-every N]
 
-Plain PyTorch except for three calls: fsdplaunch.prepare, clip_grad_norm_ and save_checkpoint. Without --data it
-reads the sources of the running Python's own standard library.
+Plain PyTorch except for the calls of fsdplaunch: prepare, clip_grad_norm_, save_checkpoint, and load_checkpoint
+and should_stop for runs that may be interrupted. Without --data it reads the sources of the running Python's own
+standard library. With --save-every it goes on from the newest checkpoint, and saves before it is stopped.
 """
 
 import argparse
 import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -124,6 +126,29 @@ def evaluate(model: nn.Module, windows: Windows, device: torch.device | str = "c
     return torch.stack(losses).mean().item()
 
 
+def resume(folder: Path, training_state: dict[str, object]) -> int:
+    """Load the newest complete checkpoint in a folder; the number of steps that were made before it."""
+    try:
+        state = fsdplaunch.load_checkpoint(folder, **training_state)
+    except FileNotFoundError:  # the first start
+        return 0
+    return state["step"]
+
+
+def save_if_due(args: argparse.Namespace, step: int, training_state: dict[str, object]) -> bool:
+    """Save every so many steps and when the run was asked to stop; whether it was."""
+    stop = fsdplaunch.should_stop()  # the same answer on all ranks
+    if stop or step % args.save_every == 0:
+        fsdplaunch.save_checkpoint(args.output, step=step, **training_state)
+    return stop
+
+
+def epochs(loader: DataLoader) -> Iterator[Tensor]:
+    """Batches without end."""
+    while True:
+        yield from loader
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, nargs="+", default=[], help="text files [standard library sources]")
@@ -131,6 +156,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="windows per rank and step")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--output", type=Path, default=Path("checkpoints/lm"))
+    parser.add_argument("--save-every", type=int, help="steps between checkpoints, from which a new start goes on")
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -144,15 +170,16 @@ def main() -> None:
     model, optimizer, loader = fsdplaunch.prepare(model, optimizer, loader)
 
     main_rank = dist.get_rank() == 0
+    training_state = {"model": model, "optimizer": optimizer, "loader": loader}
+    done = resume(args.output, training_state) if args.save_every else 0
+    if main_rank and done:
+        print(f"resumed after step {done}", flush=True)
     before = evaluate(model, evaluation, device)
     if main_rank:
         print(f"evaluation loss before training: {before:.6f}", flush=True)
-    start, batches = time.time(), iter(loader)
-    for step in range(1, args.steps + 1):
-        batch = next(batches, None)
-        if batch is None:  # the next epoch
-            batches = iter(loader)
-            batch = next(batches)
+    start, batches = time.time(), epochs(loader)
+    for step in range(done + 1, args.steps + 1):
+        batch = next(batches)
         for group in optimizer.param_groups:
             group["lr"] = args.lr * min(step / 20, 1 - (step - 1) / args.steps)
         loss = loss_of(model, batch, device)
@@ -161,10 +188,13 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if main_rank and (step % 50 == 0 or step == args.steps):
-            rate = step * batch.numel() * dist.get_world_size() / (time.time() - start)
+            rate = (step - done) * batch.numel() * dist.get_world_size() / (time.time() - start)
             print(f"step {step}  loss {loss.item():.3f}  norm {float(norm):.2f}  {rate:.0f} bytes/s", flush=True)
+        if args.save_every and step < args.steps and save_if_due(args, step, training_state):
+            return  # status 0: the launcher, which passed the signal on, ends with 75
     after = evaluate(model, evaluation, device)
-    checkpoint = fsdplaunch.save_checkpoint(args.output, model=model, optimizer=optimizer)
+    last = args.steps if args.save_every else None  # a number makes it checkpoint-120 among the others
+    checkpoint = fsdplaunch.save_checkpoint(args.output, step=last, **training_state)
     if main_rank:
         print(f"evaluation loss after training: {after:.6f}")
         print(f"checkpoint: {checkpoint}", flush=True)

@@ -3,6 +3,8 @@
 import json
 import shlex
 
+import yaml
+
 YAML = """\
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
@@ -68,3 +70,41 @@ def test_without_a_file_defaults_are_used_and_said(cli, tmp_path):
     assert plan["config"] is None
     assert plan["workers"] == 2
     assert plan["device"] == "cpu"
+
+
+def test_machines_without_a_meeting_must_be_numbered(cli, tmp_path):
+    (tmp_path / "t.py").write_text("")
+    words = ["--launch.meeting", "false", "--num-machines", "2", "--main-process-ip", "localhost", "t.py"]
+    done = cli("launch", *words)
+    assert done.returncode == 2
+    assert "launch.meeting is false, and nothing says which machine this is" in done.stderr
+
+
+def test_kubernetes_objects_are_printed_as_they_would_be_applied(cli, tmp_path):
+    (tmp_path / "t.py").write_text("")
+    words = [
+        "--kubernetes",
+        "--dry-run",
+        "--num-machines",
+        "2",
+        "--kubernetes.image",
+        "i:1",
+        "t.py",
+        "a b",
+        "$(id)",
+    ]
+    done = cli("launch", *words)
+    assert done.returncode == 0, done.stderr
+    config, service, job = yaml.safe_load_all(done.stdout)
+    assert (config["kind"], service["kind"], job["kind"]) == ("ConfigMap", "Service", "Job")
+    assert "num_machines: 2\n" in config["data"]["config.yaml"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["args"][-3:] == ["t.py", "a b", "$$(id)"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_runs_of_a_folder_without_any_are_none(cli):
+    done = cli("runs")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "no runs in runs" in done.stderr
+    assert cli("runs", "logs", "latest").returncode == 2

@@ -39,16 +39,28 @@ class RankPool:
             env: Variables that hold during the call.
             timeout: Seconds until the ranks count as hung; they are killed and started anew for the next call.
         """
+        self.begin(function, *args, env=env)
+        return self.wait(timeout)
+
+    def begin(self, function: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None) -> None:
+        """Call `function(*args)` on every rank at once; `wait` returns the results."""
         if not self._workers:
             self._start()
         for _, pipe in self._workers:
             pipe.send((function, args, dict(env or {})))
+
+    def wait(self, timeout: float = 90.0) -> list[Any]:
+        """The results, by rank, of the call that was begun."""
         answers = self._collect(time.monotonic() + timeout)
         failed = {rank: answer for rank, answer in answers.items() if answer[0] != "done"}
         if failed:
             self.stop()  # some ranks may be in a collective that the others will never join
             raise RankError("\n".join(f"rank {rank} {kind}:\n{text}" for rank, (kind, text) in failed.items()))
         return [answers[rank][1] for rank in range(self.size)]
+
+    def pids(self) -> list[int]:
+        """The ranks' processes."""
+        return [process.pid for process, _ in self._workers]
 
     def _collect(self, deadline: float) -> dict[int, tuple[str, Any]]:
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers)}

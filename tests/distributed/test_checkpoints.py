@@ -110,10 +110,10 @@ def test_four_ranks_hybrid_checkpoint_loads_on_two(
 
 
 LAYOUTS = {
-    "1 full": {"pytorch_model_fsdp.bin", "optimizer.bin"},
+    "1 full": {"pytorch_model_fsdp.bin", "model.safetensors", "optimizer.bin"},
     "1 local": {"pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin", "optimizer_0"},
     "2 sharded": {"pytorch_model_fsdp_0", "optimizer_0"},
-    "2 full": {"pytorch_model_fsdp.bin", "optimizer.bin"},
+    "2 full": {"pytorch_model_fsdp.bin", "model.safetensors", "optimizer.bin"},
 }
 
 
@@ -174,13 +174,13 @@ def weight(seed: int) -> float:
 
 
 def save_and_die(folder: str, seed: int, step: int | None) -> None:
-    from fsdplaunch.runtime import state
+    from fsdplaunch.runtime import saving
 
     def die(*_: Any) -> None:
         if dist.get_rank() == 1:
             os._exit(9)
 
-    state.save_optimizer = die
+    saving.write_bytes = die
     save(folder, seed, step)
 
 
@@ -202,22 +202,22 @@ def test_killed_save_leaves_the_earlier_checkpoint(tmp_path: Path, step: int | N
 
 
 def save_and_fail(folder: str) -> str:
-    from fsdplaunch.runtime import state
+    from fsdplaunch.runtime import saving
 
-    original = state.save_optimizer
+    original = saving.write_bytes
 
     def fail(*args: Any) -> None:
         original(*args)
         if dist.get_rank() == 1:
             raise OSError(28, "No space left on device")
 
-    state.save_optimizer = fail
+    saving.write_bytes = fail
     try:
         save(folder, 2, 1)
     except CheckpointError as error:
         return str(error)
     finally:
-        state.save_optimizer = original
+        saving.write_bytes = original
     return "nothing was raised"
 
 
@@ -312,7 +312,7 @@ def test_checkpoint_of_another_model_is_refused_on_all_ranks(
     two_ranks.run(save_half_way, str(tmp_path), FORMS[form], {})
     for message in two_ranks.run(load_other, str(tmp_path), FORMS[form], {"layers": layers}):
         assert "is of another model" in message
-        assert f"{words}{'model.' if 'sharded' in form else ''}layers.{min(layers, 3)}" in message
+        assert f"{words}layers.{min(layers, 3)}" in message
 
 
 @pytest.mark.parametrize("form", ["1 full", "2 full", "2 sharded"])

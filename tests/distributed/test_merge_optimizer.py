@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from fsdplaunch.checkpoint.layout import AmbiguousError
 from fsdplaunch.checkpoint.merge import MergeOptions, merge
 from fsdplaunch.errors import CheckpointError, UsageError
 
@@ -120,7 +121,7 @@ def test_model_or_folder_without_an_optimizer_is_refused(tmp_path):
         merge(tmp_path / "run/pytorch_model_fsdp_0", tmp_path / "out", options=OPTIMIZER)
     for number in range(2):
         save(tmp_path / f"two/optimizer_{number}", flat=False)
-    with pytest.raises(CheckpointError, match=r"holds 2 optimizers: .*optimizer_0, .*optimizer_1"):
+    with pytest.raises(AmbiguousError, match=r"holds 2 optimizers: .*optimizer_0, .*optimizer_1"):
         merge(tmp_path / "two", tmp_path / "out", options=OPTIMIZER)
 
 

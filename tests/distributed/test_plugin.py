@@ -185,7 +185,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "has no activation_checkpointing_offload",
     ),
     ({"activation_checkpointing_offload": True}, "needs activation_checkpointing"),
-    ({"mixed_precision_policy": "fp8"}, "fp8 is not supported yet"),
+    ({"mixed_precision_policy": {"buffer_dtype": "bf16"}}, "fsdp_version 2 has no buffer_dtype"),
+    ({"fsdp_version": 1, "mixed_precision_policy": {"output_dtype": "bf16"}}, "version 1 has no output_dtype"),
+    (
+        {"mixed_precision_policy": MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)},
+        "says more than number formats",
+    ),
+    ({"activation_checkpointing_every": 2}, "activation_checkpointing_every needs activation_checkpointing"),
+    ({"limit_all_gathers": False}, "fsdp_version 2 has no limit_all_gathers=False"),
     ({"mixed_precision_policy": "int8"}, "mixed_precision_policy must be one of fp32"),
     ({"mixed_precision_policy": {"param": "bf16"}}, "mixed_precision_policy must be a name, or a mapping of"),
 ]
@@ -224,6 +231,19 @@ def test_state_dict_type_may_change_and_its_options_with_it() -> None:
     assert plugin.settings().state_dict_type == "FULL_STATE_DICT"
     with pytest.raises(UsageError, match="has no state_dict_type LOCAL_STATE_DICT"):
         plugin.set_state_dict_type("LOCAL_STATE_DICT")
+
+
+def test_policy_object_keeps_what_else_it_says() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
+    assert plugin.mixed_precision_policy.cast_forward_inputs is False
+    assert plugin.settings().dtypes.template.cast_forward_inputs is False
+
+
+def test_float8_computes_the_rest_in_bf16() -> None:
+    settings = FullyShardedDataParallelPlugin(mixed_precision_policy="fp8").settings()
+    assert settings.float8 is not None
+    assert (settings.dtypes.param, settings.dtypes.master) == (torch.bfloat16, torch.float32)
 
 
 def test_options_given_in_code_stay() -> None:
@@ -265,7 +285,11 @@ def test_transformers_is_told_what_code_says_about_loading() -> None:
 def test_modules_and_functions_are_kept_as_given() -> None:
     module = nn.Linear(2, 2)
     plugin = FullyShardedDataParallelPlugin(
-        ignored_modules=[module], auto_wrap_policy=callable, param_init_fn=print, limit_all_gathers=False
+        fsdp_version=1,
+        ignored_modules=[module],
+        auto_wrap_policy=callable,
+        param_init_fn=print,
+        limit_all_gathers=False,
     )
     settings = plugin.settings()
     assert settings.ignored == (module,)

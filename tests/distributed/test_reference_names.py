@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, OptimStateKeyType, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, OptimStateKeyType, fully_shard
 from torch.distributed.tensor import DTensor
 
 import fsdplaunch
@@ -251,3 +251,43 @@ def test_damaged_file_of_weights_is_named(tmp_path: Path) -> None:
     (tmp_path / "weights.safetensors").write_bytes(b"nothing of the kind")
     with pytest.raises(CheckpointError, match=r"cannot read .*weights\.safetensors"):
         fsdplaunch.load_state_dict(str(tmp_path / "weights.safetensors"))
+
+
+class Mixed(nn.Module):
+    """Tied parameters, a persistent buffer and one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+
+
+def mixed_from_rank_0(kind: str) -> tuple[bool, list[float], bool]:
+    """Whether everything is rank 0's, the persistent buffer, and whether the tie holds."""
+    torch.manual_seed(dist.get_rank())
+    with torch.device("meta" if kind == "meta" else "cpu"):
+        model = Mixed()
+    model.scale = torch.tensor(2.0)
+    if kind == "version 1":
+        model = fsdplaunch.prepare(model, plugin=plugin(fsdp_version=1, auto_wrap_policy="NO_WRAP"))
+    else:
+        fully_shard(model)
+    torch.manual_seed(7)
+    full = Mixed()
+    full.norm.running_mean.copy_(torch.arange(4.0))
+    state = full.state_dict() if dist.get_rank() == 0 else {}
+    fsdplaunch.fsdp2_load_full_state_dict(model, state)
+    if kind == "version 1":
+        with FullyShardedDataParallel.summon_full_params(model):
+            equal = torch.equal(model.module.embed.weight, full.embed.weight)
+        return equal, model.module.norm.running_mean.tolist(), True
+    equal = torch.equal(model.embed.weight.full_tensor(), full.embed.weight)
+    return equal, model.norm.running_mean.tolist(), model.head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize("kind", ["version 2", "meta", "version 1"])
+def test_whole_weights_with_buffers_and_ties_reach_every_shard(two_ranks: RankPool, kind: str) -> None:
+    assert two_ranks.run(mixed_from_rank_0, kind) == [(True, [0.0, 1.0, 2.0, 3.0], True)] * 2

@@ -13,16 +13,6 @@ from tests.distributed.pool import RankPool
 from tests.distributed.tiny import build, plugin
 
 
-class WithScalar(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.temperature = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
 class OneLinear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +31,6 @@ def half_frozen() -> nn.Module:
 def make(kind: str) -> Any:
     return {
         "tiny": build,
-        "scalar": WithScalar,
         "one": OneLinear,
         "compiled": lambda: torch.compile(build(), backend="eager"),
         "half frozen": half_frozen,
@@ -74,12 +63,12 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         ["SIZE_BASED_WRAP makes no unit of TinyLM", "1000000", "7.8 k"],
     ),
     "policy that never says yes": ("tiny", {"auto_wrap_policy": never}, ["makes no unit of TinyLM"]),
+    "no such module in a list": ("tiny", {"ignored_modules": "(?:head)|(?:layer)"}, ["'layer' matches no module"]),
     "no such module": (
         "tiny",
         {"ignored_modules": "layer"},
         ["'layer' matches no module"],
     ),
-    "scalar": ("scalar", {}, ["temperature is a scalar"]),
     "another model": ("other", {}, ["embed.weight is 37x16 on rank 0 and 37x18 on rank 1"]),
     "frozen and trained in one flat parameter": (
         "half frozen",

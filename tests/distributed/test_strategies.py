@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdplaunch
+from fsdplaunch.errors import ShardingError
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import adamw, build, plugin, train_alone, train_sharded
 
@@ -202,31 +203,31 @@ def test_offload_on_a_machine_without_gpus_trains_all_the_same(two_ranks: RankPo
     assert largest_difference(result["alone"], result["sharded"]) < 1e-5
 
 
-def unsynchronised(version: int, empty: bool) -> tuple[float, float]:
-    """Largest difference of rank 1's first weight to its own seed's and to rank 0's."""
-    if empty and dist.get_rank() == 1:
+def unsynchronised(version: int, rank_1: str) -> str | float:
+    """Nothing is to be sent. Largest difference of the weights to rank 0's, or what was raised."""
+    if rank_1 == "empty" and dist.get_rank() == 1:
         with torch.device("meta"):
             model = build()
     else:
-        model = build(seed=dist.get_rank())
+        model = build(seed=dist.get_rank() if rank_1 == "another seed" else 0)
     fields = {"fsdp_version": version, "sync_module_states": False, "sharding_strategy": "NO_SHARD"}
-    model = fsdplaunch.prepare(model, plugin=plugin(**fields))
+    try:
+        model = fsdplaunch.prepare(model, plugin=plugin(**fields))
+    except ShardingError as error:
+        return str(error)
     weight = next(model.parameters())
     weight = weight.to_local() if isinstance(weight, DTensor) else weight
-    sources = [next(build(seed).parameters()).reshape(weight.shape) for seed in (dist.get_rank(), 0)]
-    own, first = [(weight - source).abs().max().item() for source in sources]
-    return own, first
+    return (weight - next(build(0).parameters()).reshape(weight.shape)).abs().max().item()
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_ranks_keep_their_own_weights_when_asked_to(two_ranks: RankPool, version: int) -> None:
-    own, first = two_ranks.run(unsynchronised, version, False)[1]
-    assert own == 0.0
-    assert first > 0.0
+def test_weights_of_different_seeds_that_are_not_sent_are_refused(two_ranks: RankPool, version: int) -> None:
+    for message in two_ranks.run(unsynchronised, version, "another seed"):
+        assert "ranks hold different values of embed.weight and 16 more" in message
+        assert "fsdp_sync_module_states" in message
 
 
+@pytest.mark.parametrize("rank_1", ["the same", "empty"])
 @pytest.mark.parametrize("version", [1, 2])
-def test_rank_without_weights_gets_rank_0s_even_then(two_ranks: RankPool, version: int) -> None:
-    own, first = two_ranks.run(unsynchronised, version, True)[1]
-    assert own > 0.0
-    assert first == 0.0
+def test_rank_without_weights_gets_rank_0s_even_then(two_ranks: RankPool, version: int, rank_1: str) -> None:
+    assert two_ranks.run(unsynchronised, version, rank_1) == [0.0, 0.0]

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,7 @@ def examples() -> Path:
 
 
 TIMEOUT = 120
+AT_A_TIME = 3
 
 
 class Launched:
@@ -62,6 +65,7 @@ class Launched:
     def __init__(self, folder: Path, process: "subprocess.Popen[str]") -> None:
         self.folder, self.process = folder, process
         self.stdout = self.stderr = ""
+        self.code: int | None = None
 
     @property
     def pid(self) -> int:
@@ -72,7 +76,8 @@ class Launched:
 
     def end(self) -> int:
         self.stdout, self.stderr = self.process.communicate(timeout=TIMEOUT)
-        return self.process.returncode
+        self.code = self.process.returncode
+        return self.code
 
     def wait_for(self, name: str, seconds: float = 60) -> str:
         """Wait until a script has written a file; return its text."""
@@ -98,36 +103,78 @@ def wait_for(path: Path, seconds: float = 60) -> str:
     pytest.fail(f"{path.name} was not written within {seconds} s")
 
 
+def begin(
+    folder: Path,
+    text: str | None,
+    *options: str,
+    arguments: tuple[str, ...] = (),
+    plain: bool = True,
+    binary: bool = False,
+    **popen: Any,
+) -> Launched:
+    """Start `fsdplaunch launch OPTIONS t.py ARGUMENTS` in a folder; t.py gets the text, unless that is None."""
+    if text is not None:
+        (folder / "t.py").write_text(text)
+    environ = clean_environ() | popen.pop("env", {})
+    defaults = ("--distributed-type", "MULTI_CPU", "--num-processes", "2") if plain else ()
+    # -P: like the installed command, and unlike `python -m`, leave the current folder out of the module path.
+    command = [sys.executable, "-P", "-m", "fsdplaunch", "launch", *defaults, *options]
+    command += ["t.py", *arguments] if text is not None else arguments
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | popen
+    process = subprocess.Popen(command, cwd=folder, env=environ, text=not binary, **streams)
+    return Launched(folder, process)
+
+
+def run_to_the_end(start: Callable[..., "Launched"], _folder: Path, *args: Any, **kwargs: Any) -> "Launched":
+    """Start a launch and wait for its end: the job for cases that need no more."""
+    run = start(*args, **kwargs)
+    run.end()
+    return run
+
+
+@contextmanager
+def starting(folder: Path) -> Iterator[Callable[..., Launched]]:
+    """Give a function that does that in this folder; what it started does not outlive the block."""
+    runs: list[Launched] = []
+
+    def start(*args: Any, **kwargs: Any) -> Launched:
+        runs.append(begin(folder, *args, **kwargs))
+        return runs[-1]
+
+    try:
+        yield start
+    finally:
+        for run in runs:
+            if run.process.poll() is None:
+                run.process.send_signal(signal.SIGKILL)
+                run.process.wait()
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     """Return a function that starts `fsdplaunch launch ARGS SCRIPT`; SCRIPT's text is given, its name is t.py."""
-    runs: list[Launched] = []
+    with starting(tmp_path) as function:
+        yield function
 
-    def begin(
-        text: str | None,
-        *options: str,
-        arguments: tuple[str, ...] = (),
-        plain: bool = True,
-        binary: bool = False,
-        **popen: Any,
-    ) -> Launched:
-        if text is not None:
-            (tmp_path / "t.py").write_text(text)
-        environ = clean_environ() | popen.pop("env", {})
-        defaults = ("--distributed-type", "MULTI_CPU", "--num-processes", "2") if plain else ()
-        # -P: like the installed command, and unlike `python -m`, leave the current folder out of the module path.
-        command = [sys.executable, "-P", "-m", "fsdplaunch", "launch", *defaults, *options]
-        command += ["t.py", *arguments] if text is not None else arguments
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | popen
-        process = subprocess.Popen(command, cwd=tmp_path, env=environ, text=not binary, **streams)
-        runs.append(Launched(tmp_path, process))
-        return runs[-1]
 
-    yield begin
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.send_signal(signal.SIGKILL)
-            run.process.wait()
+@pytest.fixture(scope="module")
+def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Future[Any]]]:
+    """Return a function that runs a job for each of several cases, a few at a time, each in a folder of its own.
+
+    A launch is busy on one processor for most of its time, and the rest of it waits. Each test asks for its own
+    case's result, and so fails by itself.
+    """
+
+    def run(job: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]]) -> dict[str, Future[Any]]:
+        def one(*case: Any) -> Any:
+            folder = tmp_path_factory.mktemp("case")
+            with starting(folder) as function:
+                return job(function, folder, *case)
+
+        with ThreadPoolExecutor(AT_A_TIME) as pool:
+            return {name: pool.submit(one, *case) for name, case in cases.items()}
+
+    return run
 
 
 @pytest.fixture
@@ -136,7 +183,7 @@ def launch(start: Callable[..., Launched]) -> Callable[..., Launched]:
 
     def run(*args: Any, **kwargs: Any) -> Launched:
         done = start(*args, **kwargs)
-        done.code = done.end()
+        done.end()
         return done
 
     return run

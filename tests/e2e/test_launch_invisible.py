@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.e2e.conftest import clean_environ, run_to_the_end
+
 PROBE = """
 import gc, importlib, json, locale, multiprocessing, os, resource, signal, sys, threading, time, warnings
 
@@ -71,58 +73,54 @@ HARD = [
 ]
 
 
-@pytest.fixture
-def compared(start, environ, tmp_path):
-    """Return a function: what the script sees under plain python, and on rank 1 of a launch."""
+TARGETS = {
+    "script": ("", ["t.py"]),
+    "hard-names": ("a b'c\n-\u00fc", ["./a b'c\n-\u00fc/t.py", *HARD]),
+    "module": ("pack", ["-m", "pack.t", "--lr", "1"]),
+    "package": ("app", ["-m", "app"]),
+    "folder": ("dir", ["dir"]),
+    "fresh": ("", ["t.py", *HARD], "--launch.preload", "none"),
+}
 
-    def compare(target: list[str], *options: str) -> tuple[dict, dict]:
-        plain = environ | {"OMP_NUM_THREADS": "1", "RANK": "9"}
-        with (tmp_path / "out").open("w") as file:  # a file, as a rank that is not shown has
-            command = [sys.executable, "-u", *target]
-            subprocess.run(
-                command, cwd=tmp_path, env=plain, stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=True
-            )
-        run = start(None, *options, arguments=tuple(target), env={"OMP_NUM_THREADS": "1"})
-        assert run.end() == 0, run.stderr
-        alone, launched = (json.loads((tmp_path / f"facts{rank}.json").read_text()) for rank in (9, 1))
-        return alone, launched
 
-    return compare
+def compare(start, home, folder, target, *options) -> tuple[dict, dict]:
+    """What the script sees under plain python, and on rank 1 of a launch."""
+    place = home / folder
+    place.mkdir(exist_ok=True)
+    name = "__main__.py" if folder in ("app", "dir") else "t.py"
+    (place / name).write_text(PROBE)
+    is_module = target[0] == "-m"
+    (home if is_module else place).joinpath("helper.py").write_text("")
+    for module in ("types", "queue", "random", "torch") if folder and not is_module else ():
+        (home / f"{module}.py").write_text("raise SystemExit('the current folder is not to be searched')")
+    with (home / "out").open("w") as file:  # a file, as a rank that is not shown has
+        command = [sys.executable, "-u", *target]
+        plain = clean_environ() | {"OMP_NUM_THREADS": "1", "RANK": "9"}
+        streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+        subprocess.run(command, cwd=home, env=plain, check=True, **streams)
+    run = start(None, *options, arguments=tuple(target), env={"OMP_NUM_THREADS": "1"})
+    assert run.end() == 0, run.stderr
+    alone, launched = (json.loads((home / f"facts{rank}.json").read_text()) for rank in (9, 1))
+    return alone, launched
+
+
+@pytest.fixture(scope="module")
+def compared(side_by_side):
+    return side_by_side(compare, TARGETS)
 
 
 def differences(alone: dict, launched: dict) -> dict:
     return {name: (alone[name], launched[name]) for name in alone if alone[name] != launched[name]}
 
 
-@pytest.mark.parametrize(
-    ("folder", "target"),
-    [
-        ("", ["t.py"]),
-        ("a b'c\n-ü", ["./a b'c\n-ü/t.py", *HARD]),
-        ("pack", ["-m", "pack.t", "--lr", "1"]),
-        ("app", ["-m", "app"]),
-        ("dir", ["dir"]),
-    ],
-    ids=["script", "hard-names", "module", "package", "folder"],
-)
-def test_script_sees_what_python_would_show_it(compared, tmp_path, folder, target):
-    place = tmp_path / folder
-    place.mkdir(exist_ok=True)
-    name = "__main__.py" if folder in ("app", "dir") else "t.py"
-    (place / name).write_text(PROBE)
-    is_module = target[0] == "-m"
-    (tmp_path if is_module else place).joinpath("helper.py").write_text("")
-    for module in ("types", "queue", "random", "torch") if folder and not is_module else ():
-        (tmp_path / f"{module}.py").write_text("raise SystemExit('the current folder is not to be searched')")
-    alone, launched = compared(target)
-    assert differences(alone, launched) == {}
+@pytest.mark.parametrize("target", [name for name in TARGETS if name != "fresh"])
+def test_script_sees_what_python_would_show_it(compared, target):
+    assert differences(*compared[target].result()) == {}
 
 
-def test_script_in_a_fresh_interpreter_sees_the_same(compared, tmp_path):
-    (tmp_path / "t.py").write_text(PROBE)
-    (tmp_path / "helper.py").write_text("")
-    alone, launched = compared(["t.py", *HARD], "--launch.preload", "none")
-    assert set(differences(alone, launched)) <= {"shown", "orig_argv"}  # the bootstrap's own command line
+def test_script_in_a_fresh_interpreter_sees_the_same(compared):
+    # Only the bootstrap's own command line differs.
+    assert set(differences(*compared["fresh"].result())) <= {"shown", "orig_argv"}
 
 
 def test_argument_that_is_no_utf8_reaches_the_script(start, tmp_path):
@@ -162,9 +160,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("options", [(), ("--launch.preload", "none")], ids=["warm", "cold"])
-def test_data_loaders_and_pools_work_with_every_start_method(launch, options):
-    run = launch(MANY, *options)
+@pytest.fixture(scope="module")
+def many(side_by_side):
+    return side_by_side(run_to_the_end, {"warm": (MANY,), "cold": (MANY, "--launch.preload", "none")})
+
+
+@pytest.mark.parametrize("workers", ["warm", "cold"])
+def test_data_loaders_and_pools_work_with_every_start_method(many, workers):
+    run = many[workers].result()
     assert run.code == 0, run.log(0, "stderr.log") + run.log(1, "stderr.log")
     assert (run.log(0), run.log(1)) == ("all well 0\n", "all well 1\n")
 
@@ -194,16 +197,30 @@ note("main ends")
 """
 
 
-@pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(4)", 4), ("raise KeyError('x')", 1)])
-def test_end_of_a_script_is_that_of_an_interpreter(launch, environ, tmp_path, end, code):
+ENDS = {"": 0, "sys.exit(4)": 4, "raise KeyError('x')": 1}
+
+
+def end_so(start, folder, end):
     text = ENDINGS.replace("{end}", end)
-    (tmp_path / "t.py").write_text(text)
+    run = start(text)
+    environ = clean_environ() | {"RANK": "9"}
     command = [sys.executable, "-u", "t.py"]
-    plain = subprocess.run(command, cwd=tmp_path, env=environ | {"RANK": "9"}, capture_output=True, text=True)
-    run = launch(text)
-    assert plain.returncode == run.code == code
+    plain = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+    run.end()
+    return run, plain
+
+
+@pytest.fixture(scope="module")
+def endings(side_by_side):
+    return side_by_side(end_so, {end: (end,) for end in ENDS})
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_end_of_a_script_is_that_of_an_interpreter(endings, end):
+    run, plain = endings[end].result()
+    assert plain.returncode == run.code == ENDS[end]
     assert run.log(0).splitlines() == plain.stdout.splitlines()
-    assert (tmp_path / "unclosed1").read_text() == "flushed"
+    assert (run.folder / "unclosed1").read_text() == "flushed"
 
 
 SURROUNDINGS = """
@@ -276,35 +293,45 @@ def test_script_may_fork_and_execute(launch):
     assert run.log(1) == "child\nexecuted\n"
 
 
-@pytest.fixture
-def with_module(launch, tmp_path):
-    """Return a function that launches a script with a module preloaded."""
+SETS = "import os; os.environ['FROM_IMPORT'] = str(os.getpid())\n"
+THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
+MODULES = {
+    "fine": (
+        SETS,
+        "import os, sys; print('own_module' in sys.modules, os.environ['FROM_IMPORT'] != str(os.getpid()))",
+    ),
+    "fails": ("1 / 0", "print('ran')"),
+    "crashes": ("import ctypes; ctypes.string_at(0)", "import sys; print('torch' in sys.modules)"),
+    "threads": (
+        SETS + THREAD,
+        "import os, sys; print('torch' in sys.modules, os.environ.get('FROM_IMPORT'))",
+    ),
+}
 
-    def run(module: str, script: str):
-        (tmp_path / "own_module.py").write_text(module)
-        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-        return launch(script, "--launch.preload", "own_module", env={"PYTHONPATH": path})
 
+def preload(start, folder, module, script):
+    (folder / "own_module.py").write_text(module)
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    run = start(script, "--launch.preload", "own_module", env={"PYTHONPATH": path})
+    run.end()
     return run
 
 
-SETS = "import os; os.environ['FROM_IMPORT'] = str(os.getpid())\n"
+@pytest.fixture(scope="module")
+def preloaded(side_by_side):
+    return side_by_side(preload, MODULES)
 
 
-def test_preloaded_module_is_there_and_keeps_what_it_set(with_module):
-    text = "import os, sys; print('own_module' in sys.modules, os.environ['FROM_IMPORT'] != str(os.getpid()))"
-    run = with_module(SETS, text)
-    assert run.stdout == "True True\n"
-
-
-def test_preloaded_module_that_fails_is_a_note(with_module):
-    run = with_module("1 / 0", "print('ran')")
-    assert (run.code, run.stdout) == (0, "ran\n")
-    assert "importing own_module failed (ZeroDivisionError: division by zero)" in run.stderr
-
-
-def test_preloaded_module_that_starts_threads_makes_workers_start_cold(with_module):
-    module = SETS + "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
-    run = with_module(module, "import os, sys; print('torch' in sys.modules, os.environ.get('FROM_IMPORT'))")
-    assert (run.code, run.stdout) == (0, "False None\n")
-    assert "importing own_module started threads" in run.stderr
+@pytest.mark.parametrize(
+    ("module", "printed", "said"),
+    [
+        ("fine", "True True\n", "finished in"),
+        ("fails", "ran\n", "importing own_module failed (ZeroDivisionError: division by zero)"),
+        ("crashes", "False\n", "what launch.preload names ended the interpreter (SIGSEGV)"),
+        ("threads", "False None\n", "importing own_module started threads"),
+    ],
+)
+def test_preloaded_module_is_there_or_costs_the_warm_start_only(preloaded, module, printed, said):
+    run = preloaded[module].result()
+    assert (run.code, run.stdout) == (0, printed)
+    assert said in run.stderr

@@ -1,9 +1,14 @@
 """Options and keys of launch that change how workers start, read back from the workers."""
 
 import json
+import os
 import socket
+import subprocess
+from pathlib import Path
 
 import pytest
+
+from fsdplaunch.launch.numa import processors_for_ranks
 
 SEEN = """
 import json, os, sys, signal
@@ -38,15 +43,39 @@ def test_torchruns_own_options_are_taken_as_written(launch):
     assert run.log(0, "stderr.log") == "err 0\n"
 
 
-@pytest.mark.parametrize(
-    ("options", "warm"),
-    [(("--no-preload",), False), (("--start-method", "spawn"), False), (("--start-method=forkserver",), True)],
-    ids=["no-preload", "spawn", "forkserver"],
-)
-def test_workers_start_fresh_where_that_is_asked_for(launch, options, warm):
-    run = launch(SEEN, *options)
+TAKEN = {
+    "no-preload": ("--no-preload",),
+    "spawn": ("--start-method", "spawn"),
+    "forkserver": ("--start-method=forkserver",),
+    "virtual": ("--virtual-local-rank", "--use-cpu"),
+    "bound": ("--numa-binding", "exclusive"),
+    "bound, fresh": ("--numa-binding", "exclusive", "--no-preload"),
+    "events": ("--event-log-handler", "console"),
+}
+
+
+def start_so(start, _folder, name):
+    run = start(SEEN, *TAKEN[name], env={"CUDA_VISIBLE_DEVICES": "5,7"} if name == "virtual" else {})
+    run.end()
+    return run
+
+
+@pytest.fixture(scope="module")
+def taken(side_by_side):
+    return side_by_side(start_so, {name: (name,) for name in TAKEN})
+
+
+@pytest.mark.parametrize(("way", "warm"), [("no-preload", False), ("spawn", False), ("forkserver", True)])
+def test_workers_start_fresh_where_that_is_asked_for(taken, way, warm):
+    run = taken[way].result()
     assert run.code == 0, run.stderr
     assert seen(run)["torch"] is warm
+
+
+def test_events_of_torchs_agent_are_in_its_log(taken):
+    run = taken["events"].result()
+    assert run.code == 0, run.stderr
+    assert '"name": "torchelastic.worker.status.SUCCEEDED"' in (run.dir / "agent.log").read_text()
 
 
 def test_program_that_is_no_python_runs_with_the_workers_variables(start, tmp_path):
@@ -67,25 +96,18 @@ def test_program_that_cannot_be_executed_is_refused(start, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_virtual_local_rank_gives_each_worker_its_own_gpu(launch):
-    run = launch(SEEN, "--virtual-local-rank", "--use-cpu", env={"CUDA_VISIBLE_DEVICES": "5,7"})
+def test_virtual_local_rank_gives_each_worker_its_own_gpu(taken):
+    run = taken["virtual"].result()
     assert run.code == 0, run.stderr
-    own = [
-        (seen(run, rank)["env"]["LOCAL_RANK"], seen(run, rank)["env"]["CUDA_VISIBLE_DEVICES"]) for rank in (0, 1)
-    ]
+    variables = [seen(run, rank)["env"] for rank in (0, 1)]
+    own = [(env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) for env in variables]
     assert own == [("0", "5"), ("0", "7")]
 
 
-@pytest.mark.parametrize("preload", ["torch", "none"])
-def test_exclusive_binding_shares_the_processors(launch, preload):
-    import os
-
-    from fsdplaunch.launch.numa import processors_for_ranks
-
-    run = launch(SEEN, "--numa-binding", "exclusive", "--launch.preload", preload)
+@pytest.mark.parametrize("way", ["bound", "bound, fresh"])
+def test_exclusive_binding_shares_the_processors(taken, way):
+    run = taken[way].result()
     assert run.code == 0, run.stderr
-    from pathlib import Path
-
     all_of_them = sorted(os.sched_getaffinity(0))
     expected = processors_for_ranks("exclusive", ["", ""], allowed=all_of_them, root=Path("/"))
     assert [seen(run, rank)["cpus"] for rank in (0, 1)] == [cpus or all_of_them for cpus in expected]
@@ -124,8 +146,6 @@ def test_json_is_alone_on_stdout_and_tells_the_failure(launch):
 
 
 def test_printed_command_does_the_same_when_pasted(start, tmp_path):
-    import subprocess
-
     run = start(SEEN, "--dry-run", "--set", "launch.env={MINE: \"a 'b' $c\"}", arguments=("x y", "$(id)", "'"))
     assert run.end() == 0
     assert not (tmp_path / "runs").exists()
@@ -136,10 +156,11 @@ def test_printed_command_does_the_same_when_pasted(start, tmp_path):
 
 
 PANEL = """
-import os, torch
+import os, signal, torch
 import torch.distributed as dist
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 has time to say what it thinks happened
 
 def step(number):
     if dist.get_rank() == 1:
@@ -158,8 +179,8 @@ def test_panel_is_the_only_thing_said_about_a_failure(launch):
     assert lines[head].startswith("error: rank 1 failed with exit code 1 after ")
     assert lines[head + 2 : head + 5] == [
         "  ValueError: no such batch: 7",
-        "    t.py:12 in <module>   step(3)",
-        '    t.py:9 in step   raise ValueError("no such batch: 7")',
+        "    t.py:13 in <module>   step(3)",
+        '    t.py:10 in step   raise ValueError("no such batch: 7")',
     ]
     assert lines[-1].startswith("  log  runs/")
     assert "Traceback" not in run.stderr

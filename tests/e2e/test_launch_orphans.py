@@ -40,9 +40,15 @@ def parent_of(pid: int) -> int:
     return int(status_of(pid)[1])
 
 
-@pytest.mark.parametrize("victim", ["launcher", "agent", "nursery"])
-@pytest.mark.parametrize("preload", ["torch", "none"])
-def test_no_process_outlives_a_killed(start, victim, preload):
+VICTIMS = {
+    "launcher": ("launcher", "torch"),
+    "agent": ("agent", "torch"),
+    "nursery": ("nursery", "torch"),
+    "agent-cold": ("agent", "none"),
+}
+
+
+def kill(start, _folder, victim, preload):
     run = start(SCRIPT, "--launch.preload", preload)
     words = [run.wait_for(f"up{rank}").split() for rank in range(2)]
     workers, nursery = [int(word[0]) for word in words], int(words[0][1])
@@ -53,9 +59,21 @@ def test_no_process_outlives_a_killed(start, victim, preload):
     assert gone_within([run.pid, agent, nursery, *workers], CLOSE_SECONDS + 5)
     if victim != "nursery":  # what workers started themselves is the nursery's to end
         assert gone_within(children, 2)
-    assert run.end() == {"launcher": -9, "agent": 137, "nursery": 137}[victim]
     for child in filter(alive, children):
         os.kill(child, signal.SIGKILL)
+    return run.end()
+
+
+@pytest.fixture(scope="module")
+def killed(side_by_side):
+    return side_by_side(kill, VICTIMS)
+
+
+@pytest.mark.parametrize(
+    ("case", "code"), [("launcher", -9), ("agent", 137), ("nursery", 137), ("agent-cold", 137)]
+)
+def test_no_process_outlives_a_killed(killed, case, code):
+    assert killed[case].result() == code
 
 
 def test_failed_rank_takes_what_it_started_with_it(start):

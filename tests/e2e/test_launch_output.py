@@ -7,35 +7,54 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from fsdplaunch.launch.streams import copy_size
 
 RANK = "import os, sys, time; rank = int(os.environ['RANK'])\n"
 
 
-def test_shown_ranks_have_a_prefix_and_whole_lines(launch):
-    text = RANK + "for i in range(50):\n    print(f'{rank} line {i}'); sys.stderr.write(f'{rank} bar {i}\\r')\n"
-    run = launch(text, "--show-ranks", "all")
+BLOB = bytes(range(256)) * 40 + b"no newline at the end"
+LINES = "for i in range(50):\n    print(f'{rank} line {i}'); sys.stderr.write(f'{rank} bar {i}\\r')\n"
+CASES = {
+    "lines": (RANK + LINES, "--show-ranks", "all"),
+    "bytes": (RANK + f"sys.stdout.buffer.write(bytes(range(256)) * 40 + {BLOB[-21:]!r})\n",),
+    "c": (RANK + "import ctypes; ctypes.CDLL(None).puts(b'from c'); os.system('echo from a child')\n",),
+}
+
+
+def print_so(start, _folder, *case):
+    run = start(*case, binary=True)
+    run.end()
+    return run
+
+
+@pytest.fixture(scope="module")
+def printed(side_by_side):
+    return side_by_side(print_so, CASES)
+
+
+def test_shown_ranks_have_a_prefix_and_whole_lines(printed):
+    run = printed["lines"].result()
+    shown = run.stdout.decode().splitlines()
     for rank in (0, 1):
-        lines = [line for line in run.stdout.splitlines() if line.startswith(f"[{rank}] ")]
+        lines = [line for line in shown if line.startswith(f"[{rank}] ")]
         assert lines == [f"[{rank}] {rank} line {i}" for i in range(50)]
-        assert f"[{rank}] {rank} bar 49" in run.stderr.splitlines()
-    assert len(run.stdout.splitlines()) == 100
+        assert f"[{rank}] {rank} bar 49" in run.stderr.decode().splitlines()
+    assert len(shown) == 100
 
 
-def test_bytes_of_a_single_shown_rank_pass_untouched(launch):
-    blob = bytes(range(256)) * 40 + b"no newline at the end"
-    text = RANK + f"sys.stdout.buffer.write(bytes(range(256)) * 40 + {blob[-21:]!r})\n"
-    run = launch(text, binary=True)
-    assert run.stdout == blob
-    assert (run.dir / "ranks/0/stdout.log").read_bytes() == blob
-    assert (run.dir / "ranks/1/stdout.log").read_bytes() == blob
+def test_bytes_of_a_single_shown_rank_pass_untouched(printed):
+    run = printed["bytes"].result()
+    assert run.stdout == BLOB
+    assert (run.dir / "ranks/0/stdout.log").read_bytes() == BLOB
+    assert (run.dir / "ranks/1/stdout.log").read_bytes() == BLOB
 
 
-def test_output_of_c_code_and_children_is_captured(launch):
-    text = RANK + "import ctypes; ctypes.CDLL(None).puts(b'from c'); os.system('echo from a child')\n"
-    run = launch(text)
+def test_output_of_c_code_and_children_is_captured(printed):
+    run = printed["c"].result()
     assert sorted(run.log(1).splitlines()) == ["from a child", "from c"]
-    assert sorted(run.stdout.splitlines()) == ["from a child", "from c"]
+    assert sorted(run.stdout.decode().splitlines()) == ["from a child", "from c"]
 
 
 def test_a_child_that_keeps_the_output_open_does_not_hold_up_the_end(launch):
@@ -70,19 +89,15 @@ def test_rank_on_a_terminal_sees_a_terminal_of_the_same_size(start, tmp_path):
     assert run.log(0) == "True False 77 33\n"
 
 
-def test_folder_holds_plan_result_and_latest(launch):
-    run = launch("pass")
-    assert {path.name for path in run.dir.iterdir()} >= {"plan.json", "result.json", "config.yaml", "ranks"}
-    assert run.json("plan.json")["workers"] == 2
-    assert (run.folder / "runs/latest").readlink() == Path(run.dir.name)
-
-
-def test_torch_does_not_leave_folders_in_the_temporary_folder(launch, tmp_path):
+def test_folder_holds_plan_result_and_latest_and_the_temporary_folder_nothing(launch, tmp_path):
     place = tmp_path / "tmp"
     place.mkdir()
     run = launch("pass", env={"TMPDIR": str(place)})
     assert run.code == 0
-    assert list(place.iterdir()) == []
+    assert {path.name for path in run.dir.iterdir()} >= {"plan.json", "result.json", "config.yaml", "ranks"}
+    assert run.json("plan.json")["workers"] == 2
+    assert (run.folder / "runs/latest").readlink() == Path(run.dir.name)
+    assert list(place.iterdir()) == []  # bare torchrun leaves a folder there
 
 
 def test_closed_standard_streams_are_no_obstacle(tmp_path):

@@ -1,5 +1,9 @@
 """The watchdog and restarts."""
 
+import pytest
+
+from tests.e2e.conftest import run_to_the_end
+
 STALL = """
 import os, time
 import torch, torch.distributed as dist
@@ -20,16 +24,6 @@ dist.all_reduce(torch.ones(1))
 """
 
 
-def test_stall_names_the_rank_that_is_behind_and_keeps_every_stack(launch):
-    run = launch(STALL, "--stall-seconds", "2")
-    assert run.code == 0, run.stderr
-    said = [line.removeprefix("fsdplaunch: ") for line in run.stderr.splitlines() if "has got on" in line]
-    assert "1 rank waits for rank 1 (step 3, t.py:13 in load_batch)" in said[-1]
-    assert "in load_batch" in run.log(1, "stack.txt")
-    assert "in all_reduce" in run.log(0, "stack.txt")
-    assert run.json()["notes"] == said
-
-
 ONCE = """
 import os, sys
 import torch, torch.distributed as dist
@@ -46,8 +40,31 @@ print("total", total.item())
 """
 
 
-def test_rank_that_dies_once_is_recovered_from(launch):
-    run = launch(ONCE, "--max-restarts", "2")
+ALWAYS = "import os, sys; sys.exit(5 if os.environ['RANK'] == '1' else 0)"
+
+
+@pytest.fixture(scope="module")
+def watched(side_by_side):
+    cases = {
+        "stall": (STALL, "--stall-seconds", "2"),
+        "once": (ONCE, "--max-restarts", "2"),
+        "always": (ALWAYS, "--max-restarts", "1"),
+    }
+    return side_by_side(run_to_the_end, cases)
+
+
+def test_stall_names_the_rank_that_is_behind_and_keeps_every_stack(watched):
+    run = watched["stall"].result()
+    assert run.code == 0, run.stderr
+    said = [line.removeprefix("fsdplaunch: ") for line in run.stderr.splitlines() if "has got on" in line]
+    assert "1 rank waits for rank 1 (step 3, t.py:13 in load_batch)" in said[-1]
+    assert "in load_batch" in run.log(1, "stack.txt")
+    assert "in all_reduce" in run.log(0, "stack.txt")
+    assert run.json()["notes"] == said
+
+
+def test_rank_that_dies_once_is_recovered_from(watched):
+    run = watched["once"].result()
     assert run.code == 0, run.stderr
     attempts = run.json("agent.json")["attempts"]
     assert [attempt["cause"] and attempt["cause"]["rank"] for attempt in attempts] == [1, None]
@@ -58,7 +75,7 @@ def test_rank_that_dies_once_is_recovered_from(launch):
     assert [attempt["cause"] for attempt in run.json()["attempts"]] == ["rank 1 failed with exit code 7", None]
 
 
-def test_restarts_that_are_used_up_end_with_the_last_failure(launch):
-    run = launch("import os, sys; sys.exit(5 if os.environ['RANK'] == '1' else 0)", "--max-restarts", "1")
+def test_restarts_that_are_used_up_end_with_the_last_failure(watched):
+    run = watched["always"].result()
     assert run.code == 5
     assert len(run.json("agent.json")["attempts"]) == 2

@@ -14,7 +14,17 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["launch", "--help"], ["config", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["launch", "--help"],
+        ["config", "--help"],
+        ["estimate", "--help"],
+        ["doctor", "--help"],
+    ],
+)
 def test_help_imports_nothing_heavy(arguments):
     code = f"""
 from fsdplaunch.cli.app import run

@@ -1,5 +1,6 @@
 """One damaged byte anywhere: the merge gives the right result or a clear error, and verified never a wrong one."""
 
+import os
 import random
 
 import pytest
@@ -18,15 +19,14 @@ def checkpoint_to_spoil(dcp):
     return draft.add_value("step")
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("verify", [True, False])
-def test_flipped_byte_gives_the_right_result_or_a_clear_error(dcp, seed, verify, tmp_path):
+def spoil(dcp, tmp_path, *, seed, verify, flips):
+    """Flip one byte at a time, merge, and check what comes of it. Returns how many merges were refused."""
     draft = checkpoint_to_spoil(dcp)
     folder = draft.save(tmp_path / "ckpt")
     files = dcp.tree(folder)
     chance = random.Random(seed)
     refused = 0
-    for number in range(FLIPS_PER_SEED):
+    for number in range(flips):
         name = chance.choice(sorted(files))
         place = chance.randrange(len(files[name]))
         spoilt = bytearray(files[name])
@@ -44,4 +44,17 @@ def test_flipped_byte_gives_the_right_result_or_a_clear_error(dcp, seed, verify,
                 assert found == draft.expected, (name, place)
             assert sorted(found) == sorted(draft.expected), (name, place)
         (folder / name).write_bytes(files[name])
-    assert 0 < refused < FLIPS_PER_SEED
+    return refused
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("verify", [True, False])
+def test_flipped_byte_gives_the_right_result_or_a_clear_error(dcp, seed, verify, tmp_path):
+    assert 0 < spoil(dcp, tmp_path, seed=seed, verify=verify, flips=FLIPS_PER_SEED) < FLIPS_PER_SEED
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("FSDPLAUNCH_CAMPAIGN"), reason="a campaign: scripts/campaigns/flip_bytes")
+@pytest.mark.parametrize("verify", [True, False])
+def test_five_hundred_flipped_bytes(dcp, verify, tmp_path):
+    assert 0 < spoil(dcp, tmp_path, seed=1000, verify=verify, flips=500) < 500

@@ -249,3 +249,12 @@ def test_options_that_contradict_each_other_are_refused():
         MergeOptions(safe_serialization=False, remove_checkpoint_dir=True)
     with pytest.raises(UsageError, match="at least 1 byte, got 0"):
         MergeOptions(max_shard_size=0)
+
+
+def test_weights_beside_an_optimizer_and_the_state_of_the_training_are_taken_alone(dcp, tmp_path):
+    draft = dcp.Draft().add("tok_embeddings.weight", (4, 2), top="").add("layers.0.w", (3,), top="")
+    draft.add("state.layers.0.w.exp_avg", (3,), top="optimizer").add("step", (), top="train_state", dtype="int64")
+    result = merge(draft.save(tmp_path / "ckpt"), tmp_path / "out")
+    found = dcp.safetensors(tmp_path / "out/model.safetensors")
+    assert sorted(found) == ["layers.0.w", "tok_embeddings.weight"]
+    assert set(result.skipped) == {"optimizer.state.layers.0.w.exp_avg", "train_state.step"}

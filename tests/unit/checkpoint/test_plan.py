@@ -12,9 +12,10 @@ from fsdplaunch.checkpoint.assemble import blocks_of, flip_bits, gather_block
 from fsdplaunch.checkpoint.boxes import Box, find_tiling_fault, row_major
 from fsdplaunch.checkpoint.description import Description
 from fsdplaunch.checkpoint.dtypes import DTYPES
-from fsdplaunch.checkpoint.index import Place, StoredChunk, StoredTensor
+from fsdplaunch.checkpoint.index import StoredChunk, StoredTensor
 from fsdplaunch.checkpoint.item import Item
 from fsdplaunch.checkpoint.names import Selection, final_names, find_root
+from fsdplaunch.checkpoint.places import Place
 from fsdplaunch.checkpoint.plan import build_plan
 from fsdplaunch.errors import CheckpointError
 

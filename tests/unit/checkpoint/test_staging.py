@@ -12,6 +12,7 @@ import pytest
 
 from fsdplaunch.checkpoint import staging
 from fsdplaunch.checkpoint.merge import MergeOptions, merge
+from fsdplaunch.checkpoint.staging import check_memory
 from fsdplaunch.errors import CheckpointError, UsageError
 
 OVERWRITE = MergeOptions(overwrite=True)
@@ -73,7 +74,7 @@ def test_output_is_made_with_its_parents(checkpoint, dcp, tmp_path):
 @pytest.mark.parametrize("atomic", [True, False])
 def test_overwrite_replaces_weights_and_keeps_other_files(checkpoint, atomic, dcp, tmp_path, monkeypatch):
     if not atomic:
-        monkeypatch.setattr(staging, "_exchange", lambda *_: False)
+        monkeypatch.setattr(staging, "exchange", lambda *_: False)
     out = tmp_path / "out"
     out.mkdir()
     old = [
@@ -231,3 +232,10 @@ def test_readable_sizes():
         "1.0 KiB",
         "1.5 GiB",
     ]
+
+
+def test_torch_format_without_the_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "MemTotal: 9 kB\nMemAvailable: 2048 kB\n")
+    check_memory(2**21)
+    with pytest.raises(CheckpointError, match=r"in memory: 3.0 MiB, 2.0 MiB are free"):
+        check_memory(3 * 2**20)

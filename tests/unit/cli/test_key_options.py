@@ -1,5 +1,10 @@
 """Configuration keys as options of launch."""
 
+import importlib.util
+import re
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
 
 from fsdplaunch.cli.app import _expanded
@@ -88,3 +93,72 @@ def test_launchs_own_options_are_known_from_its_signature():
 def test_other_commands_are_left_alone():
     argv = ["merge-weights", "--num-processes", "2"]
     assert _expanded(argv) == argv
+
+
+@pytest.mark.parametrize(
+    ("written", "assignment"),
+    [
+        (["--nproc-per-node", "4"], "launch.workers_per_node=4"),
+        (["--nnodes=2"], "num_machines=2"),
+        (["--nnodes", "1:4"], "launch.nodes=1:4"),
+        (["--node_rank", "1"], "machine_rank=1"),
+        (["--master-addr", "h"], "main_process_ip=h"),
+        (["--master_port=1"], "main_process_port=1"),
+        (["--rdzv-endpoint", "h:1"], "launch.rendezvous_endpoint=h:1"),
+        (["--rdzv-conf", "a=1,b=2"], "launch.rendezvous_options=a=1,b=2"),
+        (["--monitor-interval", "1"], "launch.monitor_interval_seconds=1"),
+        (["-r", "3"], "launch.redirects=3"),
+        (["-t", "0:1"], "launch.tee=0:1"),
+        (["--local-ranks-filter", "0,1"], "launch.show_local_ranks=0,1"),
+        (["--signals-to-handle", "SIGTERM"], "launch.signals=SIGTERM"),
+        (["--shutdown-timeout", "5"], "launch.shutdown_grace_seconds=5"),
+        (["--virtual-local-rank"], "launch.virtual_local_rank=true"),
+        (["--standalone"], "num_machines=1"),
+        (["--no-preload"], "launch.preload=none"),
+        (["--start-method", "spawn"], "launch.preload=none"),
+        (["--event-log-handler", "console"], "launch.event_log=console"),
+        (["--num_cpu_threads_per_process", "3"], "launch.env.OMP_NUM_THREADS=3"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_torchruns_options_set_keys(written, assignment):
+    assert expand([*written, "t.py"], own_flags=set(), own_options=set()) == ["--set", assignment, "t.py"]
+
+
+@pytest.mark.parametrize("switch", ["--run-path", "--run_path", "--quiet", "-q"])
+def test_switch_for_what_always_is_so_changes_nothing(switch):
+    assert expand([switch, "--cpu", "t.py"], own_flags=set(), own_options=set()) == [
+        "--set",
+        "use_cpu=true",
+        "t.py",
+    ]
+
+
+@pytest.mark.parametrize("option", ["--logs-specs=x", "--duplicate_stdout_filters"])
+def test_option_of_torchrun_without_a_meaning_is_refused_with_what_serves_instead(option):
+    with pytest.raises(UsageError, match="is torchrun's, and has no meaning here") as caught:
+        expand([option, "a", "t.py"], own_flags=set(), own_options=set())
+    assert "ranks/" in caught.value.hint
+
+
+def test_every_option_of_torchrun_is_known():
+    source = Path(importlib.util.find_spec("torch").origin).parent / "distributed" / "run.py"
+    options = set(re.findall(r'"(--[a-z][a-z-]+)"', source.read_text(encoding="utf-8")))
+    assert len(options) > 25
+    others = {"--module", "--no-python", "--local-rank"}  # launch's own; only spoken of
+    for option in options - others:
+        with suppress(UsageError):  # says more than that there is no such option
+            assert expand([f"{option}=1", "t.py"], own_flags=set(), own_options=set()) != [f"{option}=1", "t.py"]
+
+
+def test_start_method_that_forks_changes_nothing_and_another_is_refused():
+    assert expand(["--start-method=fork", "t.py"], own_flags=set(), own_options=set()) == ["t.py"]
+    with pytest.raises(UsageError, match="--start-method"):
+        expand(["--start-method", "threads", "t.py"], own_flags=set(), own_options=set())
+
+
+@pytest.mark.parametrize("before", [["-c", "a.yaml"], ["--config", "a.yaml"], ["--set", "num_machines=1"]])
+def test_keys_after_launchs_own_options_are_options_too(before):
+    argv = ["launch", *before, "--num-processes", "2", "train.py", "--num-processes", "9"]
+    set_two = ["--set", "num_processes=2"]
+    assert _expanded(argv) == ["launch", *before, *set_two, "train.py", "--num-processes", "9"]

@@ -134,7 +134,7 @@ def test_every_key_can_be_explained():
     [
         ("sharding-strategy", {"fsdp_sharding_strategy"}),
         ("fsdp_config.version", {"fsdp_version"}),
-        ("checkpoint", {"dir", "async", "keep_last"}),
+        ("checkpoint", {"dir", "weights", "weights_strict", "async", "keep_last"}),
         ("min_num_param", {"fsdp_min_num_params"}),
     ],
 )

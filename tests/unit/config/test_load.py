@@ -69,6 +69,7 @@ def test_the_file_is_the_given_one_then_the_variable_then_the_folder(tmp_path):
     assert find_file(Path("a.yaml"), {"FSDPLAUNCH_CONFIG": "b.yaml"}, tmp_path) == Path("a.yaml")
 
 
+OURS = ("launch", "checkpoint", "slurm", "kubernetes", "ssh")
 TPU_NOISE = "tpu_use_cluster, tpu_use_sudo, tpu_env"
 CASES = Path(__file__).parents[2] / "cases"
 
@@ -81,7 +82,7 @@ def test_the_environment_of_the_guides_example_is_right_for_every_key():
     """Including what accelerate loses: the prefetch under its published name, and the rendezvous."""
     loaded = load_config(CASES / "transformers_guide.yaml", environ={})
     environ = encode(loaded.config)
-    untouched = [spec for spec in all_keys() if spec.path[0] in ("launch", "checkpoint") and spec.env in environ]
+    untouched = [spec for spec in all_keys() if spec.path[0] in OURS and spec.env in environ]
     for spec in untouched:
         assert environ.pop(spec.env) == spec.key.kind.write(spec.default)
     assert environ == {
@@ -114,6 +115,14 @@ def test_the_environment_of_the_guides_example_is_right_for_every_key():
         "FSDPLAUNCH_PRECISION_REDUCE": "fp32",
         "FSDPLAUNCH_PRECISION_BUFFER": "bf16",
         "FSDPLAUNCH_PRECISION_MASTER": "fp32",
+        "FSDPLAUNCH_SHARDING_CHECKPOINT_EVERY": "1",
+        "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "true",
+        "ACCELERATE_FP8_PAD_INNER_DIM": "true",
+        "ACCELERATE_DYNAMO_BACKEND": "NO",
+        "ACCELERATE_DYNAMO_MODE": "default",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "false",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "false",
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "false",
     }
     assert loaded.notes == (
         "fsdp_config.fsdp_backward_prefetch_policy is read as fsdp_backward_prefetch",

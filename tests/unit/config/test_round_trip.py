@@ -42,7 +42,9 @@ BY_KIND = {
     id(v.STREAMS): st.sampled_from(["0", "1", "2", "3", "0:3", "0:1,1:2"]),
     id(v.SIGNALS): st.sampled_from([("SIGTERM",), ("SIGINT", "SIGUSR1"), ("SIGHUP", "SIGQUIT", "SIGUSR2")]),
     id(v.TEXT): TEXT,
-    id(v.PATTERN): st.sampled_from([r".*\.norm", "lm_head", r"layers\.\d+\.(a|b)", "no", "1e5", "[ab]{2}"]),
+    id(v.PATTERN): st.sampled_from(
+        [r".*\.norm", "lm_head", r"layers\.\d+\.(a|b)", "no", "1e5", "[ab]{2}", "(?:a)|(?:b.*)"]
+    ),
     id(v.NAMES): st.lists(WORDS, max_size=3).map(tuple),
     id(v.LINES): st.lists(TEXT, max_size=3).map(tuple),
     id(v.TABLE): st.dictionaries(WORDS, JSON, max_size=3),
@@ -52,6 +54,7 @@ BY_KIND = {
     id(v.MODULES): st.lists(MODULES.filter(str.isidentifier), max_size=3).map(tuple),
     id(v.THREE_FLAGS): st.tuples(st.booleans(), st.booleans(), st.booleans()),
     id(v.NODE_RANGE): st.tuples(st.integers(1, 4), st.integers(0, 4)).map(lambda pair: f"{pair[0]}:{sum(pair)}"),
+    id(v.EVENT_LOG): st.just("console"),
     id(v.ENDPOINT): st.sampled_from(["10.0.0.1:29500", "node-0:0", "[fe80::1]:400"]),
     id(v.WORKERS): st.just("auto") | st.integers(1, 64),
     id(v.LOCAL_WORKERS): st.sampled_from(["auto", "gpu", "cpu"]) | st.integers(1, 64),

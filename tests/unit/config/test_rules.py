@@ -131,6 +131,7 @@ def test_a_rule_is_silent_about_a_key_that_is_wrong_itself():
 
 
 def test_a_configuration_built_in_code_is_checked_by_the_same_rules():
-    config = build_config({("machine_rank",): 3, ("mixed_precision",): "fp8"})
+    version_1 = {("fsdp_config", "fsdp_version"): 1}
+    config = build_config({("machine_rank",): 3, ("mixed_precision",): "fp8", **version_1})
     assert sorted(problem.id for problem in check(config)) == ["fp8", "machine-rank"]
     assert check(build_config({("num_processes",): 4})) == ()

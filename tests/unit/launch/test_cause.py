@@ -58,6 +58,11 @@ def test_exception_of_a_worker_that_was_then_ended_still_counts(worker):
     assert failure_status(first) == 1
 
 
+def test_status_that_a_worker_had_asked_for_counts_though_it_was_ended_first(worker):
+    assert failure_status(worker(0, code=-15, sent=[15], message="SystemExit: 4")) == 4
+    assert failure_status(worker(0, code=-15, sent=[15], message="SystemExit: some text")) == 1
+
+
 def test_status_of_the_cause_is_its_own(worker):
     assert failure_status(worker(0, code=7)) == 7
     assert failure_status(worker(0, code=-11)) == 139

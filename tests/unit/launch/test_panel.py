@@ -87,10 +87,10 @@ def test_long_messages_are_cut(worker, record):
     assert lines[2:7] == ["  ValueError: 0", "  1", "  2", "  3", "  ..."]
 
 
-def test_run_that_failed_before_its_workers_says_so():
+def test_run_that_failed_without_a_worker_says_so():
     lines = failure_lines(read_result({"error": "RuntimeError: no"}, exit_code=1), run_dir="runs/x")
     assert lines == [
-        "the run failed with exit code 1 before any worker did",
+        "the run failed with exit code 1, and no worker is to blame",
         "  RuntimeError: no",
         "",
         "  log  runs/x/agent.log",

@@ -8,11 +8,18 @@ from types import SimpleNamespace
 import pytest
 
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema import Config, LaunchSection
+from fsdplaunch.config.schema import CheckpointSection, Config, LaunchSection
 from fsdplaunch.launch import preflight
 from fsdplaunch.launch.plan import Target
 from fsdplaunch.launch.ports import describe_process, find_holder, is_free, meeting_port
-from fsdplaunch.launch.preflight import check_gpus, check_port, check_space, check_target, torch_version
+from fsdplaunch.launch.preflight import (
+    check_gpus,
+    check_port,
+    check_space,
+    check_target,
+    check_weights,
+    torch_version,
+)
 from fsdplaunch.probe.gpus import Gpu
 
 
@@ -108,6 +115,18 @@ def test_little_space_is_said_and_none_is_refused(tmp_path, monkeypatch, free, f
 def test_file_in_place_of_a_folder_is_refused(tmp_path):
     (tmp_path / "runs").write_text("")
     assert messages(check_space([tmp_path / "runs"])) == [f"{tmp_path}/runs cannot be written to"]
+
+
+def test_weights_must_be_there_and_whole(tmp_path):
+    def found(where):
+        return messages(check_weights(Config(checkpoint=CheckpointSection(weights=str(where)))))
+
+    assert list(check_weights(Config())) == []
+    assert found(tmp_path / "gone") == [f"checkpoint.weights: no model folder {tmp_path}/gone"]
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 20)
+    assert "model.safetensors cannot be read" in found(tmp_path)[0]
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    assert found(tmp_path) == []
 
 
 @pytest.fixture

@@ -1,0 +1,213 @@
+"""`fsdplaunch launch` on several machines: meet the others, run this machine's part, report one end."""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fsdplaunch.cli import launch_cmd
+from fsdplaunch.cli.output import Output
+from fsdplaunch.config.load import Loaded
+from fsdplaunch.errors import EXIT_MACHINE, MachineError, UsageError
+from fsdplaunch.launch.cluster import meeting, network
+from fsdplaunch.launch.cluster.group import Agreement, Counter, Link
+from fsdplaunch.launch.cluster.order import Order, shared_overrides
+from fsdplaunch.launch.cluster.place import Place, is_machine_0, is_step
+from fsdplaunch.launch.cluster.several import node_folder, provisional, settled
+from fsdplaunch.launch.cluster.slurm import in_job, srun_words
+from fsdplaunch.launch.plan import LaunchPlan, Target
+from fsdplaunch.launch.preflight import find_obstacles
+from fsdplaunch.launch.result import RunResult
+from fsdplaunch.probe.hardware import Hardware
+
+HOPELESS_SECONDS = 5.0
+"""How long a machine that cannot start tries to tell the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What this machine was asked for.
+
+    Attributes:
+        loaded: The configuration and where it comes from.
+        place: Which machine this is, as far as it is known.
+        target: What the workers run.
+        hardware: This machine.
+        wishes: What the command line asks for.
+        overrides: `KEY=VALUE` texts of the command line.
+    """
+
+    loaded: Loaded
+    place: Place
+    target: Target
+    hardware: Hardware
+    wishes: launch_cmd.Wishes
+    overrides: Sequence[str]
+
+
+def launch_part(part: Part, out: Output) -> int:
+    """Run this machine's part of a run on several machines; returns the run's status.
+
+    Raises:
+        LaunchError: Before anything was started.
+    """
+    config, place, wishes = part.loaded.config, part.place, part.wishes
+    if in_job() and not is_step(os.environ) and not (wishes.dry_run or wishes.check_only):
+        return _start_on_every_machine(part, out)
+    is_first = is_machine_0(place)
+    address = network.own_address() if is_first and place.host is None else place.host or ""
+    before = provisional(config, place, address=address)
+    plan = _plan(part, replace(part.loaded, config=before), rank=before.machine_rank or 0)
+    if wishes.dry_run:
+        launch_cmd.show_plan(plan, part.loaded, as_json=wishes.as_json, out=out)
+        return 0
+    if wishes.check_only:
+        return 0 if launch_cmd.pass_checks(plan, part.hardware, wishes, out) else EXIT_MACHINE
+    if not config.launch.meeting:
+        return _run_unmet(part, plan, out)
+    link = _meet(part, plan, is_first=is_first, out=out)
+    agreed = replace(part.loaded, config=settled(config, link.agreement))
+    final_plan = _plan(part, agreed, rank=link.agreement.rank, agreement=link.agreement)
+    return _run(final_plan, agreed, link, part, out)
+
+
+def _start_on_every_machine(part: Part, out: Output) -> int:
+    """In a batch script or an interactive allocation: have srun start a launcher on each machine."""
+    order = Order(
+        target=part.target,
+        config=str(part.loaded.path) if part.loaded.path else None,
+        overrides=shared_overrides(part.overrides),
+        allow_unsharded=part.wishes.allow_unsharded,
+    )
+    json_flag = ["--json"] if part.wishes.as_json else []
+    program = [sys.executable, "-P", "-m", "fsdplaunch"]
+    words = order.words(program)
+    words[len(program) + 1 : len(program) + 1] = json_flag
+    starter = srun_words(os.environ, part.place.least)
+    out.say(f"starting a launcher on each of {part.place.least} machines: {shlex.join(starter)} ...")
+    sys.stderr.flush()
+    os.execvp(starter[0], [*starter, *words])  # noqa: S606  (no shell; our words)
+
+
+def _plan(part: Part, loaded: Loaded, *, rank: int, agreement: Agreement | None = None) -> LaunchPlan:
+    run_id, home = launch_cmd.run_name(os.environ)
+    if agreement:
+        run_id, home = agreement.run_id, home if launch_cmd.GROUP_RUN in os.environ else Path(agreement.run_id)
+    plan = launch_cmd.plan_for_this_machine(
+        loaded,
+        part.hardware,
+        part.target,
+        allow_unsharded=part.wishes.allow_unsharded,
+        run_id=run_id,
+        folder=node_folder(home, rank),
+        ranks=agreement.world if agreement else None,
+    )
+    address = agreement.address if agreement else loaded.config.launch.local_address
+    if address:
+        variables = meeting.interface_variables(loaded.config, address, os.environ)
+        plan = replace(plan, env={**plan.env, **variables})
+    return plan
+
+
+def _run_unmet(part: Part, plan: LaunchPlan, out: Output) -> int:
+    """Leave the machines to torch's own rendezvous, as torchrun does.
+
+    Raises:
+        UsageError: The machines cannot find each other without a meeting.
+    """
+    if part.place.rank is None or part.place.host is None:
+        what = "which machine this is" if part.place.rank is None else "where machine 0 is"
+        msg = f"launch.meeting is false, and nothing says {what}"
+        raise UsageError(msg, hint="set main_process_ip, and --machine-rank on each machine")
+    if not launch_cmd.pass_checks(plan, part.hardware, part.wishes, out):
+        return EXIT_MACHINE
+    return launch_cmd.run_and_report(plan, part.loaded, as_json=part.wishes.as_json, out=out)
+
+
+def _meet(part: Part, plan: LaunchPlan, *, is_first: bool, out: Output) -> Link:
+    findings = [finding for finding in find_obstacles(plan, part.hardware.gpus) if finding.fatal]
+    config = part.loaded.config
+    if findings:  # try to tell the others, but not for long
+        launch = replace(config.launch, rendezvous_timeout_seconds=HOPELESS_SECONDS)
+        config = replace(config, launch=launch)
+    mine = meeting.Attendance(
+        config=config,
+        place=part.place,
+        target=part.target,
+        workers=plan.workers,
+        obstacles=[f"{finding.message}\n{finding.hint}" for finding in findings],
+        run_id=plan.run_id,
+        fixed_run_id=launch_cmd.GROUP_RUN in os.environ,
+    )
+    if is_first:
+        _invite(part, mine, out)
+    try:
+        return meeting.meet(mine, _counter(out), out.note)
+    except MachineError:
+        if findings:
+            raise MachineError(findings[0].message, hint=findings[0].hint) from None
+        raise
+
+
+def _invite(part: Part, mine: meeting.Attendance, out: Output) -> None:
+    """Say what to run on the other machines, unless a scheduler or a driver starts them."""
+    place = part.place
+    if place.source != "the configuration" or launch_cmd.GROUP_RUN in os.environ:
+        return
+    config, address = part.loaded.config, meeting.own_address(mine)
+    said = config.main_process_ip or config.launch.rendezvous_endpoint
+    where = [] if said else [f"main_process_ip={address}"]
+    if not said and config.main_process_port is None and place.port:
+        where.append(f"main_process_port={place.port}")
+    order = Order(
+        target=part.target,
+        config=str(part.loaded.path) if part.loaded.path else None,
+        overrides=[*where, *shared_overrides(part.overrides)],
+        allow_unsharded=part.wishes.allow_unsharded,
+    )
+    count = place.least - 1
+    machines = "the other machine" if count == 1 else f"each of the {count} other machines"
+    out.say(f"machine 0 waits at {address}:{place.port}; on {machines} run, in the same folder:")
+    out.say(f"  {shlex.join(order.words(['fsdplaunch']))}")
+
+
+def _counter(out: Output) -> Counter:
+    live = out.live if sys.stderr is not None and sys.stderr.isatty() and not out.quiet else None
+    return Counter(say=out.say, live=live)
+
+
+def _run(plan: LaunchPlan, loaded: Loaded, link: Link, part: Part, out: Output) -> int:
+    from fsdplaunch.launch.runner import run_plan
+
+    agreement, as_json = link.agreement, part.wishes.as_json
+    for note in agreement.notes:
+        out.note(note)
+    if agreement.rank == 0:
+        launch_cmd.announce(plan, loaded, out)
+        out.say(f"  machines {', '.join(agreement.names)}")
+    else:
+        names = f"machine {agreement.rank} of {len(agreement.names)} in run {agreement.run_id}"
+        out.say(f"{names}: {plan.workers} workers here, machine 0 is {agreement.names[0]}")
+    output = sys.stderr.fileno() if as_json else None
+    result = run_plan(plan, output=output, on_signal=launch_cmd.signal_teller(plan, out), link=link)
+    if agreement.rank == 0:
+        launch_cmd.report(result, plan, as_json=as_json, out=out)
+    else:
+        _report_part(result, plan, as_json=as_json, out=out)
+    return result.exit_code
+
+
+def _report_part(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output) -> None:
+    """Machine 0 tells the whole story; this one says in a line how it ended."""
+    from fsdplaunch.launch.panel import end_line, failure_lines
+
+    if as_json:
+        out.json({"run_id": plan.run_id, "run_dir": str(plan.run_dir), **result.to_dict()})
+    if result.failure is None:
+        out.say(end_line(result, workers=plan.world_size))
+    else:
+        head, *rest = failure_lines(result, run_dir=launch_cmd.short_path(plan.run_dir))
+        place = next((line.strip() for line in rest if line.startswith("  on ")), "")
+        out.failure([f"{head} {place}".rstrip() + "; machine 0 has the report"])

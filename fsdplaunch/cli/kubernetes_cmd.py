@@ -1,0 +1,50 @@
+"""`fsdplaunch launch --kubernetes`: write the objects, show them or apply them with kubectl."""
+
+import subprocess
+from pathlib import Path
+
+from fsdplaunch.cli import launch_cmd
+from fsdplaunch.cli.launch_cmd import Wishes
+from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.route_cmd import make_run_folder, plan_elsewhere, show_sent, snapshot
+from fsdplaunch.config.load import Loaded
+from fsdplaunch.launch.cluster.kubectl import apply, words_for
+from fsdplaunch.launch.cluster.kubernetes import CONFIG_FOLDER, CONFIG_KEY, PROGRAM, object_name, objects
+from fsdplaunch.launch.cluster.order import Order
+from fsdplaunch.launch.cluster.runs import write_job
+from fsdplaunch.launch.plan import Target
+
+OBJECTS = "objects.yaml"
+
+
+def launch_on_kubernetes(loaded: Loaded, target: Target, wishes: Wishes, out: Output) -> int:
+    """Apply the run's objects, or print them.
+
+    Raises:
+        LaunchError: Something is missing, or the cluster refuses.
+    """
+    import yaml
+
+    config, run_id = loaded.config, launch_cmd.fresh_run_id()
+    run_dir = Path(config.launch.log_dir).absolute() / run_id
+    order = Order(target=target, config=f"{CONFIG_FOLDER}/{CONFIG_KEY}", allow_unsharded=wishes.allow_unsharded)
+    text = snapshot(config, log_dir=Path(config.launch.log_dir))
+    made = objects(config, order.words(PROGRAM), run_id=run_id, snapshot=text)
+    sent = yaml.safe_dump_all(made, sort_keys=False, width=10**6)
+    argv = words_for(["apply", "-f", "-"], config.kubernetes.namespace)
+    plan = plan_elsewhere(loaded, target, run_id=run_id, run_dir=run_dir, argv=argv, sent=sent)
+    if wishes.dry_run or wishes.check_only:
+        show_sent(plan, loaded, sent, as_json=wishes.as_json, out=out)
+        return 0
+    said = apply(sent, config.kubernetes.namespace)
+    make_run_folder(plan, files={OBJECTS: sent})
+    name, kube = object_name(run_id), config.kubernetes
+    write_job(run_dir, route="kubernetes", name=name, kind=kube.kind, namespace=kube.namespace)
+    if wishes.as_json and not wishes.follow:
+        out.json({"run_id": run_id, "run_dir": str(run_dir), "route": "kubernetes", "name": name})
+    out.say(said)
+    out.say(f"run {run_id} is {kube.kind} {name}; fsdplaunch runs cancel {run_id} deletes it")
+    if not wishes.follow:
+        return 0
+    follow = ["logs", "--follow", "--all-containers", "--selector", f"job-name={name}"]
+    return subprocess.call(words_for(follow, kube.namespace))

@@ -1,0 +1,149 @@
+"""`fsdplaunch launch` on machines over ssh: one launcher on each, one report here."""
+
+import os
+import shlex
+import signal
+import sys
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from fsdplaunch.cli import launch_cmd
+from fsdplaunch.cli.launch_cmd import Wishes
+from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.route_cmd import make_run_folder, plan_elsewhere, show_sent, snapshot
+from fsdplaunch.config.load import Loaded
+from fsdplaunch.config.schema import Config
+from fsdplaunch.errors import EXIT_MACHINE, MachineError
+from fsdplaunch.launch.cause import shell_status
+from fsdplaunch.launch.cluster.crowd import Crowd
+from fsdplaunch.launch.cluster.order import Order
+from fsdplaunch.launch.cluster.runs import write_job
+from fsdplaunch.launch.cluster.ssh import SshHost, client_words, explain_end, network_name, read_hosts
+from fsdplaunch.launch.plan import Target
+from fsdplaunch.launch.run_folder import CONFIG
+
+START_SECONDS = 30.0
+"""How long a machine's login and Python may take to start."""
+_FIRST_PORT, _PORTS = 20000, 5000
+
+
+def launch_over_ssh(loaded: Loaded, target: Target, wishes: Wishes, out: Output) -> int:
+    """Start a launcher on each machine, show machine 0's words and the first failure, end together.
+
+    Raises:
+        LaunchError: Before anything was started, or when a machine could not be started.
+    """
+    run_id, config = launch_cmd.fresh_run_id(), loaded.config
+    run_dir = Path(config.launch.log_dir).absolute() / run_id
+    hosts = read_hosts(config.ssh)
+    placed = _placed(config, hosts, run_id)
+    python = config.ssh.python or sys.executable
+    words = [
+        client_words(host.name, config.ssh, python=python, module_path=os.environ.get("PYTHONPATH"))
+        for host in hosts
+    ]
+    orders = [_order(placed, host, number, target, wishes, run_id) for number, host in enumerate(hosts)]
+    sent = "\n".join(f"{shlex.join(word)}\n{_shown(order)}" for word, order in zip(words, orders, strict=True))
+    plan = plan_elsewhere(
+        replace(loaded, config=placed), target, run_id=run_id, run_dir=run_dir, argv=words[0], sent=sent
+    )
+    if wishes.dry_run or wishes.check_only:
+        show_sent(plan, loaded, sent, as_json=wishes.as_json, out=out)
+        return 0
+    make_run_folder(plan, files={})
+    write_job(run_dir, route="ssh", hosts=[host.name for host in hosts])
+    crowd = Crowd(_shower(hosts, out), sys.stderr.fileno() if wishes.as_json else None)
+    out.say(f"fsdplaunch run {run_id} over ssh on {', '.join(host.name for host in hosts)}")
+    return _run(crowd, list(zip(hosts, words, orders, strict=True)), placed, python, out)
+
+
+def _placed(config: Config, hosts: list[SshHost], run_id: str) -> Config:
+    """The configuration with what the list of machines says."""
+    several = len(hosts) > 1
+    port = config.main_process_port or _FIRST_PORT + 2 * (zlib.crc32(run_id.encode()) % _PORTS)
+    slots = any(host.slots for host in hosts)
+    endpoint = config.launch.rendezvous_endpoint
+    return replace(
+        config,
+        num_machines=len(hosts),
+        machine_rank=None,
+        num_processes="auto" if slots else config.num_processes,
+        main_process_ip=None if endpoint or not several else config.main_process_ip or _head(config, hosts),
+        main_process_port=None if endpoint or not several else port,
+    )
+
+
+def _head(config: Config, hosts: list[SshHost]) -> str:
+    return network_name(hosts[0].name, config.ssh)
+
+
+def _order(
+    config: Config, host: SshHost, number: int, target: Target, wishes: Wishes, run_id: str
+) -> dict[str, Any]:
+    file = str(Path(config.launch.log_dir) / run_id / CONFIG)
+    order = Order(target=target, config=file, allow_unsharded=wishes.allow_unsharded)
+    env = {launch_cmd.GROUP_RUN: f"{run_id}/try0", "FSDPLAUNCH_MACHINE_RANK": str(number)}
+    if host.slots:
+        env["FSDPLAUNCH_LAUNCH_WORKERS_PER_NODE"] = str(host.slots)
+    if config.num_machines == 1:
+        del env["FSDPLAUNCH_MACHINE_RANK"]
+    return {
+        "argv": order.words([]),
+        "folder": config.ssh.remote_dir or str(Path.cwd()),
+        "env": env,
+        "config_file": file,
+        "config": snapshot(config, log_dir=Path(config.launch.log_dir)),
+        "grace": config.launch.shutdown_grace_seconds,
+    }
+
+
+def _shown(order: dict[str, Any]) -> str:
+    """An order for people: the configuration, which is the same everywhere, by its name only."""
+    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in order["env"].items())
+    return f"  cd {shlex.quote(order['folder'])} && {variables} fsdplaunch {shlex.join(order['argv'])}"
+
+
+def _shower(hosts: list[SshHost], out: Output) -> Any:
+    first = hosts[0].name
+
+    def show(host: str, line: str) -> None:
+        out.say(line if host == first else f"[{host}] {line}")
+
+    return show
+
+
+def _run(crowd: Crowd, parts: list[Any], config: Config, python: str, out: Output) -> int:
+    received: list[int] = []
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        crowd.signal(number)
+
+    for name in config.launch.signals:
+        if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
+            signal.signal(getattr(signal, name), handle)
+    grace = config.launch.shutdown_grace_seconds
+    try:
+        for host, words, order in parts:
+            crowd.start(host.name, words, order)
+        bad = crowd.wait(start_seconds=START_SECONDS, end_seconds=grace + 10)
+    finally:
+        crowd.hang_up()
+    if bad is None:
+        return 0
+    status = bad.process.returncode
+    lost = bad.ready and status == 255  # noqa: PLR2004  (ssh's own)
+    if not bad.ready or lost or status < 0:
+        late = (
+            ""
+            if bad.process.returncode not in (-9, None) or bad.said
+            else f"no answer within {START_SECONDS:.0f} s"
+        )
+        why, hint = explain_end(status, was_ready=bad.ready, said=bad.said, python=python)
+        out.error(MachineError(f"{bad.host}: {late or why}", hint=hint))
+        return EXIT_MACHINE if not received else 128 + received[0]
+    codes = [shell_status(client.process.returncode) for client in crowd.clients]
+    return codes[0] or next(code for code in codes if code)

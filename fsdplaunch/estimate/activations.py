@@ -1,0 +1,79 @@
+"""What forward keeps for backward, in bytes: counted from what autograd saves in a transformer's block.
+
+An approximation that holds for the families of `architecture`; the exact way is to trace the step.
+"""
+
+from dataclasses import dataclass
+
+from fsdplaunch.estimate.architecture import Shape
+from fsdplaunch.estimate.setup import Setup
+
+_FP32 = 4
+_STEPS_OF_GELU = 5
+"""Tensors that gelu written out (0.5 x (1 + tanh(...))) saves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """Bytes on one rank.
+
+    Attributes:
+        block: Kept by one block that is not checkpointed.
+        kept: Kept by all blocks from forward to backward.
+        logits: Output and loss, at the end of forward.
+        loss: What the loss's backward adds to that.
+    """
+
+    block: int
+    kept: int
+    logits: int
+    loss: int
+
+
+def activations_of(shape: Shape, setup: Setup, width: int) -> Activations:
+    """Count activations.
+
+    Args:
+        shape: The model's.
+        setup: Says batch, length and checkpointing.
+        width: Bytes per element of the computation.
+    """
+    tokens = setup.tokens
+    block = round(tokens * _per_token(shape, width)) + _weights(shape, setup, width)
+    entry = tokens * shape.hidden * width
+    if not setup.checkpointing:
+        kept = shape.layers * block
+    else:
+        kept = 0 if setup.checkpoint_offload else shape.layers * entry
+    scores = tokens * shape.vocab
+    wide = _FP32 if shape.upcasts else width  # the format that the loss is computed in
+    capped = width if shape.capped else 0
+    logits = scores * (width + wide + capped)
+    return Activations(block=block, kept=kept + entry, logits=logits, loss=scores * 2 * wide)
+
+
+def _per_token(shape: Shape, width: int) -> float:
+    h, q, kv = shape.hidden, shape.heads, shape.keys
+    norm = (_FP32 * h + width * h if width < _FP32 else 2 * width * h) if shape.full_norm else width * h
+    head_norm = (_FP32 + width) * (q + kv) if width < _FP32 else 2 * width * (q + kv)
+    attention = width * (h + 2 * q + 2 * kv)
+    if shape.relu:
+        inside = shape.ffn  # relu keeps its result, which the next layer keeps anyway
+    elif shape.gated:
+        inside = 4 * shape.ffn
+    else:
+        inside = (_STEPS_OF_GELU if shape.composite else 2) * shape.ffn
+    return (
+        shape.norms * norm
+        + (head_norm if shape.head_norms else 0)
+        + attention * (1 + shape.cross / max(shape.layers, 1))
+        + width * (h + inside)
+        + shape.dropout * h * (width + 1)
+    )
+
+
+def _weights(shape: Shape, setup: Setup, width: int) -> int:
+    """Attention weights, where they are kept: scores, their softmax, and what dropout makes of it."""
+    pairs = setup.batch_size * shape.eager * setup.length * setup.length
+    each = _FP32 + (width if width < _FP32 else 0) + 2 * width if shape.capped else width + 2
+    return round(pairs * each * (1 + shape.cross / max(shape.layers, 1)))

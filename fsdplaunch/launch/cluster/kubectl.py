@@ -1,0 +1,47 @@
+"""kubectl, the one way this package talks to a Kubernetes cluster."""
+
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsdplaunch.errors import LaunchError, MachineError
+
+_PATIENCE = 120
+
+
+def words_for(action: Sequence[str], namespace: str | None) -> list[str]:
+    """A kubectl command line."""
+    return ["kubectl", *(["--namespace", namespace] if namespace else []), *action]
+
+
+def apply(text: str, namespace: str | None) -> str:
+    """Make the objects; returns what kubectl says.
+
+    Raises:
+        LaunchError: There is no kubectl, or the cluster refuses.
+    """
+    return _ask(words_for(["apply", "-f", "-"], namespace), text)
+
+
+def delete(job: Mapping[str, Any]) -> str:
+    """Delete a run's objects; returns what was done."""
+    kinds = ["configmap", "service", "job"] if job.get("kind") == "job" else ["configmap", "trainjob"]
+    for kind in reversed(kinds):
+        _ask(words_for(["delete", "--ignore-not-found", kind, str(job["name"])], job.get("namespace")), "")
+    return f"deleted {job['name']}"
+
+
+def _ask(words: Sequence[str], text: str) -> str:
+    if shutil.which("kubectl") is None:
+        msg = "there is no kubectl here"
+        raise MachineError(msg, hint="install it, or write the objects with --dry-run and apply them elsewhere")
+    try:
+        done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+    except subprocess.TimeoutExpired:
+        msg = f"kubectl has not answered within {_PATIENCE} s"
+        raise LaunchError(msg, hint="is the cluster up? kubectl version") from None
+    if done.returncode:
+        msg = f"kubectl refused: {' '.join(done.stderr.split())[-400:]}"
+        raise LaunchError(msg, hint="see the objects with --dry-run")
+    return done.stdout.strip()

@@ -1,0 +1,1 @@
+"""Pretrained weights from files straight into the shards of each rank."""

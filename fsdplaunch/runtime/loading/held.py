@@ -1,0 +1,174 @@
+"""Which part of each of a model's tensors this rank holds, whoever sharded it, and where it is in memory."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.names import clean_name
+
+Run = tuple[int, int]
+"""First element in the flattened whole tensor, and how many follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements `start` to `stop` of a tensor that was flattened row by row."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return self.stop - self.start
+
+    def runs(self, shape: tuple[int, ...]) -> Iterator[Run]:  # noqa: ARG002  (as for a box)
+        """The elements as runs of neighbours in the whole tensor, in the order of the part's own memory."""
+        if self.numel:
+            yield self.start, self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part: where it begins and how far it goes along each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return math.prod(self.sizes)
+
+    def inner(self, shape: tuple[int, ...]) -> int:
+        """The last dimension that is not whole; neighbours in the box are neighbours in the tensor below it."""
+        partial = [dim for dim, size in enumerate(self.sizes) if size != shape[dim]]
+        return partial[-1] if partial else 0
+
+    def runs(self, shape: tuple[int, ...]) -> Iterator[Run]:
+        """The elements as runs of neighbours in the whole tensor, in the order of the part's own memory."""
+        if not self.numel:
+            return
+        split = self.inner(shape)
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        base = sum(offset * stride for offset, stride in zip(self.offsets, strides, strict=True))
+        length = math.prod(self.sizes[split:])
+        starts = [base]
+        for dim in range(split):
+            starts = [start + step * strides[dim] for start in starts for step in range(self.sizes[dim])]
+        for start in starts:
+            yield start, length
+
+
+@dataclass(slots=True, kw_only=True)
+class Held:
+    """What this rank holds of one tensor.
+
+    Attributes:
+        names: All clean names of the tensor.
+        shape: Of the whole tensor.
+        part: Which elements are here.
+        local: They themselves, in the part's order.
+        saved: Whether a state dict holds the tensor.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    part: Span | Box
+    local: torch.Tensor
+    saved: bool = True
+
+
+def held_by(model: nn.Module) -> list[Held]:
+    """Every parameter and buffer of a model, sharded by either version or not, each once.
+
+    Raises:
+        CheckpointError: A parameter is split in a way that has no place in a file.
+    """
+    names = {module: clean_name(name) for name, module in model.named_modules()}
+    flat, taken = _flat(model, names)
+    found: dict[int, Held] = {}
+    for module, name in names.items():
+        for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None or (module, attribute) in taken or getattr(tensor, "_is_flat_param", False):
+                continue
+            full = f"{name}.{attribute}" if name else attribute
+            if id(tensor) in found:
+                found[id(tensor)].names += (full,)
+            else:
+                found[id(tensor)] = _held(full, tensor, saved=attribute not in module._non_persistent_buffers_set)
+    return [*flat, *found.values()]
+
+
+def _held(name: str, tensor: torch.Tensor, *, saved: bool) -> Held:
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        part = Box((0,) * len(shape), shape)
+        return Held(names=(name,), shape=shape, part=part, local=tensor.detach(), saved=saved)
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        msg = f"{name} is kept as parts of a sum, which no file holds"
+        raise CheckpointError(msg, hint="load the weights before the model computes")
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    with torch.no_grad():
+        local = tensor.to_local()
+    return Held(names=(name,), shape=shape, part=Box(tuple(offsets), tuple(sizes)), local=local, saved=saved)
+
+
+def _flat(model: nn.Module, names: dict[nn.Module, str]) -> tuple[list[Held], set[tuple[nn.Module, str]]]:
+    """What flat parameters hold, and under which attributes their parts may show up in modules as well."""
+    held: list[Held] = []
+    taken: set[tuple[nn.Module, str]] = set()
+    for flat, shard in _flat_shards(model):
+        first: dict[tuple[nn.Module, str], Held] = {}
+        for info, shape, place in zip(
+            flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True
+        ):  # torch has no public way to ask
+            part = (
+                Span(place.intra_param_start_idx, place.intra_param_end_idx + 1) if place.in_shard else Span(0, 0)
+            )
+            start = place.offset_in_shard or 0
+            one = Held(
+                names=(_joined(names[info.module], info.param_name),),
+                shape=tuple(shape),
+                part=part,
+                local=shard[start : start + part.numel],
+            )
+            first[info.module, info.param_name] = one
+        for shared in flat._shared_param_infos:
+            one = first[shared.prim_module, shared.prim_param_name]
+            one.names += (_joined(names[shared.module], shared.param_name),)
+            taken.add((shared.module, shared.param_name))
+        held += first.values()
+        taken |= set(first)
+    return held, taken
+
+
+def _flat_shards(model: nn.Module) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Each flat parameter and this rank's shard of it."""
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        handle: Any = unit._handle
+        if handle is not None:
+            flat = handle.flat_param
+            yield flat, getattr(flat, "_local_shard", flat).detach()
+
+
+def clear_padding(model: nn.Module) -> None:
+    """Set the elements of flat parameters that belong to no parameter to zero, so that no chance value is kept."""
+    for flat, shard in _flat_shards(model):
+        end = 0
+        places = [(p.offset_in_shard, p.numel_in_shard) for p in flat._shard_param_infos if p.in_shard]
+        for start, count in [*sorted(places), (shard.numel(), 0)]:
+            shard[end:start].zero_()
+            end = start + count
+
+
+def _joined(module: str, attribute: str) -> str:
+    return f"{module}.{attribute}" if module else attribute

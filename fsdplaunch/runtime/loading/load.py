@@ -1,0 +1,128 @@
+"""`load_weights`: pretrained weights into a model that is sharded already."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
+
+from fsdplaunch.config.environment import decode
+from fsdplaunch.errors import CheckpointError, UsageError
+from fsdplaunch.runtime.blocks import class_name
+from fsdplaunch.runtime.loading.fill import Loaded, fill, say_what
+from fsdplaunch.runtime.loading.held import Held, held_by
+from fsdplaunch.runtime.loading.match import Wanted
+from fsdplaunch.runtime.loading.plan import Plan, make_plan
+from fsdplaunch.runtime.loading.pretrained import Pretrained
+from fsdplaunch.runtime.loading.ranks import Ranks
+from fsdplaunch.runtime.loading.skeleton import give_memory
+from fsdplaunch.runtime.mesh import groups_from_first
+from fsdplaunch.runtime.prepared import prepared_of
+from fsdplaunch.runtime.weights import entries_of
+
+
+def load_weights(
+    model: nn.Module, weights: str | os.PathLike[str] | None = None, *, strict: bool | None = None
+) -> _IncompatibleKeys:
+    """Read pretrained weights into a sharded model, every rank its own shards only; every rank calls this.
+
+    The model may be sharded by anyone: by `prepare`, by `fully_shard` over a mesh of any number of axes, by
+    FullyShardedDataParallel. Parameters still on the meta device get memory for their shards. `prepare` with
+    weights does all of this at once, and keeps the model from ever having more.
+
+    Args:
+        model: Sharded.
+        weights: A model folder or a weight file; `checkpoint.weights` of the configuration when left out.
+        strict: Whether tensors missing in the files or left over in them are errors; `checkpoint.weights_strict`
+            when left out.
+
+    Returns:
+        The names that were missing and those left over, as torch's `load_state_dict` does.
+
+    Raises:
+        CheckpointError: The files cannot be read, or are of another model; raised on every rank.
+        UsageError: Neither the call nor the configuration names weights.
+    """
+    said = decode().checkpoint
+    named = said.weights if weights is None else weights
+    if named is None:
+        msg = "load_weights was given no weights, and checkpoint.weights is not set"
+        raise UsageError(msg, hint="give it a model folder")
+    source = Pretrained(where=Path(named), strict=said.weights_strict if strict is None else strict)
+    source.note()
+    plan, loaded = _load(model, source.where, strict=source.strict)
+    say_what(plan, loaded, name=class_name(model), made=plan.match.missing)
+    return _IncompatibleKeys(plan.match.missing, plan.match.unexpected)
+
+
+def load_full(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
+    """Split a state dict that only the first rank needs to hold over a sharded model; every rank calls this.
+
+    Tensors are sent in pieces, so that no other rank ever holds a whole one.
+
+    Args:
+        model: Sharded by either version; parameters on the meta device get memory for their shards.
+        state: Full tensors by name on the first rank; not looked at elsewhere.
+        strict: Whether names that are missing or left over are errors.
+
+    Returns:
+        The names that were missing and those left over.
+
+    Raises:
+        CheckpointError: The tensors are of another model; raised on every rank.
+    """
+    plan, _ = _load(model, state, strict=strict)
+    return _IncompatibleKeys(plan.match.missing, [*plan.match.unexpected, *plan.match.passed])
+
+
+def _load(model: nn.Module, where: Path | Mapping[str, Any], *, strict: bool) -> tuple[Plan, Loaded]:
+    ranks = _ranks(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    held = held_by(model)
+    wanted = [
+        Wanted(names=part.names, shape=part.shape, dtype=part.local.dtype, saved=part.saved) for part in held
+    ]
+    plan = make_plan(ranks, model, wanted, where, strict=strict)
+    with ranks.together(f"load weights from {plan.where}"):
+        _check_memory(held, plan)
+    for entry in entries_of(model):
+        give_memory(entry, ranks.device)
+    return plan, fill(ranks, plan, held_by(model))
+
+
+def _check_memory(held: Sequence[Held], plan: Plan) -> None:
+    """Refuse to leave a tensor without values; here nothing can make them any more."""
+    for part in held:
+        if part.local.is_meta and plan.stored(part.names) is None:
+            msg = f"{part.names[0]} is on the meta device, and no file holds it"
+            raise CheckpointError(msg, hint="load with fsdplaunch.prepare(model, weights=...), which makes it")
+
+
+def _ranks(model: nn.Module) -> Ranks:
+    mesh = _mesh(model)
+    if mesh is not None:
+        return Ranks(groups_from_first(mesh), _device(mesh))
+    groups: list[dist.ProcessGroup | None] = [None] if dist.is_initialized() else []
+    first = next(model.parameters(), None)
+    return Ranks(groups, torch.device("cpu") if first is None or first.is_meta else first.device)
+
+
+def _mesh(model: nn.Module) -> DeviceMesh | None:
+    prepared = prepared_of(model)
+    if prepared is not None:
+        return prepared.mesh
+    return next((param.device_mesh for param in model.parameters() if isinstance(param, DTensor)), None)
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    on_cpu = mesh.device_type == "cpu"
+    return torch.device("cpu") if on_cpu else torch.device(mesh.device_type, torch.cuda.current_device())

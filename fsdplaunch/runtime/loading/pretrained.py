@@ -1,0 +1,65 @@
+"""Which weight files a call of `prepare` means."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+
+from fsdplaunch.config.environment import decode
+from fsdplaunch.errors import UsageError
+
+_used: list[Path] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pretrained:
+    """Files to load one model from.
+
+    Attributes:
+        where: A model folder or a weight file.
+        strict: Whether names that are missing or left over are errors.
+    """
+
+    where: Path
+    strict: bool
+
+    def note(self) -> None:
+        """Remember that the configuration's wish, if it is this one, was heard."""
+        _used.append(self.where)
+
+
+def pretrained_for(
+    models: Sequence[nn.Module], *, weights: str | os.PathLike[str] | Literal[False] | None, strict: bool | None
+) -> Pretrained | None:
+    """Decide what to load the models of one call from: what the call says, else what the configuration says.
+
+    Args:
+        models: All that the call was given.
+        weights: The call's word; False for none, None for the configuration's.
+        strict: The call's word, or None.
+
+    Raises:
+        UsageError: Weights were given, and there is not exactly one model to load them into.
+    """
+    said = decode().checkpoint
+    where = said.weights if weights is None else weights
+    if where is False or where is None or (weights is None and not models):
+        if strict is not None:
+            msg = "prepare was told how strictly to load weights, and was given none"
+            raise UsageError(msg, hint="give weights=FOLDER, or set checkpoint.weights")
+        return None
+    if len(models) != 1:
+        named = "checkpoint.weights" if weights is None else "weights"
+        msg = f"{named} is for one model, and prepare was given {len(models)}"
+        raise UsageError(msg, hint="prepare each model in a call of its own, those without with weights=False")
+    chosen = Pretrained(where=Path(where), strict=said.weights_strict if strict is None else strict)
+    chosen.note()
+    return chosen
+
+
+def weights_used() -> bool:
+    """Whether any weights were loaded in this process."""
+    return bool(_used)

@@ -1,0 +1,58 @@
+"""Keep torch's FSDP1 from crashing the interpreter on a CPU.
+
+Up to torch 2.13, gathering full parameters with `offload_to_cpu=True` kills the process with SIGSEGV where the
+parameters are in host memory already: the copy that "moves" them shares the storage that is freed right after. The
+option has no other effect there, so it is taken out.
+"""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import torch
+
+_MENDED = (2, 14)
+
+
+def take_out_offload_to_cpu() -> None:
+    """Make `offload_to_cpu=True` mean False in torch's FSDP1, for state dicts and for `summon_full_params`.
+
+    For workers whose device is the CPU, before the script runs. Does nothing with a torch that needs no such care.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
+
+    if _version() >= _MENDED or hasattr(Wrapper.set_state_dict_type, "__wrapped__"):
+        return
+    set_type, summon = Wrapper.set_state_dict_type, Wrapper.summon_full_params
+
+    @functools.wraps(set_type)
+    def set_type_staying(
+        module: Any, state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
+    ) -> Any:
+        return set_type(module, state_dict_type, _staying(state_dict_config), _staying(optim_state_dict_config))
+
+    @functools.wraps(summon)
+    def summon_staying(
+        module: Any,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,  # noqa: ARG001  (torch's signature)
+        with_grads: bool = False,
+    ) -> Any:
+        return summon(module, recurse, writeback, rank0_only, offload_to_cpu=False, with_grads=with_grads)
+
+    Wrapper.set_state_dict_type = staticmethod(set_type_staying)  # type: ignore[method-assign]
+    Wrapper.summon_full_params = staticmethod(summon_staying)  # type: ignore[method-assign]
+
+
+def _version() -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    return (int(found[1]), int(found[2])) if found else _MENDED
+
+
+def _staying(config: Any) -> Any:
+    if config is None or not config.offload_to_cpu:
+        return config
+    return dataclasses.replace(config, offload_to_cpu=False)

@@ -1,0 +1,83 @@
+"""Whether this rank waits for others in a collective, told to ranks that wait for this one somewhere else.
+
+A thread looks once a second at where the main thread stands. Only while that is one and the same place in torch's
+code for some seconds does it write to the process group's store; a run that makes progress never does.
+"""
+
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PERIOD_SECONDS = 0.5
+STILL_SECONDS = 3.0
+"""How long the main thread must have stood in one place."""
+
+MOVING = "-"
+"""What a rank that was stuck says afterwards."""
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parents[1])
+_watching: list[threading.Thread] = []
+
+
+def store() -> Any:
+    """The key-value store the ranks met in; it answers while collectives are stuck."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def watch_main_thread() -> None:
+    """Start the thread, once."""
+    if not _watching and dist.is_initialized() and dist.get_world_size() > 1:
+        thread = threading.Thread(target=_watch, name="fsdplaunch-stuck", daemon=True)
+        _watching.append(thread)
+        thread.start()
+
+
+def place_key(rank: int) -> str:
+    """Where a rank that is stuck says so."""
+    return f"fsdplaunch/stuck/{rank}"
+
+
+def _watch() -> None:
+    main = threading.main_thread().ident or 0
+    seen: tuple[int, int] | None = None
+    since, told = 0.0, False
+    while dist.is_initialized():
+        time.sleep(PERIOD_SECONDS)
+        frame = sys._current_frames().get(main)
+        now = time.monotonic()
+        mark = None if frame is None else (id(frame), frame.f_lasti)
+        if mark != seen or frame is None:
+            seen, since = mark, now
+            told = told and not _tell(MOVING)
+        elif not told and now - since > STILL_SECONDS and _in_torch(frame):
+            told = _tell(_user_line(frame))
+        del frame
+
+
+def _tell(place: str) -> bool:
+    """Write to the store; a run that is ending may have none any more."""
+    with suppress(Exception):
+        store().set(place_key(dist.get_rank()), place)
+        return True
+    return False
+
+
+def _in_torch(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_TORCH)
+
+
+def _user_line(frame: FrameType) -> str:
+    """The innermost line that is neither torch's nor ours: `train.py:48 (main)`."""
+    at: FrameType | None = frame
+    while at is not None and at.f_code.co_filename.startswith((_TORCH, _OURS)):
+        at = at.f_back
+    at = at or frame
+    return f"{Path(at.f_code.co_filename).name}:{at.f_lineno} ({at.f_code.co_name})"

@@ -1,0 +1,95 @@
+"""`fsdplaunch estimate` as a user calls it: the quick path, without torch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.unit.estimate.conftest import LLAMA, write_shard
+
+CONFIG = dict(LLAMA)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model folder of 100 shards, 40 tensors in each."""
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    where = {}
+    for number in range(100):
+        file = f"model-{number + 1:05}-of-00100.safetensors"
+        part = {f"model.layers.{number}.part{index}.weight": (512, 512) for index in range(40)}
+        write_shard(path / file, part)
+        where |= dict.fromkeys(part, file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return path
+
+
+def test_json_parts_sum_up_and_the_first_row_is_yours(cli, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    done = cli(
+        "estimate",
+        "config.json",
+        "--world-size",
+        "16",
+        "--gpu-memory",
+        "80GB",
+        "--json",
+        "--set",
+        "mixed_precision=bf16",
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["verdict"] == "fits"
+    assert [row["yours"] for row in found["strategies"]][:2] == [True, False]
+    for row in found["strategies"]:
+        assert sum(row["parts"].values()) + row["context"] == row["gpu"]
+    assert found["setup"]["world"] == 16
+    assert found["gpu_memory"] == 80 * 10**9
+    assert found["fewest_ranks"] >= 1
+    assert found["largest_batch"] > 1
+
+
+def test_folder_of_100_shards_is_read_without_torch(tmp_path, folder):
+    code = (
+        "import sys\nfrom fsdplaunch.cli.app import run\n"
+        f"assert run(['estimate', {str(folder)!r}, '--world-size', '64', '--gpu-memory', '80GB']) == 0\n"
+        "assert not {'torch', 'rich', 'safetensors', 'numpy'} & set(sys.modules), sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1.05 B parameters, 100 blocks (headers of 100 files in" in done.stdout
+
+
+def test_folder_in_the_working_directory_is_found(cli, folder):
+    done = cli("estimate", "--gpu-memory", "80GB", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"]["parameters"] == 100 * 40 * 512 * 512
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "error: no model was named, and no folder here holds *.safetensors"),
+        (["absent.json"], "error: absent.json cannot be read: no such file or directory"),
+        (["train.py"], "error: train.py names no function"),
+        (["absent.py:build"], "error: script not found: absent.py"),
+        (["other.json"], "error: other.json: the model type 'mamba' is not known to the quick estimate"),
+        (["broken.json"], "error: broken.json is no JSON: "),
+        (["config.json", "--gpu-memory", "lots"], "error: --gpu-memory 'lots' is not a size"),
+        (["config.json", "--optimizer", "lion"], "error: the optimizer 'lion' is not known"),
+        (["config.json", "--world-size", "0"], "error: --world-size must be at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_estimated_is_one_error(cli, tmp_path, arguments, text):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "other.json").write_text('{"model_type": "mamba"}')
+    (tmp_path / "broken.json").write_text("{")
+    done = cli("estimate", *arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith(text)
+    assert len(lines) <= 2

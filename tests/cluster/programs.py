@@ -1,0 +1,49 @@
+"""Scripts the tests launch: each is a text, written to a file by the test."""
+
+ALL_REDUCE = """
+import os, socket, sys, torch, torch.distributed as dist
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+total = torch.full((4,), float(rank + 1))
+dist.all_reduce(total)
+line = f"rank {rank} of {dist.get_world_size()} on {socket.gethostname()} sum {total[0].item()} {sys.argv[1:]!r}"
+print(line, flush=True)
+if os.environ.get("FAIL") == str(rank):
+    raise ValueError("no such luck")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+SAVES_ON_TERM = """
+import json, os, pathlib, signal, sys, time, torch, torch.distributed as dist
+torch.set_num_threads(1)
+got = []
+for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
+    signal.signal(getattr(signal, name), lambda number, frame: got.append(number))
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+state = pathlib.Path(os.environ["STATE"])
+step = json.loads(state.read_text())["step"] if state.exists() else 0
+if rank == 0:
+    print(f"start at step {step} of world {world}", flush=True)
+while step < int(os.environ.get("STEPS", "100000")):
+    time.sleep(0.1)
+    step += 1
+    stop = torch.tensor([len(got)])
+    dist.all_reduce(stop)
+    if rank == 0 and (stop.item() or os.environ.get("EVERY")):
+        part = state.with_suffix(".part")
+        part.write_text(json.dumps({"step": step, "world": world}))
+        part.replace(state)
+    if stop.item():
+        if rank == 0:
+            print(f"saved at step {step}", flush=True)
+        dist.barrier()
+        sys.exit(0)
+if rank == 0:
+    print(f"done at step {step}", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+"""Counts steps; on a signal all ranks leave at the same step, which rank 0 has saved. EVERY: saves every step."""

@@ -1,0 +1,166 @@
+"""A real SLURM: inside an allocation, submitted, followed, cancelled, warned, requeued after a failure."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from tests.cluster.lab import campaign
+from tests.cluster.slurm_lab import Slurm, wait_until
+
+PLAIN = ("--distributed-type", "MULTI_CPU", "--nproc-per-node", "1", "--use-cpu")
+ALL = (*PLAIN, "--show-ranks", "all")
+ODD = ["a b", "$(touch evaluated)", 'it\'s "quoted"', "two\nlines", "`id`", "$HOME", "\\", "*", "--x=1;2"]
+
+
+def submit(slurm: Slurm, folder: Path, *words: str, **env: str) -> tuple[str, Path]:
+    """Submit a run; return the job's number and the run's folder."""
+    done = slurm.fsdplaunch("launch", "--slurm", "--json", *words, cwd=folder, **env)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    return told["job"], Path(told["run_dir"])
+
+
+def output(run_dir: Path) -> str:
+    return "".join(path.read_text() for path in sorted(run_dir.glob("slurm-*.out")))
+
+
+def test_srun_says_everything_inside_an_allocation(slurm: Slurm, folder: Path):
+    program = [sys.executable, "-P", "-m", "fsdplaunch", "launch", *ALL, "sum.py", *ODD]
+    done = slurm.run("srun", "-N2", "--ntasks-per-node=1", *program, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert f"rank 0 of 2 on host0 sum 3.0 {ODD!r}" in done.stdout
+    assert f"rank 1 of 2 on host1 sum 3.0 {ODD!r}" in done.stdout
+    assert not (folder / "evaluated").exists()
+
+
+@campaign
+def test_batch_script_without_srun_starts_a_launcher_on_every_machine(slurm: Slurm, folder: Path):
+    command = f"{sys.executable} -P -m fsdplaunch launch {' '.join(ALL)} sum.py"
+    (folder / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -N2\n#SBATCH -o out.txt\n{command}\n")
+    job = slurm.run("sbatch", "--parsable", "job.sh", cwd=folder).stdout.strip()
+    wait_until(lambda: slurm.job_state(job) == "COMPLETED", 60, (folder / "out.txt").read_text)
+    assert "rank 1 of 2 on host1 sum 3.0" in (folder / "out.txt").read_text()
+
+
+def test_launcher_per_worker_is_refused(slurm: Slurm, folder: Path):
+    program = [sys.executable, "-P", "-m", "fsdplaunch", "launch", *PLAIN, "sum.py"]
+    done = slurm.run("srun", "-N2", "--ntasks-per-node=2", *program, cwd=folder)
+    assert done.returncode == 2
+    assert "SLURM started 2 launchers on each machine" in done.stderr
+    assert "--ntasks-per-node=1" in done.stderr
+
+
+def test_submitted_run_is_followed_to_its_end_with_its_arguments_unchanged(slurm: Slurm, folder: Path):
+    odd = folder / "a 'folder' $(touch evaluated)"
+    odd.mkdir()
+    script = odd / "my script.py"
+    script.write_text((folder / "sum.py").read_text())
+    words = ["--slurm", "--follow", *ALL, "--num-machines", "2", "--set", "slurm.time=5", str(script), *ODD]
+    done = slurm.fsdplaunch("launch", *words, cwd=odd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"rank 1 of 2 on host1 sum 3.0 {ODD!r}" in done.stdout
+    assert not list(folder.rglob("evaluated"))
+    listed = slurm.fsdplaunch("runs", "--json", cwd=odd)
+    (run,) = json.loads(listed.stdout)
+    assert (run["route"], run["state"], run["unfinished"]) == ("slurm", "done", False)
+    logs = slurm.fsdplaunch("runs", "logs", run["run_id"][-4:], "--rank", "1", cwd=odd)
+    assert "rank 1 of 2" in logs.stdout
+
+
+@campaign
+def test_run_that_fails_gives_its_own_code_and_report(slurm: Slurm, folder: Path):
+    words = ["--slurm", "--follow", *PLAIN, "--num-machines", "2", "sum.py"]
+    done = slurm.fsdplaunch("launch", *words, cwd=folder, FAIL="1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "ValueError: no such luck" in done.stdout
+    assert "on host1" in done.stdout
+    assert "failed (1)" in done.stderr
+
+
+def test_dry_run_prints_the_script_that_would_be_submitted(slurm: Slurm, folder: Path):
+    words = ["--slurm", "--dry-run", *PLAIN, "--launch.nodes", "2:4", "--slurm.gpus-per-node", "h100:8"]
+    done = slurm.fsdplaunch("launch", *words, "--set", "slurm.lines=[--exclusive]", "sum.py", "a b", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    for line in ("--nodes=2-4", "--ntasks-per-node=1", "--gpus-per-node=h100:8", "--requeue", "--exclusive"):
+        assert f"#SBATCH {line}\n" in done.stdout
+    assert "'a b' &" in done.stdout
+    assert not (folder / "runs").exists()
+
+
+@campaign
+def test_cancelled_run_ends(slurm: Slurm, folder: Path):
+    state = folder / "state.json"
+    job, run_dir = submit(slurm, folder, *PLAIN, "--num-machines", "2", "saves.py", STATE=str(state), EVERY="1")
+    wait_until(state.exists, 60, lambda: output(run_dir))
+    done = slurm.fsdplaunch("runs", "cancel", "latest", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    wait_until(lambda: slurm.job_state(job) == "CANCELLED")
+    again = slurm.fsdplaunch("runs", "cancel", "latest", cwd=folder)
+    assert again.returncode == 2
+    assert "is not running: cancelled" in again.stderr
+
+
+def test_warning_saves_requeues_and_resumes(slurm: Slurm, folder: Path):
+    state = folder / "state.json"
+    words = (*PLAIN, "--num-machines", "2", "saves.py")
+    job, run_dir = submit(slurm, folder, *words, STATE=str(state), EVERY="1", STEPS="60")
+    wait_until(state.exists, 60, lambda: output(run_dir))
+    slurm.run("scancel", "--batch", "--signal=USR1", job, cwd=folder)  # as --signal=B:USR1@120 does
+    wait_until(lambda: "back into the queue" in output(run_dir), 30, lambda: output(run_dir))
+    assert "saved at step" in output(run_dir)
+    slurm.start_now(job)
+    wait_until(lambda: slurm.job_state(job) == "COMPLETED", 60, lambda: output(run_dir) + slurm.logs())
+    assert "start at step 0" in output(run_dir)
+    assert output(run_dir).count("start at step") == 2
+    assert "done at step 60" in output(run_dir)
+    assert json.loads((run_dir / "try0" / "result.json").read_text())["exit_code"] == 75
+    assert json.loads((run_dir / "try1" / "result.json").read_text())["exit_code"] == 0
+
+
+@campaign
+def test_machine_that_dies_puts_the_run_back_and_it_resumes_on_the_others(slurm: Slurm, folder: Path):
+    state = folder / "state.json"
+    words = (*PLAIN, "--num-machines", "2", "--machine-timeout-seconds", "3", "saves.py")
+    job, run_dir = submit(slurm, folder, *words, STATE=str(state), EVERY="1", STEPS="100")
+    wait_until(state.exists, 60, lambda: output(run_dir))
+    slurm.kill_machine(1)
+    try:
+        slurm.start_now(job)
+        wait_until(lambda: slurm.job_state(job) == "COMPLETED", 90, lambda: output(run_dir) + slurm.logs())
+    finally:
+        slurm.start_machine(1)
+    assert "done at step 100" in output(run_dir)
+    assert "start at step 0 " not in output(run_dir).partition("start at step 0 of world 2\n")[2]
+
+
+@campaign
+def test_preempted_run_saves_waits_and_goes_on(slurm: Slurm, folder: Path):
+    state = folder / "state.json"
+    words = (*PLAIN, "--num-machines", "3", "--slurm.partition", "low", "saves.py")
+    job, run_dir = submit(slurm, folder, *words, STATE=str(state), EVERY="1", STEPS="60")
+    wait_until(state.exists, 60, lambda: output(run_dir))
+    slurm.run("sbatch", "-N3", "-p", "high", "-o", "/dev/null", "--wrap", "sleep 2", cwd=folder)
+    wait_until(lambda: "back into the queue" in output(run_dir), 60, lambda: output(run_dir) + slurm.logs())
+    time.sleep(3)
+    slurm.start_now(job)
+    wait_until(lambda: slurm.job_state(job) == "COMPLETED", 90, lambda: output(run_dir) + slurm.logs())
+    assert "done at step 60" in output(run_dir)
+
+
+@campaign
+def test_sharded_training_resumes_from_its_last_complete_checkpoint(slurm: Slurm, folder: Path):
+    script = Path(__file__).parents[2] / "scripts" / "examples" / "train_lm.py"
+    words = ("--use-cpu", "--nproc-per-node", "1", "--num-machines", "2", "--machine-timeout-seconds", "3")
+    job, run_dir = submit(slurm, folder, *words, str(script), "--steps", "60", "--save-every", "10")
+    checkpoints = folder / "checkpoints" / "lm"
+    wait_until(lambda: len(list(checkpoints.glob("*20*"))) > 0, 200, lambda: output(run_dir))
+    slurm.kill_machine(1)
+    try:
+        slurm.start_now(job)
+        wait_until(lambda: slurm.job_state(job) == "COMPLETED", 250, lambda: output(run_dir) + slurm.logs())
+    finally:
+        slurm.start_machine(1)
+    assert "resumed after step " in output(run_dir)
+    assert "step 60 " in output(run_dir)
+    assert "evaluation loss after training" in output(run_dir)

@@ -1,0 +1,161 @@
+"""Machines over ssh, with real servers: all work, one refuses, hangs or dies; nothing outlives the client."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from tests.cluster.lab import campaign, finish
+from tests.cluster.slurm_lab import wait_until
+from tests.cluster.sshd_lab import Sshd
+
+PLAIN = ("--distributed-type", "MULTI_CPU", "--nproc-per-node", "1", "--use-cpu")
+ODD = ["a b", "$(touch evaluated)", 'it\'s "quoted"', "two\nlines", "`id`", "$HOME", "\\", "*", "--x=1;2"]
+
+
+def launch(sshd: Sshd, folder: Path, hosts: str, *words: str, **env: str) -> "subprocess.Popen[str]":
+    """Start a run from machine 0, which need not be one of the hosts."""
+    options = ("--set", f"ssh.options=[-F, {sshd.config}]", "--hosts", hosts)
+    return sshd.lab.launch(0, *options, *words, cwd=folder, **env)
+
+
+def test_all_hosts_run_and_arguments_arrive_unchanged(sshd: Sshd, folder: Path):
+    run = launch(sshd, folder, "host1,host2", *PLAIN, "--show-ranks", "all", "sum.py", *ODD)
+    code, out, err = finish(run)
+    assert code == 0, err
+    assert f"rank 0 of 2 on host1 sum 3.0 {ODD!r}" in out
+    assert f"rank 1 of 2 on host2 sum 3.0 {ODD!r}" in out
+    assert not list(folder.rglob("evaluated"))
+    assert "[host2] machine 1 of 2" in err
+
+
+@campaign
+def test_slots_of_a_hostfile_are_the_workers_of_each_host(sshd: Sshd, folder: Path):
+    (folder / "hosts").write_text("# two machines\nhost1 slots=1\nhost2 slots=2  # the bigger one\n")
+    options = ("--set", f"ssh.options=[-F, {sshd.config}]", "--hostfile", "hosts", "--show-ranks", "all")
+    run = sshd.lab.launch(0, *options, "--distributed-type", "MULTI_CPU", "sum.py", cwd=folder)
+    code, out, err = finish(run)
+    assert code == 0, err
+    assert "rank 0 of 3 on host1 sum 6.0" in out
+    assert "rank 2 of 3 on host2 sum 6.0" in out
+
+
+@campaign
+def test_failure_on_one_host_is_reported_once_with_its_code(sshd: Sshd, folder: Path):
+    (folder / "fails.py").write_text(
+        "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)\n"
+    )
+    code, _, err = finish(launch(sshd, folder, "host1,host2", *PLAIN, "fails.py"))
+    assert code == 7, err
+    assert err.count("rank 1 failed with exit code 7") == 2  # the report, and one line from its own machine
+    assert "on host2" in err
+
+
+def test_host_that_refuses_is_named_and_nothing_starts(sshd: Sshd, folder: Path):
+    sshd.stop_machine(2)
+    started = time.monotonic()
+    try:
+        code, out, err = finish(launch(sshd, folder, "host1,host2", *PLAIN, "sum.py"))
+    finally:
+        sshd.start_machine(2)
+    assert code == 3
+    assert "error: host2: ssh: connect to host host2 port 22: Connection refused" in err
+    assert out == ""
+    assert time.monotonic() - started < 10
+
+
+def test_host_with_an_unknown_key_is_refused_without_a_question(sshd: Sshd, folder: Path):
+    config = folder / "strict"
+    config.write_text(sshd.config.read_text().replace("known_hosts", "no_known_hosts"))
+    options = ("--set", f"ssh.options=[-F, {config}]", "--hosts", "host1")
+    code, _, err = finish(sshd.lab.launch(0, *options, *PLAIN, "sum.py", cwd=folder))
+    assert code == 3
+    assert "Host key verification failed." in err
+    assert "passwords are never asked for" in err
+
+
+@campaign
+def test_host_that_hangs_is_named_in_time(sshd: Sshd, folder: Path):
+    sshd.pause(2)
+    started = time.monotonic()
+    try:
+        code, _, err = finish(launch(sshd, folder, "host1,host2", *PLAIN, "sum.py"))
+    finally:
+        sshd.go_on(2)
+    assert code == 3
+    assert "error: host2: Connection timed out during banner exchange" in err
+    assert time.monotonic() - started < 20
+
+
+def test_interpreter_that_is_not_there_is_named(sshd: Sshd, folder: Path):
+    code, _, err = finish(launch(sshd, folder, "host1", *PLAIN, "--ssh.python", "/no/such/python", "sum.py"))
+    assert code == 3
+    assert "host1: it has no /no/such/python" in err
+    assert "set ssh.python" in err
+
+
+@campaign
+def test_host_that_dies_in_training_is_lost_and_the_others_end(sshd: Sshd, folder: Path):
+    state = folder / "state.json"
+    words = (*PLAIN, "--machine-timeout-seconds", "3", "--shutdown-grace-seconds", "3", "saves.py")
+    run = launch(sshd, folder, "host1,host2", "--set", f"launch.env.STATE={state}", *_every(words))
+    wait_until(state.exists, 60)
+    sshd.lab.cut(2)
+    try:
+        code, _, err = finish(run)
+    finally:
+        sshd.lab.mend(2)
+    assert code == 3
+    assert f"lost host2 ({sshd.lab.address(2)}): no word for 3 s" in err
+    wait_until(lambda: not workers(sshd, 1), 20)
+
+
+@campaign
+def test_interrupt_reaches_every_host_and_saves(sshd: Sshd, folder: Path):
+    state = folder / "state.json"
+    words = (*PLAIN, "saves.py")
+    run = launch(sshd, folder, "host1,host2", "--set", f"launch.env.STATE={state}", *_every(words))
+    wait_until(state.exists, 60)
+    run.send_signal(signal.SIGTERM)
+    code, out, err = finish(run)
+    assert code == 75, err
+    assert "saved at step" in out
+    assert not workers(sshd, 1) + workers(sshd, 2)
+
+
+def test_nothing_outlives_a_killed_client(sshd: Sshd, folder: Path):
+    state = folder / "state.json"
+    words = (*PLAIN, "--shutdown-grace-seconds", "1", "saves.py")
+    run = launch(sshd, folder, "host1,host2", "--set", f"launch.env.STATE={state}", *_every(words))
+    wait_until(state.exists, 60)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.communicate()
+    wait_until(lambda: not workers(sshd, 1) + workers(sshd, 2), 20)
+
+
+def test_dry_run_shows_the_command_for_every_host(sshd: Sshd, folder: Path):
+    code, out, err = finish(launch(sshd, folder, "host1,host2", "--dry-run", *PLAIN, "sum.py", "a b"))
+    assert code == 0, err
+    assert out.count("-oBatchMode=yes") == 2
+    assert "FSDPLAUNCH_MACHINE_RANK=1 fsdplaunch launch --config" in out
+    assert "'a b'" in out
+    assert not (folder / "runs").exists()
+
+
+def _every(words: tuple[str, ...]) -> tuple[str, ...]:
+    return ("--set", "launch.env.EVERY=1", *words)
+
+
+def workers(sshd: Sshd, machine: int) -> list[str]:
+    """What still runs on a machine beside its sshd."""
+    words = ["ip", "netns", "pids", sshd.lab.name(machine)]
+    found = []
+    for pid in subprocess.run(words, capture_output=True, text=True).stdout.split():
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if "python" in command:
+            found.append(command)
+    return found

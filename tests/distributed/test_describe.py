@@ -1,0 +1,116 @@
+"""`describe` says how a model is sharded, and what looks wrong is refused instead of described."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdplaunch
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime import report
+from tests.distributed.pool import RankPool
+from tests.distributed.tiny import build, plugin
+
+SIZES = {"embed": 37 * 16, "head": 37 * 16, "norm": 16, "block": 32 + 4 * 16 * 16 + 3 * 16 * 32}
+TOTAL = SIZES["embed"] + SIZES["head"] + SIZES["norm"] + 3 * SIZES["block"]
+
+
+def described(fields: dict[str, Any], options: dict[str, Any], frozen: bool = False) -> tuple[Any, list[str]]:
+    model: Any = build(**options)
+    if frozen:
+        model.embed.weight.requires_grad_(False)
+    notes: list[str] = []
+    say, report.say = report.say, notes.append
+    try:
+        model = fsdplaunch.prepare(model, plugin=plugin(**fields))
+    finally:
+        report.say = say
+    return fsdplaunch.describe(model), notes
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_units_and_remainder_add_up_to_the_model(two_ranks: RankPool, version: int) -> None:
+    found, notes = two_ranks.run(described, {"fsdp_version": version, "mixed_precision_policy": "bf16"}, {})[0]
+    assert [(unit.name, unit.kind, unit.parameters) for unit in found.units] == [
+        (f"layers.{number}", "Block", SIZES["block"]) for number in range(3)
+    ]
+    assert found.root.parameters == TOTAL - 3 * SIZES["block"]
+    assert (found.parameters, found.trained, found.kept) == (TOTAL, TOTAL, {"float32": TOTAL})
+    assert {(unit.compute, unit.reduce) for unit in found.units} == {("bfloat16", "float32")}
+    assert (found.model, found.version, found.strategy) == ("TinyLM", version, "FULL_SHARD")
+    assert (found.mesh, found.device) == ({"dp_shard": 2}, "cpu")
+    assert all(unit.reshard_after_forward is True for unit in found.units)
+    assert notes[0] == (
+        f"sharded TinyLM: 3 x Block, 9.0 k parameters, FSDP{version} FULL_SHARD over 2 ranks, "
+        "fp32 kept, bf16 compute, fp32 reduce"
+    )
+    assert "  units: 2.6 k parameters, 1.2 k (13 %) in the root" in notes
+    json.dumps(asdict(found))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_everything_out_of_the_ordinary_is_said(two_ranks: RankPool, version: int) -> None:
+    fields = {
+        "fsdp_version": version,
+        "ignored_modules": r"layers\.0\.feed_forward",
+        "activation_checkpointing": True,
+        "activation_checkpointing_every": 3,
+        "forward_prefetch": True,
+    }
+    found, notes = two_ranks.run(described, fields, {"tied": True}, True)[0]
+    assert found.tied == (("embed.weight", "head.weight"),)
+    assert found.ignored == ("layers.0.feed_forward",)
+    assert found.whole == tuple(f"layers.0.feed_forward.{name}.weight" for name in ("down", "gate", "up"))
+    assert found.checkpointed == ("layers.2",)
+    assert found.forward_prefetch
+    assert found.parameters - found.trained == SIZES["embed"]
+    assert "  tied: embed.weight = head.weight" in notes
+    assert "  not sharded: layers.0.feed_forward" in notes
+    assert "  frozen: 592 parameters" in notes
+    assert "  activation checkpointing: 1 modules" in notes
+    assert "  next unit gathered ahead: in forward and in backward" in notes
+
+
+def test_model_that_was_not_prepared_is_not_described() -> None:
+    with pytest.raises(ShardingError, match="this TinyLM was not sharded by prepare"):
+        fsdplaunch.describe(build())
+
+
+class Encoder(nn.Module):
+    """Most of its parameters are not where the named blocks are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.large = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.small[1](self.small[0](x))
+
+
+def refused(kind: str) -> str:
+    models = {"remainder": Encoder, "settings": build}
+    fields: dict[str, Any] = {"fsdp_version": 2}
+    if kind == "settings" and dist.get_rank() == 1:
+        fields["mixed_precision_policy"] = "bf16"
+    try:
+        fsdplaunch.prepare(models[kind](), plugin=plugin(**fields))
+    except ShardingError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_wrap_that_misses_most_of_the_model_is_refused(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(refused, "remainder"):
+        assert "leaves 4.2 k of 4.2 k parameters of Encoder in no unit: it wraps 2 x Linear only" in message
+        assert "the largest left are large.weight, large.bias" in message
+
+
+def test_ranks_that_would_shard_differently_are_refused(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(refused, "settings"):
+        assert "ranks would shard differently: dtypes is" in message
+        assert "on rank 1" in message

@@ -1,0 +1,110 @@
+"""Saves that are killed at random moments: what loads afterwards is a whole checkpoint of the step it claims."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdplaunch
+from tests.distributed.pool import RankError, RankPool
+from tests.distributed.tiny import adamw, build, plugin
+
+SEED = 20_240_607
+MOMENTS = 30
+IN_THE_SUITE = (0, 7, 12, 25)
+"""A handful of the campaign's moments, with one rank and with all killed, in both ways to save."""
+
+
+def fresh() -> tuple[nn.Module, Any]:
+    model = build(width=64)
+    return fsdplaunch.prepare(model, adamw(model.parameters()), plugin=plugin(fsdp_version=2))
+
+
+def fill(model: nn.Module, optimizer: Any, step: int) -> None:
+    """Give every tensor of the run the step as its value."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(step)
+            optimizer.state[param] = {
+                "step": torch.tensor(float(step)),
+                "exp_avg": torch.full_like(param, step),
+                "exp_avg_sq": torch.full_like(param, step),
+            }
+
+
+def save_for_ever(folder: str) -> None:
+    """Save step after step until killed; the first is told as soon as it stands, later ones when they begin."""
+    model, optimizer = fresh()
+    for step in range(1, 10_000):
+        fill(model, optimizer, step)
+        if dist.get_rank() == 0:
+            (Path(folder) / "begins").write_text(str(step))
+            (Path(folder) / "begins").rename(Path(folder) / "begun")
+        fsdplaunch.save_checkpoint(Path(folder) / "c", model=model, optimizer=optimizer, step=step)
+
+
+def load_newest(folder: str) -> tuple[int, set[float], set[float]]:
+    """The step the newest checkpoint claims, and every value in its model and optimizer."""
+    model, optimizer = fresh()
+    state = fsdplaunch.load_checkpoint(Path(folder) / "c", model=model, optimizer=optimizer)
+    values = {value for param in model.parameters() for value in param.full_tensor().unique().tolist()}
+    moments = {
+        value
+        for param in model.parameters()
+        for key in ("exp_avg", "exp_avg_sq")
+        for value in optimizer.state[param][key].full_tensor().unique().tolist()
+    }
+    return state["step"], values, moments
+
+
+def kill_at_random(folder: Path, number: int) -> tuple[int, int]:
+    """Run saves, kill, load; the step that was begun at the end and the one that was loaded."""
+    chance = random.Random(SEED + number)
+    env = {
+        "FSDPLAUNCH_CHECKPOINT_KEEP_LAST": "2",
+        "FSDPLAUNCH_CHECKPOINT_ASYNC": "true" if number % 2 else "false",
+        "FSDP_STATE_DICT_TYPE": ("SHARDED_STATE_DICT", "FULL_STATE_DICT")[number % 3 == 2],
+    }
+    pool = RankPool(2)
+    try:
+        pool.run(os.getpid)  # the ranks are there
+        victims = pool.pids() if chance.random() < 0.5 else [chance.choice(pool.pids())]
+        pool.begin(save_for_ever, str(folder), env=env)
+        while not (folder / "begun").exists() or int((folder / "begun").read_text()) < 2 + number % 2:
+            time.sleep(0.005)
+        time.sleep(chance.uniform(0, 1.5))
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RankError):
+            pool.wait()
+        begun = int((folder / "begun").read_text())
+        (step, values, moments), _ = pool.run(load_newest, str(folder))
+    finally:
+        pool.stop()
+    assert values == moments == {float(step)}
+    return begun, step
+
+
+def check(folder: Path, number: int) -> None:
+    begun, step = kill_at_random(folder, number)
+    # A save that returned stands: the one before the last begun, or with async the one before that.
+    assert begun - 1 - number % 2 <= step <= begun
+
+
+@pytest.mark.parametrize("number", IN_THE_SUITE)
+def test_killed_save_leaves_a_whole_checkpoint_of_its_step(tmp_path: Path, number: int) -> None:
+    check(tmp_path, number)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("FSDPLAUNCH_CAMPAIGN" not in os.environ, reason="minutes long: scripts/campaigns/kill_saves")
+@pytest.mark.parametrize("number", range(MOMENTS))
+def test_saves_killed_at_random_moments_leave_whole_checkpoints(tmp_path: Path, number: int) -> None:
+    check(tmp_path, number)

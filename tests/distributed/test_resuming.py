@@ -1,0 +1,212 @@
+"""A run that is stopped and resumed, on other ranks or in another layout, gives the losses of one that is not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+
+import fsdplaunch
+from tests.distributed.pool import RankPool
+from tests.distributed.test_checkpoints import FORMS, go_on, largest_difference, save_half_way
+from tests.distributed.tiny import adamw, batch, build, loss_of, mean_over_ranks, plugin
+
+GLOBAL_BATCH = 8
+ITEMS = 48  # six batches: ten steps end in the second epoch, twenty in the fourth
+
+
+class Sentences(Dataset[torch.Tensor]):
+    def __init__(self) -> None:
+        self.rows = torch.cat([batch(number) for number in range(ITEMS // 8)])
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index]
+
+
+class SentenceStream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        return iter(Sentences().rows)
+
+
+class OwnOrder(Sampler[int]):
+    """An order of the user's own, drawn anew for each epoch from the global generator."""
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(ITEMS).tolist())
+
+
+def make_loader(kind: str) -> Any:
+    size = GLOBAL_BATCH // dist.get_world_size()
+    if kind == "stream":
+        return DataLoader(SentenceStream(), batch_size=size)
+    if kind == "own order":
+        return DataLoader(Sentences(), batch_size=size, sampler=OwnOrder())
+    workers = {"num_workers": 1, "persistent_workers": True} if kind == "workers" else {}
+    sampler = {"sampler": RandomSampler(Sentences())} if kind == "sampler" else {"shuffle": True}
+    return DataLoader(Sentences(), batch_size=size, **sampler, **workers)
+
+
+def train(folder: str, kind: str, fields: dict[str, Any], *, steps: int, save: bool, load: bool) -> list[float]:
+    """The mean loss of each step, from the start or from what was saved."""
+    torch.manual_seed(3)
+    model, loader = build(1 if load else 0), make_loader(kind)
+    model, optimizer, loader = fsdplaunch.prepare(
+        model, adamw(model.parameters()), loader, plugin=plugin(**fields)
+    )
+    if load:
+        state = fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer, loader=loader)
+        assert state["step"] == 10
+    losses, batches = [], iter(loader)
+    for _ in range(steps):
+        ids = next(batches, None)
+        if ids is None:
+            batches = iter(loader)
+            ids = next(batches)
+        loss = loss_of(model, ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss))
+    if save:
+        fsdplaunch.save_checkpoint(folder, model=model, optimizer=optimizer, loader=loader, step=10)
+    return losses
+
+
+def start(folder: str, kind: str, fields: dict[str, Any]) -> list[float]:
+    return train(folder, kind, fields, steps=10, save=True, load=False)
+
+
+def resume(folder: str, kind: str, fields: dict[str, Any]) -> list[float]:
+    return train(folder, kind, fields, steps=10, save=False, load=True)
+
+
+def whole(folder: str, kind: str, fields: dict[str, Any]) -> list[float]:
+    return train(folder, kind, fields, steps=20, save=False, load=False)
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "workers", "sampler", "own order", "stream"])
+def test_ten_steps_and_ten_resumed_are_twenty(two_ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    arguments = (str(tmp_path), kind, {"fsdp_version": 2})
+    expected = two_ranks.run(whole, *arguments)[0]
+    first = two_ranks.run(start, *arguments)[0]
+    second = two_ranks.run(resume, *arguments)[0]
+    assert largest_difference(expected, first + second) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "own order", "stream"])
+@pytest.mark.parametrize("grows", [True, False], ids=["2 to 4", "4 to 2"])
+def test_resumed_on_other_ranks_takes_the_same_global_batches(
+    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, grows: bool, kind: str
+) -> None:
+    before, after = (two_ranks, four_ranks) if grows else (four_ranks, two_ranks)
+    arguments = (str(tmp_path), kind, {"fsdp_version": 2})
+    first = before.run(start, *arguments)[0]
+    second = after.run(resume, *arguments)[0]
+    expected = before.run(whole, *arguments)[0]
+    # An order of the user's own is drawn from rank 0's generator, which goes on where it was.
+    assert largest_difference(expected, first + second) < 2e-5
+
+
+def test_one_rank_goes_on_where_two_stopped(two_ranks: RankPool, tmp_path: Path) -> None:
+    arguments = (str(tmp_path), "shuffled", {"fsdp_version": 2})
+    first = two_ranks.run(start, *arguments)[0]
+    pool = RankPool(1)
+    try:
+        second = pool.run(resume, *arguments)[0]
+    finally:
+        pool.stop()
+    assert largest_difference(two_ranks.run(whole, *arguments)[0], first + second) < 2e-5
+
+
+# Saved in one layout, loaded in another, with the optimizer
+
+
+HYBRID = {"sharding_strategy": "HYBRID_SHARD", "dp_replicate_size": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "2 hybrid": {"fsdp_version": 2, **HYBRID},
+    "1 hybrid": {"fsdp_version": 1, **HYBRID, "state_dict_type": "SHARDED_STATE_DICT"},
+    "2 one unit": {"fsdp_version": 2, "auto_wrap_policy": "NO_WRAP"},
+    "2 many units": {"fsdp_version": 2, "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 100},
+    **{name: FORMS[name] for name in ("2 sharded", "2 full", "1 sharded", "1 full", "1 flat sharded")},
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("2 sharded", "2 hybrid"),
+        ("1 flat sharded", "2 many units"),
+        ("2 many units", "1 hybrid"),
+        ("2 full", "2 one unit"),
+    ],
+)
+def test_layout_may_change_between_two_and_four_ranks(
+    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, written: str, read: str
+) -> None:
+    kept_on, _ = two_ranks.run(save_half_way, str(tmp_path), LAYOUTS[written], {})[0]
+    resumed, _, _ = four_ranks.run(go_on, str(tmp_path), LAYOUTS[read], {})[0]
+    assert largest_difference(kept_on, resumed) < 1e-5
+
+
+def test_hybrid_of_the_old_version_loads_sharded_by_the_new_one(
+    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path
+) -> None:
+    kept_on, _ = four_ranks.run(save_half_way, str(tmp_path), LAYOUTS["1 hybrid"], {})[0]
+    resumed, _, _ = two_ranks.run(go_on, str(tmp_path), LAYOUTS["2 sharded"], {})[0]
+    assert largest_difference(kept_on, resumed) < 1e-5
+
+
+def stepped(dtype: torch.dtype, fields: dict[str, Any]) -> tuple[nn.Module, Any]:
+    model = build(0).to(dtype)
+    model, optimizer = fsdplaunch.prepare(model, adamw(model.parameters()), plugin=plugin(**fields))
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 0.125)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def save_in(folder: str, dtype: torch.dtype, fields: dict[str, Any]) -> None:
+    model, optimizer = stepped(dtype, fields)
+    fsdplaunch.save_checkpoint(folder, model=model, optimizer=optimizer)
+
+
+def load_in(folder: str, dtype: torch.dtype, fields: dict[str, Any]) -> tuple[set[str], float, float]:
+    """The formats afterwards, and how far weights and first moments are from those that were saved."""
+    model, optimizer = stepped(dtype, fields)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+            optimizer.state[param]["exp_avg"].zero_()
+    fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer)
+    expected, its_optimizer = stepped(torch.float32, fields)
+    formats, weights, moments = set(), 0.0, 0.0
+    for param, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        moment, wanted_moment = optimizer.state[param]["exp_avg"], its_optimizer.state[wanted]["exp_avg"]
+        formats |= {str(param.dtype), str(moment.dtype)}
+        weights = max(weights, (param.full_tensor().float() - wanted.full_tensor()).abs().max().item())
+        moments = max(moments, (moment.full_tensor().float() - wanted_moment.full_tensor()).abs().max().item())
+    return formats, weights, moments
+
+
+@pytest.mark.parametrize("form", ["2 sharded", "2 full"])
+@pytest.mark.parametrize(
+    ("written", "read"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=["down", "up"]
+)
+def test_number_format_may_change(
+    two_ranks: RankPool, tmp_path: Path, written: torch.dtype, read: torch.dtype, form: str
+) -> None:
+    two_ranks.run(save_in, str(tmp_path), written, FORMS[form])
+    formats, weights, moments = two_ranks.run(load_in, str(tmp_path), read, FORMS[form])[0]
+    assert formats == {str(read)}
+    assert weights < 0.02  # a bf16 weight near 2 is off by 0.008 at most
+    assert moments < 1e-4

@@ -1,0 +1,366 @@
+"""Saves beside training, on one rank only, without room, to folders not shared; which checkpoint is the newest."""
+
+import contextlib
+import io
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdplaunch
+from fsdplaunch.errors import CheckpointError
+from tests.distributed.pool import RankPool
+from tests.distributed.test_checkpoints import FORMS, HALF, go_on, largest_difference, save_half_way
+from tests.distributed.tiny import adamw, build, plugin
+
+ASYNC = {"FSDPLAUNCH_CHECKPOINT_ASYNC": "true"}
+
+
+def fresh(seed: int = 0) -> tuple[nn.Module, Any]:
+    model = build(seed)
+    return fsdplaunch.prepare(model, adamw(model.parameters()), plugin=plugin(fsdp_version=2))
+
+
+def words_of(call: Any, *args: Any, **named: Any) -> str:
+    try:
+        call(*args, **named)
+    except CheckpointError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+# Beside training
+
+
+@pytest.mark.parametrize("form", ["2 sharded", "1 sharded", "2 full", "1 local"])
+def test_checkpoint_written_beside_training_is_of_the_moment_it_was_asked_for(
+    two_ranks: RankPool, tmp_path: Path, form: str
+) -> None:
+    kept_on, _ = two_ranks.run(save_half_way, str(tmp_path), FORMS[form], {}, env=ASYNC)[0]
+    resumed, _, told = two_ranks.run(go_on, str(tmp_path), FORMS[form], {})[0]
+    assert largest_difference(kept_on, resumed) < 1e-6
+    assert told[0] == HALF
+
+
+def save_while_blocked(folder: str) -> tuple[bool, bool, bool]:
+    """Whether the first save had returned unwritten, whether a second waited for it, whether both are there."""
+    from fsdplaunch.runtime import saving
+
+    model, optimizer = fresh()
+    gate, original = threading.Event(), saving.write_bytes
+    saving.write_bytes = lambda path, data: (gate.wait(20), original(path, data))
+    try:
+        first = fsdplaunch.save_checkpoint(folder, model=model, optimizer=optimizer, step=1)
+        returned_unwritten = not first.exists()
+        threading.Timer(1.0, gate.set).start()
+        start = time.monotonic()
+        second = fsdplaunch.save_checkpoint(folder, model=model, optimizer=optimizer, step=2)
+        waited = time.monotonic() - start > 0.8
+        there = (first / "fsdplaunch.json").exists()
+        saving.finish_saves()
+    finally:
+        saving.write_bytes = original
+    return returned_unwritten, waited, there and (second / "fsdplaunch.json").exists()
+
+
+def test_second_save_waits_for_the_one_under_way(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert two_ranks.run(save_while_blocked, str(tmp_path), env=ASYNC) == [(True, True, True)] * 2
+
+
+def fail_beside_training(folder: str) -> tuple[str, str, bool]:
+    from fsdplaunch.runtime import saving
+
+    def fail(*_: Any) -> None:
+        if dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+
+    model, optimizer = fresh()
+    original, saving.write_bytes = saving.write_bytes, fail
+    try:
+        at_once = words_of(fsdplaunch.save_checkpoint, folder, model=model, optimizer=optimizer, step=1)
+        at_next = words_of(fsdplaunch.save_checkpoint, folder, model=model, optimizer=optimizer, step=2)
+    finally:
+        saving.write_bytes = original
+    dist.barrier()
+    return at_once, at_next, any(Path(folder).iterdir())
+
+
+def test_failure_beside_training_is_raised_by_the_next_save(two_ranks: RankPool, tmp_path: Path) -> None:
+    for at_once, at_next, anything_left in two_ranks.run(fail_beside_training, str(tmp_path), env=ASYNC):
+        assert at_once == "nothing was raised"
+        assert "checkpoint-1: rank 1: OSError: [Errno 28] No space left on device" in at_next
+        assert not anything_left
+
+
+# Calls that not all ranks make
+
+
+def save_on_one(folder: str) -> tuple[str, float]:
+    model, _ = fresh()
+    message, start = "", time.monotonic()
+    if dist.get_rank() == 0:
+        message = words_of(fsdplaunch.save_checkpoint, folder, model=model)
+    seconds = time.monotonic() - start
+    dist.all_reduce(torch.zeros(1))  # where the other rank waits
+    fsdplaunch.save_checkpoint(folder, model=model)
+    return message, seconds
+
+
+def test_save_on_one_rank_is_named_within_seconds(two_ranks: RankPool, tmp_path: Path) -> None:
+    message, seconds = two_ranks.run(save_on_one, str(tmp_path / "c"))[0]
+    assert "save_checkpoint was called on rank 0 only: rank 1 went on" in message
+    assert "rank 1 went on, waiting for rank 0 at test_saving.py:" in message
+    assert "(save_on_one)" in message
+    assert seconds < 15
+    assert (tmp_path / "c" / "fsdplaunch.json").exists()  # and the next save on all ranks is no worse for it
+
+
+def save_late(folder: str) -> str:
+    model, _ = fresh()
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        if dist.get_rank() == 1:
+            time.sleep(6.5)
+        fsdplaunch.save_checkpoint(folder, model=model)
+    return said.getvalue()
+
+
+def test_late_rank_is_mentioned_and_waited_for(two_ranks: RankPool, tmp_path: Path) -> None:
+    said = two_ranks.run(save_late, str(tmp_path / "c"))[0]
+    assert "rank 0: save_checkpoint waits for rank 1" in said
+    assert (tmp_path / "c" / "fsdplaunch.json").exists()
+
+
+def save_apart(folder: str, how: str) -> str:
+    model, _ = fresh()
+    before, mine = Path.cwd(), Path(folder) / str(dist.get_rank())
+    mine.mkdir()
+    os.chdir(mine)
+    try:  # the same relative name is another folder in each rank's own
+        return words_of(fsdplaunch.save_checkpoint, mine if how == "named apart" else "out/c", model=model, step=1)
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.parametrize("how", ["named apart", "not shared"])
+def test_folders_that_are_not_the_same_are_refused(two_ranks: RankPool, tmp_path: Path, how: str) -> None:
+    for message in two_ranks.run(save_apart, str(tmp_path), how):
+        if how == "not shared":
+            assert f"out/c/checkpoint-1 of {os.uname().nodename} (rank 0) is not visible on" in message
+            assert "(rank 1)" in message
+        else:
+            assert "0/checkpoint-1, rank 1 elsewhere" in message
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def save_the_impossible(folder: str) -> str:
+    model, _ = fresh()
+    model.register_buffer("huge", torch.zeros(1).expand(2**48))
+    return words_of(fsdplaunch.save_checkpoint, folder, model=model, step=1)
+
+
+def test_save_that_does_not_fit_is_refused_with_both_numbers(two_ranks: RankPool, tmp_path: Path) -> None:
+    for message in two_ranks.run(save_the_impossible, str(tmp_path)):
+        assert "the checkpoint needs 1024.0 TiB" in message
+        assert f"{tmp_path} has " in message
+    assert not list(tmp_path.iterdir())
+
+
+# Which one is the newest, which ones stay
+
+
+def save_steps(folder: str, steps: list[int]) -> None:
+    model, _ = fresh()
+    for step in steps:
+        with torch.no_grad():
+            model.head.weight.fill_(step)
+        fsdplaunch.save_checkpoint(folder, model=model, step=step)
+
+
+def load(folder: str) -> tuple[int, float, str]:
+    model, _ = fresh(9)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        state = fsdplaunch.load_checkpoint(folder, model=model)
+    return state["step"], model.head.weight.full_tensor()[0, 0].item(), said.getvalue()
+
+
+def test_after_a_return_to_an_earlier_step_the_last_saved_is_the_newest(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    two_ranks.run(save_steps, str(tmp_path), [10, 20, 12])
+    assert two_ranks.run(load, str(tmp_path))[0] == (12, 12.0, "")
+
+
+def test_only_the_last_ones_are_kept_and_never_what_others_wrote(two_ranks: RankPool, tmp_path: Path) -> None:
+    theirs = tmp_path / "checkpoint-1" / "pytorch_model_fsdp_0"
+    theirs.mkdir(parents=True)
+    (theirs / ".metadata").write_bytes(b"theirs")
+    (tmp_path / ".checkpoint-3.partial").mkdir()
+    (tmp_path / "notes").mkdir()
+    two_ranks.run(save_steps, str(tmp_path), [4, 5, 6, 2], env={"FSDPLAUNCH_CHECKPOINT_KEEP_LAST": "2"})
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-6", "checkpoint-2", "notes"}
+
+
+def test_what_is_passed_over_is_said(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(save_steps, str(tmp_path), [1, 2, 3])
+    next((tmp_path / "checkpoint-3").rglob("*.distcp")).unlink()
+    (tmp_path / "checkpoint-2" / "fsdplaunch.json").write_text("{")
+    (tmp_path / ".checkpoint-4.partial").mkdir()
+    step, value, said = two_ranks.run(load, str(tmp_path))[0]
+    assert (step, value) == (1, 1.0)
+    assert f"skipped {tmp_path}/checkpoint-3: pytorch_model_fsdp_0/__" in said
+    assert f"skipped {tmp_path}/checkpoint-2: its manifest cannot be read" in said
+    assert f"skipped {tmp_path}/.checkpoint-4.partial: its save did not finish" in said
+    assert f"loading {tmp_path}/checkpoint-1, the newest complete checkpoint" in said
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build()
+
+
+def load_wrapped(folder: str) -> str:
+    model = Around()
+    return words_of(
+        fsdplaunch.load_checkpoint, folder, model=fsdplaunch.prepare(model, plugin=plugin(fsdp_version=2))
+    )
+
+
+def test_names_that_differ_by_a_prefix_are_told_so(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(save_steps, str(tmp_path), [1])
+    message = two_ranks.run(load_wrapped, str(tmp_path))[0]
+    assert "lacks inner.embed.weight, " in message
+    assert "and 20 more and has embed.weight, " in message
+    assert "hint: the model's names begin with 'inner.'" in message
+
+
+def load_less_trained(folder: str) -> str:
+    model = build()
+    model.head.weight.requires_grad_(False)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    model, optimizer = fsdplaunch.prepare(model, adamw(trained), plugin=plugin(fsdp_version=2))
+    return words_of(fsdplaunch.load_checkpoint, folder, model=model, optimizer=optimizer)
+
+
+def test_optimizer_state_of_parameters_not_trained_any_more_is_refused(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    two_ranks.run(save_half_way, str(tmp_path), FORMS["2 sharded"], {})
+    assert "has head.weight besides" in two_ranks.run(load_less_trained, str(tmp_path))[0]
+
+
+# Whole state dicts
+
+
+class Peak:
+    """The most anonymous memory this process has had while the block ran, beyond what it had before, in bytes."""
+
+    def __enter__(self) -> "Peak":
+        self.before = self.highest = anonymous()
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+
+    def watch(self) -> None:
+        while not self.over.wait(0.001):
+            self.highest = max(self.highest, anonymous())
+
+    def __exit__(self, *_: Any) -> None:
+        self.over.set()
+        self.thread.join()
+        self.grown = self.highest - self.before
+
+
+def anonymous() -> int:
+    with Path("/proc/self/status").open() as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
+
+
+def save_whole(folder: str, version: int) -> tuple[int, int]:
+    model: Any = nn.Sequential(*(nn.Linear(512, 1024, bias=False) for _ in range(24)))
+    whole = 3 * 4 * sum(param.numel() for param in model.parameters())
+    fields = {"fsdp_version": version, "state_dict_type": "FULL_STATE_DICT"}
+    wrap = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1}
+    model, optimizer = fsdplaunch.prepare(model, adamw(model.parameters()), plugin=plugin(**fields, **wrap))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    with Peak() as peak:
+        fsdplaunch.save_checkpoint(folder, model=model, optimizer=optimizer)
+    return peak.grown, whole
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_no_rank_holds_the_whole_model_to_save_it_whole(two_ranks: RankPool, tmp_path: Path, version: int) -> None:
+    from safetensors.torch import load_file
+
+    # Version 1 gathers a unit and keeps a copy of its own shards; version 2 needs neither.
+    for grown, whole in two_ranks.run(save_whole, str(tmp_path / "c"), version):
+        assert whole == 150_994_944
+        assert grown < (0.75 if version == 1 else 0.2) * whole
+    safe = load_file(tmp_path / "c" / "model.safetensors")
+    plain = torch.load(tmp_path / "c" / "pytorch_model_fsdp.bin", weights_only=True)
+    assert list(plain) == [f"{number}.weight" for number in range(24)]
+    assert all(torch.equal(plain[name], safe[name]) for name in plain)
+
+
+def save_whole_and_told(folder: str) -> str:
+    from fsdplaunch.runtime import saving
+
+    model = fsdplaunch.prepare(build(tied=True), plugin=plugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT"))
+    said, limit = io.StringIO(), saving.LARGE_BYTES
+    saving.LARGE_BYTES = 1000
+    try:
+        with contextlib.redirect_stderr(said):
+            fsdplaunch.save_checkpoint(folder, model=model)
+    finally:
+        saving.LARGE_BYTES = limit
+    return said.getvalue()
+
+
+def test_large_whole_model_is_mentioned_with_its_size(two_ranks: RankPool, tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    said, other = two_ranks.run(save_whole_and_told, str(tmp_path))
+    nbytes = sum(4 * tensor.numel() for tensor in build(tied=True).state_dict().values())
+    assert f"FULL_STATE_DICT sends {nbytes / 1024:.1f} KiB through rank 0" in said
+    assert other == ""
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:  # a shared weight once, as transformers has it
+        assert "head.weight" not in file.keys()  # noqa: SIM118
+        assert file.metadata()["head.weight"] == "embed.weight"
+
+
+# Requests to stop
+
+
+def steps_until_stopped(signalled: int, number: int) -> tuple[int, bool]:
+    for step in range(200):
+        if fsdplaunch.should_stop():
+            return step, fsdplaunch.should_stop()
+        if step == 5 and dist.get_rank() == signalled:
+            os.kill(os.getpid(), number)
+        dist.all_reduce(torch.zeros(1))
+    return -1, False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_to_one_rank_stops_all_at_the_same_step(number: int) -> None:
+    pool = RankPool(2)
+    try:
+        (step, still), other = pool.run(steps_until_stopped, 1, number)
+    finally:
+        pool.stop()
+    assert (step, still) == other
+    assert 6 <= step <= 7
+    assert still

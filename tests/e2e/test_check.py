@@ -1,0 +1,80 @@
+"""`fsdplaunch check`: a script with its own configuration on two CPU ranks; and the doctor's network test."""
+
+import json
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+import fsdplaunch
+torch.set_num_threads(1)
+block = lambda: nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+model = nn.Sequential(*[block() for _ in range(3)])
+model, optimizer = fsdplaunch.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+for step in range(int(sys.argv[1])):
+    optimizer.zero_grad()
+    model(torch.randn(4, 16)).pow(2).mean().backward()
+    optimizer.step()
+    print("step", step, flush=True)
+    if len(sys.argv) > 2:
+        raise ValueError("bad batch")
+print("whole script", flush=True)
+"""
+CONFIG = """
+distributed_type: FSDP
+num_processes: 16
+num_machines: 2
+main_process_ip: node0
+mixed_precision: bf16
+fsdp_config:
+  fsdp_version: 2
+  fsdp_sharding_strategy: HYBRID_SHARD
+  fsdp_activation_checkpointing: true
+"""
+
+
+def test_script_is_ended_after_its_steps_and_a_checkpoint_round_trip(fsdplaunch, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "fsdp.yaml").write_text(CONFIG)
+    done = fsdplaunch("check", "--json", "--steps", "3", "train.py", "1000000")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["works"], found["steps"]) == (True, 3)
+    assert found["checkpoint_bytes"] > 0
+    assert "note: HYBRID_SHARD needs more than 2 workers: checked as FULL_SHARD" in done.stderr
+    assert "sharded Sequential: 3 x Sequential" in done.stderr
+    assert "fp32 kept, bf16 compute" in done.stderr
+    assert "fsdp.yaml works with train.py: 2 CPU workers, 3 steps" in done.stderr
+    assert "was saved, read back and found equal" in done.stderr
+    assert "whole script" not in done.stderr
+    assert not list(tmp_path.glob("runs/*/rehearsal-checkpoint*"))
+
+
+def test_script_that_fails_is_shown_with_its_line_and_its_status(fsdplaunch, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = fsdplaunch("check", "--steps", "2", "train.py", "5", "fail")
+    assert done.returncode == 1
+    assert "ValueError: bad batch" in done.stderr
+    assert "train.py:15 in <module>" in done.stderr
+    assert "works with" not in done.stderr
+
+
+def test_script_that_makes_no_step_does_not_work(fsdplaunch, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = fsdplaunch("check", "train.py", "0")
+    assert done.returncode == 1
+    assert "error: train.py ended without an optimizer step" in done.stderr
+
+
+def test_network_test_finds_right_sums_and_names_the_slowest_link(fsdplaunch):
+    done = fsdplaunch(
+        "doctor", "--network", "--no-torch", "--json", "--set", "num_processes=3", "--set", "use_cpu=true"
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found["network"]["pairs"]) == {"0-1", "0-2", "1-2"}
+    assert all(rate > 0 for rate in found["network"]["pairs"].values())
+    assert found["network"]["wrong"] == {}
+    texts = {check["topic"]: check for check in found["checks"]}
+    assert texts["all-reduce"]["status"] == "ok"
+    assert texts["all-reduce"]["text"].startswith("right on all 3 ranks")
+    assert "slowest" in texts["links"]["text"] or "slow with every peer" in texts["links"]["text"]

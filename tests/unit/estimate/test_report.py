@@ -1,0 +1,109 @@
+"""What is shown: the table and bars in a terminal, and the page's text."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from fsdplaunch.errors import UsageError
+from fsdplaunch.estimate.advice import Case
+from fsdplaunch.estimate.architecture import describe
+from fsdplaunch.estimate.bars import bar_of, lines_of
+from fsdplaunch.estimate.page import page_of
+from fsdplaunch.estimate.report import GIB, make_report
+from fsdplaunch.estimate.setup import Setup
+
+
+@pytest.fixture
+def report(llama):
+    described = describe(llama, source="config.json")
+    setup = Setup(
+        strategy="FULL_SHARD", world=16, per_node=8, shards=16, master=4, compute=2, reduce=4, length=512
+    )
+    case = Case(sizes=described.sizes, shape=described.shape)
+    return make_report(
+        case, setup, title="<model> & co", model="a model", memory=8 * GIB, memory_from="--gpu-memory"
+    )
+
+
+def test_table_has_a_row_per_way_to_shard_that_adds_up(report):
+    lines = lines_of(report)
+    rows = [line for line in lines if re.match(r"(FULL|SHARD|HYBRID|NO_)\S* .*\d\.\d", line)]
+    assert len(rows) == len(report.rows) == 6
+    for line, row in zip(rows, report.rows, strict=True):
+        numbers = [float(word) for word in re.findall(r"(?<=\s)\d+\.\d+(?=\s)", line.replace("<0.1", "0.05"))]
+        assert numbers[-1] == round(row.need.gpu / GIB, 1)
+        assert sum(numbers[:8]) == pytest.approx(numbers[8], abs=0.45)
+    assert "(yours)" in rows[0]
+    assert not any("(yours)" in line for line in rows[1:])
+
+
+def test_answers_name_verdict_world_and_batch(report):
+    text = "\n".join(lines_of(report))
+    assert re.search(
+        r"^fits +\d\.\d of 8\.0 GiB per GPU \(--gpu-memory\), \d\.\d GiB to spare$", text, re.MULTILINE
+    )
+    assert f"smallest world  {report.fewest} rank" in text
+    assert f"largest batch   {report.batch} x 512 tokens per rank, with 16 ranks" in text
+
+
+def test_memory_that_is_not_known_gives_no_verdict(report):
+    blind = make_report(report.case, report.setup, title="t", model="m", memory=None)
+    text = "\n".join(lines_of(blind))
+    assert "pass --gpu-memory" in text
+    assert blind.verdict == "unknown"
+    assert (blind.fewest, blind.batch) == (None, None)
+
+
+def test_bar_is_as_long_as_its_share_of_the_longest():
+    parts = [("parameters", 10), ("activations", 30)]
+    assert bar_of(parts, 80, 40) == "p" * 5 + "a" * 15
+    assert bar_of(parts, 40, 4) == "paaa"
+
+
+class _Reader(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.links, self.text = [], [], ""
+
+    def handle_starttag(self, tag, attrs):
+        self.open += [tag] if tag not in ("meta", "link", "rect", "line") else []
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag):
+        if tag not in ("rect", "line"):
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_page_is_whole_and_asks_for_nothing(report):
+    page = page_of(report)
+    reader = _Reader()
+    reader.feed(page)
+    assert reader.open == []
+    assert reader.links == ["data:,"]
+    assert "<script" not in page
+    assert "url(" not in page
+    assert "http" not in page
+    assert "<model> & co" in reader.text
+
+
+def test_unknown_model_type_says_what_is_known_and_what_to_do():
+    with pytest.raises(UsageError, match="model type 'mamba' is not known") as refused:
+        describe({"model_type": "mamba"}, source="config.json")
+    assert "--exact" in refused.value.hint
+    assert "llama" in refused.value.hint
+
+
+@pytest.mark.parametrize("value", ["many", -1, 2.5, True])
+def test_number_without_meaning_is_named(llama, value):
+    with pytest.raises(UsageError, match="hidden_size"):
+        describe(llama | {"hidden_size": value}, source="config.json")
+
+
+def test_missing_number_is_named(llama):
+    del llama["vocab_size"]
+    with pytest.raises(UsageError, match=r"config\.json has no vocab_size"):
+        describe(llama, source="config.json")
