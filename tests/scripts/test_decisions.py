@@ -102,13 +102,9 @@ def test_accelerators_script_is_left_to_it(forks: Forks, tmp_path: Path) -> None
             "train.py:17: head.weight of Net appeared after the model was sharded at train.py:15",
         ),
         (
-            """
-            model = Net()
-            model.scale = nn.Parameter(torch.tensor(1.0))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            """,
-            {},
-            "train.py:17 builds SGD, and Net cannot be sharded there: scale is a scalar",
+            TRAIN,
+            {"fsdp_config__fsdp_transformer_layer_cls_to_wrap": ("Blok",)},
+            "train.py:16 builds SGD, and Net cannot be sharded there: no module of class Blok in Net",
         ),
         (
             """

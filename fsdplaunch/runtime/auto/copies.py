@@ -107,7 +107,7 @@ def _copied(model: Any, memo: dict[int, Any], job: Job) -> nn.Module:
     if prepared is None:
         return copied
     plugin = copy.copy(prepared.plugin)
-    plugin.param_init_fn = _nothing
+    plugin.param_init_fn = _zeros
     place = Place(mesh=prepared.mesh, device=shard._own_device(prepared.mesh))
     shard_model(copied, plugin, place)
     values = dict(named_parameters(model))
@@ -120,5 +120,7 @@ def _copied(model: Any, memo: dict[int, Any], job: Job) -> nn.Module:
     return copied
 
 
-def _nothing(_module: nn.Module) -> None:
-    """The values come from the other model."""
+def _zeros(module: nn.Module) -> None:
+    """Some value, until the other model's is copied."""
+    for param in module.parameters(recurse=False):
+        param.zero_()
