@@ -24,6 +24,20 @@ class LaunchSection:
         """MIN:MAX machines for an elastic run, which starts with MIN and takes in more up to MAX. Machines that
         come or go have all workers start again from the last checkpoint. Left out, exactly num_machines.""",
     )
+    shard: v.ShardName = key(
+        v.SHARD,
+        "auto",
+        """Who shards the model. auto: what the script calls, and where nothing in it shards, each worker itself,
+        where the script moves its model to the device, compiles it or builds its optimizer (fsdp_version 2).
+        explicit: only what the script calls. off: nobody, and a script that shards nothing may end well.""",
+    )
+    keep_global_batch: bool = key(
+        v.FLAG,
+        False,
+        """Compute what one process would where a script is sharded for it: each batch of its loaders is divided
+        over the workers, and what it draws at random is the same on all. Otherwise every worker takes whole
+        batches of its own, and draws of its own.""",
+    )
     max_restarts: int = key(v.WHOLE, 0, "How often all workers are started again after one of them failed.")
     monitor_interval_seconds: float = key(
         v.SECONDS, 0.1, "How often the workers are looked at.", aliases=("monitor_interval",)

@@ -191,6 +191,7 @@ RendezvousName = Literal["static", "c10d"]
 EnvironmentName = Literal["LOCAL_MACHINE"]
 EventLogName = Literal["console"]
 NumaName = Literal["node", "socket", "exclusive", "core-complex"]
+ShardName = Literal["auto", "explicit", "off"]
 KubernetesName = Literal["job", "trainjob"]
 ContextName = Literal["allgather", "alltoall"]
 ContextBackendName = Literal["torch"]
@@ -242,6 +243,7 @@ ENVIRONMENT = one_of(EnvironmentName, refused={"AMAZON_SAGEMAKER": "fsdplaunch s
 RENDEZVOUS = one_of(RendezvousName)
 NUMA = one_of(NumaName)
 EVENT_LOG = one_of(EventLogName)
+SHARD = one_of(ShardName)
 KUBERNETES = one_of(KubernetesName)
 CONTEXT = one_of(ContextName)
 CONTEXT_BACKEND = one_of(ContextBackendName)

@@ -72,6 +72,7 @@ class Crew:
         self._prefixed = False
         self._watchdog = Watchdog(job.run_dir, job.launch.stall_seconds)
         self.notes: list[str] = []
+        self.is_replaced = False
         self._open = False
 
     def start(self, variables: Mapping[int, Mapping[str, str]]) -> None:
@@ -83,6 +84,7 @@ class Crew:
         if self.attempts:
             self.say(self._again())
         self._attempt += 1
+        self.is_replaced = False
         self.workers = []
         self._open = True
         self._wait_for_nursery()
@@ -227,7 +229,8 @@ class Crew:
             "started_ns": min((worker.started_ns for worker in self.workers), default=None),
             "ended_ns": time.time_ns(),
             "workers": workers,
-            "cause": first_failure(workers),
+            # Workers that make way for others, because machines have come or gone, have not failed.
+            "cause": None if self.is_replaced else first_failure(workers),
         }
 
     def _steps(self, worker: Worker) -> int | None:

@@ -89,6 +89,7 @@ class Membership:
             waiting = 1 if reported > self._seen else int(ask(handler))
             if waiting:
                 self._seen, self._held_since = reported, None
+                self._crew.is_replaced = True
                 self._crew.send(signal.SIGKILL)
             return waiting
 

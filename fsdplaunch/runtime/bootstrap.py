@@ -10,13 +10,20 @@ import faulthandler
 import os
 import signal
 import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from fsdplaunch.config.environment import REHEARSAL_STEPS, decode
 from fsdplaunch.config.schema import Config
 from fsdplaunch.lifeline import die_with_parent
+from fsdplaunch.runtime.auto.mixtures import explaining_mixtures
 from fsdplaunch.runtime.failure import conclude
 from fsdplaunch.runtime.heartbeat import start_heartbeat
+from fsdplaunch.runtime.process import rank
 from fsdplaunch.runtime.script import Target, parse_target, run_target
+
+if TYPE_CHECKING:
+    import torch
 
 
 def main(argv: list[str]) -> None:
@@ -43,37 +50,57 @@ def main(argv: list[str]) -> None:
 
 def _work(config: Config, target: Target) -> None:
     if config.distributed_type == "FSDP":
-        _set_up(config)
+        _set_up(config, target)
     start_heartbeat()
     if steps := os.environ.get(REHEARSAL_STEPS):
         from fsdplaunch.runtime.rehearsal import stop_after
 
         stop_after(int(steps))
     try:
-        run_target(target)
+        with explaining_mixtures():
+            run_target(target)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
     _finish_saves()
-    if config.distributed_type == "FSDP":
+    if config.distributed_type == "FSDP" and config.launch.shard != "off":
         from fsdplaunch.runtime.watch import check_sharded
 
         check_sharded(os.path.basename(target.name))  # noqa: PTH119  (a module's name has no path)
 
 
-def _set_up(config: Config) -> None:
+def _set_up(config: Config, target: Target) -> None:
     """Prepare for sharding; other kinds of run own their set-up, as they do under torchrun."""
     from fsdplaunch.runtime.device import choose_device, join_group
     from fsdplaunch.runtime.peers.accelerate_cpu import adapt_accelerate_to_cpu
     from fsdplaunch.runtime.peers.fsdp1_cpu import take_out_offload_to_cpu
     from fsdplaunch.runtime.watch import watch_sharding
 
+    automatic = config.launch.shard == "auto"
+    if automatic and not target.is_module:
+        from fsdplaunch.runtime.auto.device import see_own_gpu
+
+        see_own_gpu(target.name)
     device = choose_device(config)
     join_group(config, device)
     watch_sharding()
     if device.type == "cpu":
         adapt_accelerate_to_cpu()
         take_out_offload_to_cpu()
+    if automatic:
+        _install_hooks(config, device)
+
+
+def _install_hooks(config: Config, device: "torch.device") -> None:
+    """Shard what the script does not; until the process ends, for exit handlers may save."""
+    from fsdplaunch.runtime.auto.install import hooks
+    from fsdplaunch.runtime.auto.job import job_of
+
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    _installed.enter_context(hooks(job_of(config, device, rank=rank(), size=size)))
+
+
+_installed = ExitStack()
 
 
 def _finish_saves() -> None:

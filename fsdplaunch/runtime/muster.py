@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import report
-from fsdplaunch.runtime.stuck import place_key, store
+from fsdplaunch.runtime.stuck import MOVING, place_key, store
 
 NOTICE_SECONDS = 5.0
 """How late a rank may be before it is mentioned."""
@@ -68,12 +68,12 @@ def _places(ranks: Sequence[int]) -> dict[int, str]:
     """Where each of some ranks is stuck; those that are not are left out."""
     meeting = store()
     told = {r: meeting.get(place_key(r)).decode() for r in ranks if meeting.check([place_key(r)])}
-    return {rank: place for rank, place in told.items() if place}
+    return {rank: place for rank, place in told.items() if place != MOVING}
 
 
 def _notice(call: str, missing: Sequence[int]) -> bool:
     if missing:
-        report.say_anywhere(f"{call} waits for {name_ranks(missing)}, which have not called it yet")
+        report.say_anywhere(f"{call} waits for {name_ranks(missing)} to call it too")
     return bool(missing)
 
 

@@ -19,6 +19,9 @@ PERIOD_SECONDS = 0.5
 STILL_SECONDS = 3.0
 """How long the main thread must have stood in one place."""
 
+MOVING = "-"
+"""What a rank that was stuck says afterwards."""
+
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
 _watching: list[threading.Thread] = []
@@ -38,7 +41,7 @@ def watch_main_thread() -> None:
 
 
 def place_key(rank: int) -> str:
-    """Where a rank that is stuck says so: empty while it is not."""
+    """Where a rank that is stuck says so."""
     return f"fsdplaunch/stuck/{rank}"
 
 
@@ -53,7 +56,7 @@ def _watch() -> None:
         mark = None if frame is None else (id(frame), frame.f_lasti)
         if mark != seen or frame is None:
             seen, since = mark, now
-            told = told and not _tell("")
+            told = told and not _tell(MOVING)
         elif not told and now - since > STILL_SECONDS and _in_torch(frame):
             told = _tell(_user_line(frame))
         del frame

@@ -25,6 +25,11 @@ def ever_sharded() -> bool:
     return bool(_seen)
 
 
+def sharded_by() -> str | None:
+    """What sharded or copied a model first in this process, or None."""
+    return next(iter([*_seen, *_copied]), None)
+
+
 def mark_sharded(how: str) -> None:
     """Note that a model was sharded, in memory and, once, as a file for the launcher.
 

@@ -10,8 +10,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PREFIXES = ("FSDP_", "FSDPLAUNCH_", "ACCELERATE_", "PARALLELISM_CONFIG_", "TORCHELASTIC_", "SLURM", "PET_")
+
+
+def campaign(test: Any) -> Any:
+    """Leave a test to scripts/campaigns/cluster: together these take minutes."""
+    reason = "minutes long together: scripts/campaigns/cluster"
+    return pytest.mark.slow(pytest.mark.skipif("FSDPLAUNCH_CAMPAIGN" not in os.environ, reason=reason)(test))
 
 
 def obstacle() -> str | None:

@@ -147,8 +147,9 @@ class Slurm:
         wait_until(lambda: self.job_state(job) == "PENDING", 40, self.logs)
 
         def has_started() -> bool:  # said too early, while the last start is still being cleaned up, it is lost
-            subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], env=self.environ)
-            return self.job_state(job) != "PENDING"
+            words = ["scontrol", "update", f"jobid={job}", "StartTime=now"]
+            subprocess.run(words, env=self.environ, capture_output=True)
+            return self.job_state(job) in ("RUNNING", "COMPLETED")  # and not in between
 
         wait_until(has_started, 60, self.logs)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import PLAIN
-from tests.cluster.lab import Lab, finish
+from tests.cluster.lab import Lab, campaign, finish
 
 TWO = (*PLAIN, "--num-machines", "2", "--show-ranks", "all")
 
@@ -31,6 +31,7 @@ def test_two_machines_without_numbers_or_names_sum_over_all_ranks(three: Lab, fo
     assert result(folder)["exit_code"] == result(folder, "node1")["exit_code"] == 0
 
 
+@campaign
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_machines_with_different_numbers_of_workers_run_together(three: Lab, folder: Path, backend: str):
     common = ("--distributed-type", "MULTI_CPU", "--num-machines", "2", "--show-ranks", "all")
@@ -44,6 +45,27 @@ def test_machines_with_different_numbers_of_workers_run_together(three: Lab, fol
     assert "rank 0 of 3 on host0 sum 6.0" in out0
     assert "rank 2 of 3 on host1 sum 6.0" in out1
     assert "3 on 2 machines" in err0
+
+
+@campaign
+def test_sharded_training_over_two_machines_writes_one_checkpoint(three: Lab, folder: Path):
+    script = Path(__file__).parents[2] / "scripts" / "examples" / "train_lm.py"
+    words = (
+        "--use-cpu",
+        "--nproc-per-node",
+        "1",
+        "--num-machines",
+        "2",
+        "--main-process-ip",
+        "host0",
+        str(script),
+    )
+    runs = [three.launch(k, *words, "--steps", "2", cwd=folder, OMP_NUM_THREADS="1") for k in (0, 1)]
+    (code0, out0, err0), (code1, _, err1) = finish(runs[0], 100), finish(runs[1], 100)
+    assert (code0, code1) == (0, 0), err0 + err1
+    assert "evaluation loss after training" in out0
+    parts = sorted(path.name for path in folder.rglob("*.distcp"))
+    assert [name.partition("_0.")[0] for name in parts if name.startswith("__")].count("__1") > 0, parts
 
 
 def test_worker_that_fails_on_the_other_machine_is_the_cause_on_both(three: Lab, folder: Path):
@@ -60,6 +82,7 @@ def test_worker_that_fails_on_the_other_machine_is_the_cause_on_both(three: Lab,
     assert "no such luck" in (folder / "runs" / "latest" / "node1" / "ranks" / "3" / "stderr.log").read_text()
 
 
+@campaign
 def test_interrupt_on_one_machine_stops_all_of_them_after_saving(three: Lab, folder: Path):
     state = folder / "state.json"
     where = (*TWO, "--main-process-ip", "host0", "saves.py")
@@ -159,6 +182,7 @@ def test_machine_0_that_does_not_answer_is_named_with_the_reason(
     assert said in err
 
 
+@campaign
 def test_port_that_another_program_holds_is_named_on_both_sides(three: Lab, folder: Path):
     listen = "import socket, time; s = socket.create_server(('', 29500)); print('up', flush=True); time.sleep(60)"
     squatter = three.start(0, sys.executable, "-c", listen, cwd=folder)

@@ -1,13 +1,11 @@
 """A real SLURM: inside an allocation, submitted, followed, cancelled, warned, requeued after a failure."""
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
-import pytest
-
+from tests.cluster.lab import campaign
 from tests.cluster.slurm_lab import Slurm, wait_until
 
 PLAIN = ("--distributed-type", "MULTI_CPU", "--nproc-per-node", "1", "--use-cpu")
@@ -36,6 +34,7 @@ def test_srun_says_everything_inside_an_allocation(slurm: Slurm, folder: Path):
     assert not (folder / "evaluated").exists()
 
 
+@campaign
 def test_batch_script_without_srun_starts_a_launcher_on_every_machine(slurm: Slurm, folder: Path):
     command = f"{sys.executable} -P -m fsdplaunch launch {' '.join(ALL)} sum.py"
     (folder / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -N2\n#SBATCH -o out.txt\n{command}\n")
@@ -69,6 +68,7 @@ def test_submitted_run_is_followed_to_its_end_with_its_arguments_unchanged(slurm
     assert "rank 1 of 2" in logs.stdout
 
 
+@campaign
 def test_run_that_fails_gives_its_own_code_and_report(slurm: Slurm, folder: Path):
     words = ["--slurm", "--follow", *PLAIN, "--num-machines", "2", "sum.py"]
     done = slurm.fsdplaunch("launch", *words, cwd=folder, FAIL="1")
@@ -88,6 +88,7 @@ def test_dry_run_prints_the_script_that_would_be_submitted(slurm: Slurm, folder:
     assert not (folder / "runs").exists()
 
 
+@campaign
 def test_cancelled_run_ends(slurm: Slurm, folder: Path):
     state = folder / "state.json"
     job, run_dir = submit(slurm, folder, *PLAIN, "--num-machines", "2", "saves.py", STATE=str(state), EVERY="1")
@@ -117,6 +118,7 @@ def test_warning_saves_requeues_and_resumes(slurm: Slurm, folder: Path):
     assert json.loads((run_dir / "try1" / "result.json").read_text())["exit_code"] == 0
 
 
+@campaign
 def test_machine_that_dies_puts_the_run_back_and_it_resumes_on_the_others(slurm: Slurm, folder: Path):
     state = folder / "state.json"
     words = (*PLAIN, "--num-machines", "2", "--machine-timeout-seconds", "3", "saves.py")
@@ -132,8 +134,7 @@ def test_machine_that_dies_puts_the_run_back_and_it_resumes_on_the_others(slurm:
     assert "start at step 0 " not in output(run_dir).partition("start at step 0 of world 2\n")[2]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("FSDPLAUNCH_CAMPAIGN" not in os.environ, reason="minutes long: scripts/campaigns/cluster")
+@campaign
 def test_preempted_run_saves_waits_and_goes_on(slurm: Slurm, folder: Path):
     state = folder / "state.json"
     words = (*PLAIN, "--num-machines", "3", "--slurm.partition", "low", "saves.py")
@@ -145,3 +146,21 @@ def test_preempted_run_saves_waits_and_goes_on(slurm: Slurm, folder: Path):
     slurm.start_now(job)
     wait_until(lambda: slurm.job_state(job) == "COMPLETED", 90, lambda: output(run_dir) + slurm.logs())
     assert "done at step 60" in output(run_dir)
+
+
+@campaign
+def test_sharded_training_resumes_from_its_last_complete_checkpoint(slurm: Slurm, folder: Path):
+    script = Path(__file__).parents[2] / "scripts" / "examples" / "train_lm.py"
+    words = ("--use-cpu", "--nproc-per-node", "1", "--num-machines", "2", "--machine-timeout-seconds", "3")
+    job, run_dir = submit(slurm, folder, *words, str(script), "--steps", "60", "--save-every", "10")
+    checkpoints = folder / "checkpoints" / "lm"
+    wait_until(lambda: len(list(checkpoints.glob("*20*"))) > 0, 200, lambda: output(run_dir))
+    slurm.kill_machine(1)
+    try:
+        slurm.start_now(job)
+        wait_until(lambda: slurm.job_state(job) == "COMPLETED", 250, lambda: output(run_dir) + slurm.logs())
+    finally:
+        slurm.start_machine(1)
+    assert "resumed after step " in output(run_dir)
+    assert "step 60 " in output(run_dir)
+    assert "evaluation loss after training" in output(run_dir)

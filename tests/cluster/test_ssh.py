@@ -6,7 +6,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.cluster.lab import finish
+from tests.cluster.lab import campaign, finish
 from tests.cluster.slurm_lab import wait_until
 from tests.cluster.sshd_lab import Sshd
 
@@ -30,6 +30,7 @@ def test_all_hosts_run_and_arguments_arrive_unchanged(sshd: Sshd, folder: Path):
     assert "[host2] machine 1 of 2" in err
 
 
+@campaign
 def test_slots_of_a_hostfile_are_the_workers_of_each_host(sshd: Sshd, folder: Path):
     (folder / "hosts").write_text("# two machines\nhost1 slots=1\nhost2 slots=2  # the bigger one\n")
     options = ("--set", f"ssh.options=[-F, {sshd.config}]", "--hostfile", "hosts", "--show-ranks", "all")
@@ -40,6 +41,7 @@ def test_slots_of_a_hostfile_are_the_workers_of_each_host(sshd: Sshd, folder: Pa
     assert "rank 2 of 3 on host2 sum 6.0" in out
 
 
+@campaign
 def test_failure_on_one_host_is_reported_once_with_its_code(sshd: Sshd, folder: Path):
     (folder / "fails.py").write_text(
         "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)\n"
@@ -73,6 +75,7 @@ def test_host_with_an_unknown_key_is_refused_without_a_question(sshd: Sshd, fold
     assert "passwords are never asked for" in err
 
 
+@campaign
 def test_host_that_hangs_is_named_in_time(sshd: Sshd, folder: Path):
     sshd.pause(2)
     started = time.monotonic()
@@ -92,6 +95,7 @@ def test_interpreter_that_is_not_there_is_named(sshd: Sshd, folder: Path):
     assert "set ssh.python" in err
 
 
+@campaign
 def test_host_that_dies_in_training_is_lost_and_the_others_end(sshd: Sshd, folder: Path):
     state = folder / "state.json"
     words = (*PLAIN, "--machine-timeout-seconds", "3", "--shutdown-grace-seconds", "3", "saves.py")
@@ -107,6 +111,7 @@ def test_host_that_dies_in_training_is_lost_and_the_others_end(sshd: Sshd, folde
     wait_until(lambda: not workers(sshd, 1), 20)
 
 
+@campaign
 def test_interrupt_reaches_every_host_and_saves(sshd: Sshd, folder: Path):
     state = folder / "state.json"
     words = (*PLAIN, "saves.py")

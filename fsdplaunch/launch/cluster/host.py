@@ -138,7 +138,10 @@ class Host(Gathering):
             "outcome": lambda seat, message: self._take_outcome(seat, dict(message["outcome"])),
             "ping": lambda _seat, _message: None,
         }
-        handlers[text_of(message, "kind")](seat, message)
+        kind = text_of(message, "kind")
+        if seat.greeting is None and kind != "hello":
+            raise KeyError(kind)  # who has not presented itself has no say
+        handlers[kind](seat, message)
 
     def _greet(self, seat: Seat, message: Message) -> None:
         if text_of(message, "protocol") != PROTOCOL:

@@ -130,7 +130,7 @@ class Reception:
                 for message in messages:
                     seat.heard = time.monotonic()
                     self.take(seat, message)
-            except (StrangerError, TypeError, KeyError, ValueError):
+            except (StrangerError, TypeError, KeyError, ValueError, AttributeError):
                 connection.close()  # a port scanner, or a torch store that looks for its own
 
     def _broadcast(self, **message: Any) -> None:

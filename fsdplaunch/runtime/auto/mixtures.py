@@ -1,0 +1,25 @@
+"""Say what to do when the script computes with a shard and a whole tensor.
+
+Needed because torch's words name neither the line of the script nor the reason: parameters are whole only inside
+the model's forward.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_TORCH_SAYS = "got mixed torch.Tensor and DTensor"
+
+
+@contextmanager
+def explaining_mixtures() -> Iterator[None]:
+    """Add a note to torch's error, below the traceback that names the script's line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _TORCH_SAYS in str(error):
+            error.add_note(
+                "fsdplaunch: a sharded parameter is whole only while its model computes. Compute this in the "
+                "model's forward or in a method of the model that is given tensors,\nor shard in the script where "
+                "it suits: model, optimizer = fsdplaunch.prepare(model, optimizer)"
+            )
+        raise

@@ -1,0 +1,25 @@
+"""Exchange one attribute of one of torch's objects for as long as a context lasts."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Put `make(original)` in the place of `owner.name`, and the original back at the end.
+
+    Args:
+        owner: A class or a module.
+        name: The attribute. One that a class only inherits, or does not have, is taken off it again.
+        make: Gets the original, None if there is none, and returns what stands in its place.
+    """
+    own = vars(owner).get(name)
+    setattr(owner, name, make(getattr(owner, name, None)))
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

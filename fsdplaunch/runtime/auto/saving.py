@@ -1,0 +1,250 @@
+"""`torch.save`, safetensors and `save_pretrained` write what one process would have written, once.
+
+Needed because every worker runs the script's saving line: sharded tensors are gathered one at a time on all
+workers, only rank 0 keeps and writes them, and the others go on when the file is complete.
+"""
+
+import contextlib
+import io
+import os
+import pickle
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdplaunch.runtime import report
+from fsdplaunch.runtime.agreement import together
+from fsdplaunch.runtime.auto.copies import plain_copy
+from fsdplaunch.runtime.auto.job import Job
+from fsdplaunch.runtime.auto.patching import replaced
+
+
+class Gathering:
+    """Gathers sharded tensors on all workers; the whole ones are kept where they are wanted."""
+
+    def __init__(self, *, keep: bool) -> None:
+        self.keep = keep
+        self.count = 0
+        self._whole: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def whole(self, tensor: DTensor) -> torch.Tensor:
+        """The whole tensor in host memory, or an empty one where it is not wanted. Collective."""
+        self.count += 1
+        local = tensor.to_local()
+        key = (local.untyped_storage()._cdata, local.storage_offset(), tuple(tensor.shape), tensor.dtype)
+        if key not in self._whole:  # tied tensors stay tied
+            detached: Any = tensor.detach()
+            full = detached.full_tensor()
+            # The shard is kept as well: its storage's address must not be given to another while this one counts.
+            self._whole[key] = local, full.cpu() if self.keep else full.new_empty(0)
+        whole = self._whole[key][1]
+        return nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
+
+    @contextmanager
+    def pickling(self) -> Iterator[None]:
+        """Pickle sharded tensors as whole ones, and sharded models as what they were before."""
+
+        def reduce_tensor(tensor: DTensor, protocol: int) -> Any:
+            return self.whole(tensor).__reduce_ex__(protocol)
+
+        def reduce_model(model: Any, _protocol: int) -> Any:
+            # Protocol 1 names the class in a way that need not be the pickled object's own.
+            return plain_copy(model, _itself, _tensors_of(model)).__reduce_ex__(1)
+
+        with (
+            replaced(DTensor, "__reduce_ex__", lambda _: reduce_tensor),
+            replaced(FSDPModule, "__reduce_ex__", lambda _: reduce_model),
+        ):
+            yield
+
+
+def _itself(param: nn.Parameter) -> Any:
+    return param
+
+
+def _tensors_of(model: nn.Module) -> dict[int, Any]:
+    """A memo for copying a model without its buffers."""
+    return {id(buffer): buffer for buffer in model.buffers()}
+
+
+class _Walk(pickle.Pickler):
+    """Goes through an object as torch.save does, in the same order, and writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(_Nowhere(), protocol=2)
+
+    def persistent_id(self, obj: Any) -> Any:
+        return "storage" if isinstance(obj, torch.storage.TypedStorage | torch.UntypedStorage) else None
+
+
+class _Nowhere(io.RawIOBase):
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+@contextmanager
+def saving_whole(job: Job) -> Iterator[None]:
+    """Let the script's own saving calls write once, and whole tensors."""
+    import safetensors.torch as safe
+
+    with (
+        replaced(torch, "save", lambda save: _torch_save(save, job)),
+        replaced(safe, "save_file", lambda save: _save_file(save, job)),
+        replaced(safe, "save_model", lambda save: _save_model(save, job)),
+    ):
+        yield
+
+
+def _torch_save(save: Any, job: Job) -> Any:
+    def save_once(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if not job.ownership.ours or not _called_for_the_script():
+            save(obj, f, *args, **kwargs)
+            return
+        everywhere = isinstance(f, io.BytesIO)  # the script goes on with the bytes
+        write = _writer(save, obj, f, args, kwargs)
+        gathering = Gathering(keep=everywhere or job.rank == 0)
+        failure = _write_or_walk(write, obj, gathering)
+        if gathering.count:
+            _hint(job)
+            with together("write what torch.save was given"):
+                if failure is not None:
+                    raise failure
+        elif failure is not None:
+            raise failure
+        elif not gathering.keep and _is_path(f):
+            _write_if_missing(save, obj, Path(os.fspath(f)), args, kwargs)
+
+    return save_once
+
+
+def _write_or_walk(write: Any, obj: Any, gathering: Gathering) -> Exception | None:
+    """Write where the whole tensors are; take part in gathering them everywhere, also when writing fails."""
+    failure = None
+    with gathering.pickling():
+        if gathering.keep:
+            try:
+                write()
+            except Exception as error:  # the others wait in the gathering; they learn of it after
+                failure = error
+        if failure is not None or not gathering.keep:
+            _Walk().dump(obj)
+    return failure
+
+
+def _writer(save: Any, obj: Any, f: Any, args: Any, kwargs: Any) -> Any:
+    """Write to a path under another name until the file is complete; to anything else directly."""
+    if not _is_path(f):
+        return lambda: save(obj, f, *args, **kwargs)
+    path = Path(os.fspath(f))
+
+    def write_and_rename() -> None:
+        part = _part(path)
+        try:
+            save(obj, part, *args, **kwargs)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    return write_and_rename
+
+
+def _write_if_missing(save: Any, obj: Any, path: Path, args: Any, kwargs: Any) -> None:
+    """Write something without shards unless it is there: rank 0's stays, no rank waits or reads half a file."""
+    if path.exists():
+        return
+    part = _part(path)
+    try:
+        save(obj, part, *args, **kwargs)
+        with contextlib.suppress(FileExistsError):
+            os.link(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+
+
+def _is_path(f: Any) -> bool:
+    return isinstance(f, str | os.PathLike)
+
+
+def _called_for_the_script() -> bool:
+    """Whether the call two frames up is not torch's own or this package's own, which write shards."""
+    return not str(sys._getframe(2).f_globals.get("__name__", "")).startswith(("torch.", "fsdplaunch."))
+
+
+def _hint(job: Job) -> None:
+    """Once, where files of shards are configured, name the call that writes them."""
+    if job.config.fsdp_config.fsdp_state_dict_type != "FULL_STATE_DICT" and "saving" not in job.said:
+        job.said.add("saving")
+        report.say(
+            "torch.save gathers whole tensors on rank 0; fsdplaunch.save_checkpoint writes every rank's shards"
+        )
+
+
+def gathered(tensors: Mapping[str, Any], gathering: Gathering) -> dict[str, Any]:
+    """The same mapping with whole tensors."""
+    return {
+        name: gathering.whole(value) if isinstance(value, DTensor) else value for name, value in tensors.items()
+    }
+
+
+def _save_file(save: Any, job: Job) -> Any:
+    def save_file_once(tensors: Mapping[str, Any], filename: Any, *args: Any, **kwargs: Any) -> None:
+        if not job.ownership.ours:
+            save(tensors, filename, *args, **kwargs)
+        elif any(isinstance(value, DTensor) for value in tensors.values()):
+            whole = gathered(tensors, Gathering(keep=job.rank == 0))
+            with together(f"write {filename}"):
+                if job.rank == 0:
+                    save({name: value.detach() for name, value in whole.items()}, filename, *args, **kwargs)
+        elif job.rank == 0:
+            save(tensors, filename, *args, **kwargs)
+
+    return save_file_once
+
+
+def _save_model(save: Any, job: Job) -> Any:
+    def save_model_once(model: nn.Module, filename: str, *args: Any, **kwargs: Any) -> None:
+        if model not in job.models:
+            save(model, filename, *args, **kwargs)
+            return
+        plain = whole_copy(model, job)
+        with together(f"write {filename}"):
+            if job.rank == 0:
+                save(plain, filename, *args, **kwargs)
+
+    return save_model_once
+
+
+def whole_copy(model: nn.Module, job: Job) -> nn.Module:
+    """The model as one process would have it, in host memory on rank 0, elsewhere empty. Collective."""
+    gathering = Gathering(keep=job.rank == 0)
+
+    def whole(param: nn.Parameter) -> Any:
+        return gathering.whole(param) if isinstance(param, DTensor) else param
+
+    return plain_copy(model, whole, _tensors_of(model))
+
+
+def save_whole(model: Any, job: Job) -> None:
+    """Let a transformers model's `save_pretrained` write once, and whole tensors."""
+    if not hasattr(model, "save_pretrained"):
+        return
+
+    def save_pretrained(*args: Any, **kwargs: Any) -> None:
+        plain: Any = whole_copy(model, job)
+        with together("write what save_pretrained was given"):
+            if job.rank == 0:
+                plain.save_pretrained(*args, **kwargs)
+
+    model.__dict__["save_pretrained"] = save_pretrained

@@ -1,0 +1,123 @@
+"""Runs programs as plain python does and as launched workers, and reads back what they printed and wrote."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdplaunch.config.environment import encode
+from fsdplaunch.config.keys import build_config, keys_by_path
+from fsdplaunch.config.resolve import resolve
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parent / "programs"
+LOSS = re.compile(r"\bloss[ =:]+(-?\d+\.\d+)")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a program left behind.
+
+    Attributes:
+        codes: Exit status of each rank.
+        out: What each rank wrote to stdout.
+        err: What each rank wrote to stderr.
+        folder: Where it ran.
+        parameters: What each rank's parameters were at the end.
+    """
+
+    codes: list[int]
+    out: list[str]
+    err: list[str]
+    folder: Path
+    parameters: list[list[dict[str, Any]]]
+
+    def losses(self) -> list[float]:
+        """The mean over ranks of each loss printed, in order."""
+        each = [[float(found) for found in LOSS.findall(text)] for text in self.out]
+        assert len({len(one) for one in each}) == 1, self.out
+        return [sum(values) / len(values) for values in zip(*each, strict=True)]
+
+
+class Forks:
+    """The process that forks."""
+
+    def __init__(self) -> None:
+        prefixes = ("FSDP", "ACCELERATE_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+        environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.scripts.forks"],
+            cwd=ROOT,
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(
+        self, script: Path, folder: Path, *arguments: str, ranks: int = 0, timeout: float = 90.0, **keys: Any
+    ) -> Run:
+        """Run a script in a folder.
+
+        Args:
+            script: Its file.
+            folder: Where; made if needed.
+            arguments: Of the script.
+            ranks: How many workers; 0 for plain python.
+            timeout: Seconds until it counts as hung.
+            keys: Configuration, `launch__shard="explicit"`.
+        """
+        logs = folder.with_name(folder.name + "-logs")
+        folder.mkdir(parents=True, exist_ok=True)
+        logs.mkdir(parents=True, exist_ok=True)
+        request = {
+            "script": str(script),
+            "folder": str(folder),
+            "logs": str(logs),
+            "arguments": arguments,
+            "ranks": ranks,
+            "timeout": timeout,
+            "env": environment(ranks, keys) if ranks else {},
+        }
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        codes = json.loads(self.process.stdout.readline())
+        facts = [logs / f"{rank}.facts.json" for rank in range(len(codes))]
+        return Run(
+            codes=codes,
+            out=[(logs / f"{rank}.out").read_text() for rank in range(len(codes))],
+            err=[(logs / f"{rank}.err").read_text() for rank in range(len(codes))],
+            folder=folder,
+            parameters=[json.loads(fact.read_text()) for fact in facts if fact.exists()],
+        )
+
+    def stop(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=20)
+
+
+def environment(ranks: int, keys: dict[str, Any]) -> dict[str, str]:
+    """The variables of a CPU run over some ranks with these keys."""
+    base = {"distributed_type": "FSDP", "use_cpu": True, "num_processes": ranks, "fsdp_config__fsdp_version": 2}
+    said = {tuple(name.split("__")): value for name, value in (base | keys).items()}
+    assert set(said) <= set(keys_by_path()), said
+    return encode(resolve(build_config(said)))
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    server = Forks()
+    yield server
+    server.stop()

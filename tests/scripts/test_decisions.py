@@ -1,0 +1,221 @@
+"""Who shards is decided once and said; what cannot be done is an error that names the script's line."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.scripts.conftest import Forks, Run
+
+RANKS = 2
+HEAD = """
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.manual_seed(0)
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+        def forward(self, x):
+            return self.layers(x)
+"""
+
+
+def run(forks: Forks, folder: Path, body: str, *, ranks: int = RANKS, **keys: object) -> Run:
+    script = folder / "train.py"
+    script.write_text(textwrap.dedent(HEAD) + textwrap.dedent(body))
+    return forks.run(script, folder / "run", ranks=ranks, **keys)
+
+
+TRAIN = """
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_script_that_shards_nothing_is_sharded_and_told(forks: Forks, tmp_path: Path) -> None:
+    done = run(forks, tmp_path, TRAIN)
+    assert done.codes == [0, 0], done.err
+    assert done.err[0].count("launch.shard auto: nothing in the script shards") == 1
+    assert "sharded Net: 2 x Linear, 40 parameters, FSDP2 FULL_SHARD over 2 ranks" in done.err[0]
+    assert done.err[1] == ""
+
+
+def test_script_that_prepares_keeps_doing_so(forks: Forks, tmp_path: Path) -> None:
+    body = """
+        import fsdplaunch
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        print(type(model).__name__)
+        fsdplaunch.prepare(model, optimizer)
+    """
+    done = run(forks, tmp_path, body)
+    assert done.codes == [0, 0], done.err
+    assert "the script shards by itself (prepare, train.py:" in done.err[0]
+    assert done.out == ["Net\n", "Net\n"]
+
+
+def test_accelerators_script_is_left_to_it(forks: Forks, tmp_path: Path) -> None:
+    body = """
+        from accelerate import Accelerator
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        print(type(model).__name__, len(optimizer.param_groups[0]["params"]), Accelerator.__name__)
+    """
+    done = run(forks, tmp_path, body)
+    assert done.codes == [1, 1]
+    assert done.out == ["Net 4 Accelerator\n"] * 2
+    assert "the script shards by itself (Accelerator, train.py:" in done.err[0]
+    assert "ended without sharding a model" in done.err[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "keys", "says"),
+    [
+        (TRAIN, {"launch__shard": "explicit"}, "train.py ended without sharding a model"),
+        (
+            TRAIN,
+            {"fsdp_config__fsdp_version": 1},
+            "train.py:16 builds SGD, nothing in the script shards it, and doing so needs fsdp_version 2",
+        ),
+        (
+            """
+            model = Net().to("cpu")
+            model.head = nn.Linear(4, 2)
+            model(torch.ones(2, 4))
+            """,
+            {},
+            "train.py:17: head.weight of Net appeared after the model was sharded at train.py:15",
+        ),
+        (
+            """
+            model = Net().to("cpu")
+            model.head = nn.Linear(4, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            """,
+            {},
+            "train.py:17: head.weight of Net appeared after the model was sharded at train.py:15",
+        ),
+        (
+            """
+            model = Net()
+            model.scale = nn.Parameter(torch.tensor(1.0))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            """,
+            {},
+            "train.py:17 builds SGD, and Net cannot be sharded there: scale is a scalar",
+        ),
+        (
+            """
+            part = Net().to("cpu")
+            class Whole(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.part = part
+                    self.own = nn.Linear(4, 4)
+                def forward(self, x):
+                    return self.own(self.part(x))
+            whole = Whole()
+            optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+            """,
+            {},
+            "train.py:24: Net was sharded at train.py:15, before it was part of a model",
+        ),
+        (
+            TRAIN + "    for x in DataLoader(TensorDataset(torch.ones(9, 4)), batch_size=3): pass",
+            {"launch__keep_global_batch": True},
+            "train.py:19 reads batches of 3, which 2 workers cannot divide evenly",
+        ),
+    ],
+)
+def test_what_cannot_be_done_names_the_line(
+    forks: Forks, tmp_path: Path, body: str, keys: dict[str, object], says: str
+) -> None:
+    done = run(forks, tmp_path, body, **keys)
+    assert done.codes == [1, 1], done.err
+    assert all(says in err for err in done.err), done.err[0]
+    assert "fsdplaunch.prepare" in done.err[0] or "batch size" in done.err[0]
+
+
+def test_nobody_shards_when_that_is_asked_for(forks: Forks, tmp_path: Path) -> None:
+    done = run(forks, tmp_path, TRAIN, launch__shard="off")
+    assert done.codes == [0, 0], done.err
+    assert done.parameters == [[], []]
+
+
+def test_ranks_draw_their_own_batches_from_one_order(forks: Forks, tmp_path: Path) -> None:
+    body = """
+        model = Net().to("cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(torch.arange(12), batch_size=2, shuffle=True)
+        print(len(loader), [x for batch in loader for x in batch.tolist()], torch.randint(10**9, (1,)).item())
+        print(len(loader), [x for batch in loader for x in batch.tolist()])
+        model.eval()
+        print(len(loader), sorted(x for batch in loader for x in batch.tolist()) == list(range(12)))
+    """
+    done = run(forks, tmp_path, body)
+    assert done.codes == [0, 0], done.err
+    assert "batches of 2 on each of 2 ranks, 4 together" in done.err[0]
+    orders = []
+    for epoch in (0, 1):
+        lines = [out.splitlines()[epoch] for out in done.out]
+        assert all(line.startswith("3 [") for line in lines)
+        parts = [line[3 : line.index("]")].split(", ") for line in lines]
+        assert sorted(int(x) for part in parts for x in part) == list(range(12))
+        orders.append(parts)
+    assert orders[0] != orders[1]
+    draws = {out.splitlines()[0].rsplit(" ", 1)[1] for out in done.out}
+    assert len(draws) == 2
+    assert [out.splitlines()[2] for out in done.out] == ["6 True", "6 True"]
+
+
+def test_parameters_of_no_module_stay_equal(forks: Forks, tmp_path: Path) -> None:
+    body = """
+        import torch.distributed as dist
+        model = Net()
+        temperature = torch.nn.Parameter(torch.zeros(()))
+        optimizer = torch.optim.Adam([*model.parameters(), temperature], lr=0.1)
+        for step in range(3):
+            ((model(torch.randn(2, 4)) - temperature) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        print(f"{temperature.item():.7f}")
+    """
+    done = run(forks, tmp_path, body)
+    assert done.codes == [0, 0], done.err
+    assert done.out[0] == done.out[1] != "0.0000000\n"
+    assert "1 parameters of no module stay whole" in done.err[0]
+
+
+def test_numbers_read_from_shards_are_those_of_the_whole(forks: Forks, tmp_path: Path) -> None:
+    body = """
+        model = Net()
+        weight = model.layers[0].weight.detach().clone()
+        model.to("cpu")
+        now = model.layers[0].weight
+        print(abs(now.norm().item() - weight.norm().item()) < 1e-6)
+        print(abs(float(now.mean()) - float(weight.mean())) < 1e-6)
+        print(f"{now.sum():.4f}" == f"{weight.sum():.4f}")
+        print(now.detach().numpy().shape, now.max().tolist() == weight.max().item())
+    """
+    done = run(forks, tmp_path, body)
+    assert done.out == ["True\nTrue\nTrue\n(4, 4) True\n"] * 2, done.err
+
+
+def test_whole_model_is_pickled_as_one_process_would(forks: Forks, tmp_path: Path) -> None:
+    body = """
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        whole = {name: value.clone() for name, value in model.state_dict().items()}
+        model.to("cpu")
+        torch.save(model, "model.pt")
+        loaded = torch.load("model.pt", weights_only=False)
+        print(type(loaded).__name__, all(torch.equal(whole[k], v) for k, v in loaded.state_dict().items()))
+        print(tuple(loaded(torch.ones(1, 4)).shape))
+    """
+    done = run(forks, tmp_path, body)
+    assert done.out == ["Sequential True\n(1, 2)\n"] * 2, done.err
