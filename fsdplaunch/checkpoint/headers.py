@@ -19,6 +19,8 @@ from fsdplaunch.errors import CheckpointError
 SMALL = 32 * 2**10
 BLOCK = 2**20
 MAX_FORMS = 4096
+# The most that stands around the data in a compressed item: its description and table of contents.
+MOST_AROUND = 4 * 2**20
 _CRC_AT = 16  # of a file's entry in the table of contents
 _CRC = 4
 
@@ -130,9 +132,10 @@ def _offset(entry: tuple[int, StoredTensor, StoredChunk]) -> int:
 def _read_checked(sources: Sources, tensor: StoredTensor, chunk: StoredChunk) -> tuple[Item, Form | None]:
     place = chunk.place
     try:
-        window = Window(lambda offset, count: sources.read(place, offset, count), place.length)
+        window = sources.window(place, chunk.box.numel * tensor.dtype.size + MOST_AROUND)
         item, built = parse_item(window)
-        form = make_form(item, built, window)
+        packed = place in sources.packed
+        item, form = item._replace(packed=packed), None if packed else make_form(item, built, window)
     except (RefusedError, UnicodeDecodeError) as problem:
         where = _where(sources, tensor, place)
         msg = f"{where} cannot be read: {problem if isinstance(problem, RefusedError) else 'damaged text'}"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from fsdplaunch.checkpoint.boxes import Box, find_tiling_fault
 from fsdplaunch.checkpoint.dtypes import Dtype
+from fsdplaunch.checkpoint.packed import DESCRIPTOR
 from fsdplaunch.checkpoint.places import ItemKey, Place
 from fsdplaunch.checkpoint.records import NAMES, Index, Info, Meta, TensorEntry, ValueEntry
 from fsdplaunch.checkpoint.refusal import short
@@ -76,11 +77,13 @@ class CheckpointIndex:
         tensors: The tensors, in the file's order.
         values: The entries that are not tensors.
         files: Every data file it refers to, with the end of the last item in it.
+        packed: Places of the items that are compressed.
     """
 
     tensors: tuple[StoredTensor, ...]
     values: tuple[StoredValue, ...]
     files: Mapping[str, int] = field(default_factory=dict)
+    packed: frozenset[Place] = frozenset()
 
     @property
     def entries(self) -> tuple[StoredTensor | StoredValue, ...]:
@@ -123,7 +126,7 @@ def parse_index(data: bytes, *, where: str) -> CheckpointIndex:
         else:
             msg = f"{where}: {short(str(name))} is a {type(entry).__name__}, not a tensor or a value"
             raise CheckpointError(msg, hint=_COPY_AGAIN)
-    return CheckpointIndex(tensors=tuple(tensors), values=tuple(values), files=files)
+    return CheckpointIndex(tensors=tuple(tensors), values=tuple(values), files=files, packed=_packed(meta))
 
 
 def check_file_name(name: str, where: str) -> str:
@@ -158,13 +161,23 @@ def _place(key: Any, info: Any, where: str) -> Place:
     if not isinstance(key, Index | ItemKey) or not isinstance(info, Info):
         msg = f"{where}: an entry of its storage table is a {type(info).__name__}"
         raise CheckpointError(msg, hint=_COPY_AGAIN)
-    if info.transforms:
+    if info.transforms and not _is_packed(info):
         msg = f"{where}: {short(key.fqn)} is stored through {short(', '.join(info.transforms))}"
         raise CheckpointError(
             msg,
-            hint="compressed checkpoints are not supported; load it with torch and save it without extensions",
+            hint="of torch's extensions only zstd is read; load it with torch and save it without extensions",
         )
     return Place(info.relative_path, info.offset, info.length)
+
+
+def _is_packed(info: Any) -> bool:
+    """Say whether an item went through torch's ZStandard extension and nothing else."""
+    return isinstance(info, Info) and len(info.transforms) == 1 and bool(DESCRIPTOR.fullmatch(info.transforms[0]))
+
+
+def _packed(meta: Meta) -> frozenset[Place]:
+    infos = (info for info in meta.storage_data.values() if _is_packed(info))
+    return frozenset(Place(info.relative_path, info.offset, info.length) for info in infos)
 
 
 def _file_ends(places: Places, where: str) -> dict[str, int]:

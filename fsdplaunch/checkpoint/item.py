@@ -46,12 +46,14 @@ class Item(NamedTuple):
         data_offset: Where the storage's bytes start, counted from the item's start.
         data_length: Bytes of the storage.
         crc: CRC32 of those bytes, or None when the writer did not compute it.
+        packed: The item is compressed; the offset counts in what it grows to.
     """
 
     description: Description
     data_offset: int
     data_length: int
     crc: int | None
+    packed: bool = False
 
 
 class Zip(NamedTuple):

@@ -43,6 +43,7 @@ class Piece(NamedTuple):
         run: Source and target are each one run of bytes, so that the kernel can copy it.
         target: Where its first element goes, in bytes from the tensor's start.
         nbytes: Bytes that it contributes.
+        packed: Its item is compressed; `file_offset` is then the item's start and an offset in what it grows to.
     """
 
     box: Box
@@ -56,10 +57,13 @@ class Piece(NamedTuple):
     run: bool
     target: int
     nbytes: int
+    packed: bool
 
     def to_dict(self, size: int) -> dict[str, Any]:
         """Return the piece as plain data; `size` is the bytes per element."""
         common = {"file": self.place.file, "offset": self.file_offset + self.start * size, "length": self.nbytes}
+        if self.packed:
+            common |= {"offset": self.place.offset, "compressed": self.place.length}
         if self.run:
             return {**common, "target": self.target}
         return {**common, "strided": True, "offsets": list(self.box.offsets), "sizes": list(self.box.sizes)}
@@ -230,15 +234,19 @@ def plan_pieces(tensor: StoredTensor, items: Mapping[Place, Item]) -> tuple[Piec
     layouts: dict[tuple[tuple[int, ...], int], tuple[int, bool, int]] = {}
     pieces = []
     for box, place in tensor.chunks:
-        found, data_offset, data_length, crc = items[place]
+        found, data_offset, data_length, crc, packed = items[place]
         kind = (box[1], id(found))
         layout = layouts.get(kind)
         if layout is None:
             layout = layouts[kind] = _layout(tensor, box, found)
         flip, run, nbytes = layout
+        run = run and not packed
         file_offset, target = place[1] + data_offset, sum(map(mul, box[0], steps)) * size
         pieces.append(
-            Piece(box, place, file_offset, data_length, found.strides, found.start, crc, flip, run, target, nbytes)
+            Piece(
+                *(box, place, file_offset, data_length, found.strides, found.start, crc, flip, run),
+                *(target, nbytes, packed),
+            )
         )
     return tuple(pieces)
 

@@ -9,9 +9,11 @@ from types import TracebackType
 from typing import Self
 
 from fsdplaunch.checkpoint.index import INDEX_NAME, CheckpointIndex
+from fsdplaunch.checkpoint.item import Window
+from fsdplaunch.checkpoint.packed import Unpacker
 from fsdplaunch.checkpoint.places import Place
 from fsdplaunch.checkpoint.plan import Piece
-from fsdplaunch.checkpoint.refusal import short
+from fsdplaunch.checkpoint.refusal import RefusedError, short
 from fsdplaunch.errors import CheckpointError
 
 # Fewer than the usual limit of 1024, which checkpoints of large jobs exceed.
@@ -19,10 +21,11 @@ MAX_OPEN = 128
 
 
 class Sources:
-    """The data files of one checkpoint folder."""
+    """The data files of one checkpoint folder; items at `packed` are compressed."""
 
-    def __init__(self, folder: Path, files: Mapping[str, int]) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, files: Mapping[str, int], packed: frozenset[Place] = frozenset()) -> None:
+        self.folder, self.packed = folder, packed
+        self._unpacker = Unpacker(self.read) if packed else None
         self._open: OrderedDict[str, int] = OrderedDict()
         self._identity: dict[str, tuple[int, int, int]] = {}
         self._check_all(files)
@@ -79,7 +82,31 @@ class Sources:
         if offset < 0 or offset + count > piece.data_length:
             msg = f"{self.folder / piece.place.file}: {count} bytes at {offset} are not in the chunk's data"
             raise CheckpointError(msg)
-        return self.read(piece.place, piece.file_offset - piece.place.offset + offset, count)
+        return self.read_inside(piece.place, piece.file_offset - piece.place.offset + offset, count)
+
+    def read_inside(self, place: Place, offset: int, count: int) -> bytes:
+        """Return exactly `count` bytes at `offset` of the item at `place`, decompressed if it has to be.
+
+        Raises:
+            CheckpointError: It ends before, or cannot be decompressed.
+        """
+        if self._unpacker is None or place not in self.packed:
+            return self.read(place, offset, count)
+        try:
+            return self._unpacker.read(place, offset, count)
+        except RefusedError as problem:
+            msg = f"{self.folder / place.file}: the item at byte {place.offset}: {problem}"
+            raise CheckpointError(msg, hint="copy the checkpoint again, or use an older one") from None
+
+    def window(self, place: Place, limit: int) -> Window:
+        """Return a view of the item at `place`, which may decompress to `limit` bytes.
+
+        Raises:
+            RefusedError: It is larger, or cannot be decompressed.
+        """
+        if self._unpacker is not None and place in self.packed:
+            return self._unpacker.window(place, limit)
+        return Window(lambda offset, count: self.read(place, offset, count), place.length)
 
     def _open_file(self, name: str) -> tuple[int, tuple[int, int, int]]:
         path = self.folder / name
@@ -143,4 +170,4 @@ def open_sources(folder: Path, index: CheckpointIndex) -> Sources:
     Raises:
         CheckpointError: When one is missing, too short, or not a file of this folder.
     """
-    return Sources(folder, {name: end for name, end in index.files.items() if name != INDEX_NAME})
+    return Sources(folder, {name: end for name, end in index.files.items() if name != INDEX_NAME}, index.packed)

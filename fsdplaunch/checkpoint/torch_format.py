@@ -13,7 +13,7 @@ from fsdplaunch.checkpoint.names import final_names
 from fsdplaunch.checkpoint.opened import Opened
 from fsdplaunch.checkpoint.options import Meter
 from fsdplaunch.checkpoint.plan import plan_alone
-from fsdplaunch.checkpoint.refusal import short
+from fsdplaunch.checkpoint.refusal import RefusedError, short
 from fsdplaunch.checkpoint.sources import Sources
 from fsdplaunch.errors import CheckpointError
 
@@ -93,10 +93,15 @@ def _load_value(value: StoredValue, sources: Sources) -> Any:
     import torch
 
     where = f"{sources.folder / value.place.file}: {short(value.name)}"
-    if value.place.length > _MAX_VALUE:
-        msg = f"{where} has {value.place.length} bytes, more than a value is expected to need"
+    try:
+        length = sources.window(value.place, _MAX_VALUE).length
+    except RefusedError as problem:
+        msg = f"{where} cannot be read: {problem}"
+        raise CheckpointError(msg, hint="merge to safetensors, which leaves it out") from None
+    if length > _MAX_VALUE:
+        msg = f"{where} has {length} bytes, more than a value is expected to need"
         raise CheckpointError(msg)
-    data = sources.read(value.place, 0, value.place.length)
+    data = sources.read_inside(value.place, 0, length)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, TypeError) as problem:

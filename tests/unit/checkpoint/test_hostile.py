@@ -348,13 +348,6 @@ def test_sparse_tensor_is_refused_by_name(dcp, tmp_path):
     assert_refused(draft.save(tmp_path / "ckpt"), "'model.w' is a 'sparse_coo' tensor")
 
 
-def test_compressed_items_are_refused_by_name(dcp, tmp_path):
-    draft = dcp.Draft().add("w", (4,))
-    key, _ = draft.storage[0]
-    draft.storage[0] = (key, dcp.info("__0_0.distcp", 0, 10, transform_descriptors=["stream.zstd/1"]))
-    assert_refused(draft.save(tmp_path / "ckpt"), "'model.w' is stored through 'stream.zstd/1'")
-
-
 def test_path_that_contradicts_the_name_is_refused(dcp, tmp_path):
     draft = dcp.Draft().add("w", (4,))
     draft.planner["model.w"] = ("model", "v")
