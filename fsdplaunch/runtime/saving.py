@@ -119,7 +119,8 @@ def _nbytes(part: Part, *, once: bool = False) -> int:
     """Bytes of a part over all ranks, as often as they are written, or each tensor's once."""
     copies = 2 if part.safe_name is not None and not once else 1
     copies *= dist.get_world_size() if part.kind == "LOCAL_STATE_DICT" else 1
-    return copies * sum(int(tensor.numel() * tensor.dtype.itemsize) for tensor in _tensors(part.state))
+    sizes = ((torch.Size(tensor.size()).numel(), tensor.dtype.itemsize) for tensor in _tensors(part.state))
+    return copies * sum(int(count * size) for count, size in sizes)
 
 
 def _tensors(state: Any) -> Iterator[Any]:

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import state_files as files
 from fsdplaunch.runtime.names import clean_name, named_parameters, tied_names
+from fsdplaunch.runtime.optim_states import unshare_counts
 from fsdplaunch.runtime.plain_files import write_large
 from fsdplaunch.runtime.prepared import prepared_of
 from fsdplaunch.runtime.whole_files import storable, write_whole
@@ -155,7 +156,8 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path, index: 
             stateless = {name for name in own_names if any(key.startswith(_state_of(name)) for key in absent)}
             options = None
         else:
-            state = files.read_whole_optimizer(whole, set(own_names))
+            # A file that accelerate wrote under version 1 has one step count for all parameters of a unit.
+            state = unshare_counts(files.read_whole_optimizer(whole, set(own_names)))
             stateless = _stateless(state, own_names)
             options = _from_rank_0(strict=False)  # names are checked; state may be missing
         restored = _renamed_optimizer(state, own_names.__getitem__)

@@ -26,9 +26,13 @@ def peer(version: int, form: str) -> tuple[Any, Any]:
     """Its plugin, and of its accelerator what the four functions look at."""
     from accelerate import PartialState
     from accelerate.utils import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import FullOptimStateDictConfig
 
     PartialState(cpu=True)  # its logger asks for it
     theirs = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=form)
+    if version == 1 and form == "FULL_STATE_DICT":
+        # On the host torch frees what it is to move there while it is in use, and writes second moments for first.
+        theirs.optim_state_dict_config = FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False)
     accelerator = SimpleNamespace(
         num_processes=dist.get_world_size() if version == 2 else 1,  # 1: no offload, which kills CPU ranks
         process_index=dist.get_rank(),
