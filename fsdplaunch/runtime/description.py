@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.blocks import class_name
@@ -130,7 +130,8 @@ def describe(model: nn.Module) -> Description:
     if prepared is None:
         msg = f"this {class_name(model)} was not sharded by prepare"
         raise ShardingError(msg, hint="describe what fsdplaunch.prepare returns")
-    model = unwrapped(model)
+    if not isinstance(model, FSDPModule):  # else it was compiled before, and the units begin with what came out
+        model = unwrapped(model)
     version1 = isinstance(model, FullyShardedDataParallel)
     (root, *units) = units_1(model) if version1 else units_2(model)
     named = dict(named_parameters(model))
