@@ -145,6 +145,7 @@ class Slurm:
     def start_now(self, job: str) -> None:
         """SLURM lets a job that is back in the queue wait for two minutes; do not."""
         wait_until(lambda: self.job_state(job) == "PENDING", 40, self.logs)
+        time.sleep(2)  # slurmd refuses a start in the second in which it ended the last one
 
         def has_started() -> bool:  # said too early, while the last start is still being cleaned up, it is lost
             words = ["scontrol", "update", f"jobid={job}", "StartTime=now"]
