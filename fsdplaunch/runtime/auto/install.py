@@ -10,7 +10,7 @@ from fsdplaunch.runtime.auto.draws import drawing_whole
 from fsdplaunch.runtime.auto.job import Job
 from fsdplaunch.runtime.auto.moves import keeping_hooks
 from fsdplaunch.runtime.auto.norms import clipping_whole
-from fsdplaunch.runtime.auto.randomness import seeding_by_rank
+from fsdplaunch.runtime.auto.randomness import drawing_alike_in_evaluation, seeding_by_rank
 from fsdplaunch.runtime.auto.readings import reading_whole
 from fsdplaunch.runtime.auto.regroup import training_shards
 from fsdplaunch.runtime.auto.restoring import loading_whole
@@ -30,6 +30,7 @@ def hooks(job: Job) -> Iterator[Job]:
         training_shards(job),
         dividing_loaders(job),
         seeding_by_rank(job.streams),
+        drawing_alike_in_evaluation(job.streams, job.models),
         drawing_whole(job),
         clipping_whole(job),
         reading_whole(job),
