@@ -23,7 +23,7 @@ for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
     signal.signal(getattr(signal, name), lambda number, frame: got.append(number))
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
-state = pathlib.Path(os.environ["STATE"])
+state = pathlib.Path(os.environ["STATE"] + os.environ.get("SLURM_ARRAY_TASK_ID", ""))
 step = json.loads(state.read_text())["step"] if state.exists() else 0
 if rank == 0:
     print(f"start at step {step} of world {world}", flush=True)

@@ -119,9 +119,19 @@ class Slurm:
 
     def kill_machine(self, machine: int) -> None:
         """Its slurmd and everything it started are gone at once, as when the power fails."""
-        name = self.lab.name(machine)
-        for pid in subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split():
-            os.kill(int(pid), signal.SIGKILL)
+        for pid in self._processes(machine):
+            os.kill(pid, signal.SIGKILL)
+
+    def freeze_launcher(self, machine: int) -> None:
+        """SLURM's daemon on a machine answers, and what it was told to run there does nothing any more."""
+        for pid in self._processes(machine):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"fsdplaunch" in words and b"launch" in words:
+                os.kill(pid, signal.SIGSTOP)
+
+    def _processes(self, machine: int) -> list[int]:
+        words = ["ip", "netns", "pids", self.lab.name(machine)]
+        return [int(pid) for pid in subprocess.run(words, capture_output=True, text=True).stdout.split()]
 
     def run(self, *words: str | Path, cwd: Path, seconds: float = 60, **env: str):
         """Run a command where jobs are submitted."""

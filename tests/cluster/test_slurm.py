@@ -143,6 +143,47 @@ def test_machine_that_dies_puts_the_run_back_and_it_resumes_from_its_last_checkp
     assert result(run_dir / "try1")["exit_code"] == 0
 
 
+def test_array_is_one_run_whose_tasks_are_warned_shown_and_cancelled_one_by_one(slurm: Slurm, folder: Path):
+    words = (*PLAIN, "--num-machines", "1", "--slurm.array", "0-1", "saves.py")
+    job, run_dir = submit(slurm, folder, *words, STATE=str(folder / "state"), EVERY="1")
+    about = lambda: output(run_dir) + slurm.logs()  # noqa: E731
+    wait_until(lambda: (folder / "state0").exists() and (folder / "state1").exists(), 60, about)
+    listed = slurm.fsdplaunch("runs", cwd=folder).stdout.splitlines()[1:]
+    assert [line.split() for line in listed] == [
+        [run_dir.name, "slurm", "array", job, "2", "running", "saves.py"],
+        ["/task0", "running"],
+        ["/task1", "running"],
+    ]
+    slurm.run("scancel", "--batch", "--signal=USR1", f"{job}_1", cwd=folder)  # its number is also the array's
+    wait_until(lambda: slurm.job_state(f"{job}_1") == "PENDING", 30, about)
+    shown = {task: slurm.fsdplaunch("runs", "logs", f"latest/task{task}", cwd=folder).stdout for task in (0, 1)}
+    assert "saved at step" in shown[1]
+    assert f"the end of job {job}_1: asking the workers to save" in shown[1]
+    assert "start at step 0 of world 1" in shown[0]
+    assert "asking the workers" not in shown[0]
+    assert result(run_dir / "task1" / "try0")["exit_code"] == 75
+    assert slurm.fsdplaunch("runs", "cancel", "latest/task1", cwd=folder).returncode == 0
+    wait_until(lambda: slurm.job_state(f"{job}_1") == "CANCELLED", 30, about)
+    assert slurm.job_state(f"{job}_0") == "RUNNING"
+    again = slurm.fsdplaunch("runs", "cancel", "latest/task1", cwd=folder)
+    assert again.returncode == 2
+    assert "/task1 is not running: cancelled" in again.stderr
+    assert slurm.fsdplaunch("runs", "cancel", run_dir.name, cwd=folder).returncode == 0
+    wait_until(lambda: slurm.job_state(f"{job}_0") == "CANCELLED", 30, about)
+
+
+@campaign
+def test_machine_that_hangs_is_not_waited_for(slurm: Slurm, folder: Path):
+    words = (*PLAIN, "--num-machines", "2", "--machine-timeout-seconds", "3", "--shutdown-grace-seconds", "1")
+    job, run_dir = submit(slurm, folder, *words, "saves.py", STATE=str(folder / "state"), EVERY="1", STEPS="60")
+    wait_until((folder / "state").exists, 60, lambda: output(run_dir))
+    slurm.freeze_launcher(1)
+    slurm.wait_for_end(job, 150, lambda: output(run_dir))
+    assert f"lost host1 ({slurm.lab.address(1)}): no word for 3 s" in output(run_dir)
+    assert "the workers have stopped (" in output(run_dir)
+    assert "done at step 60" in output(run_dir)
+
+
 @campaign
 def test_preempted_run_saves_waits_and_goes_on(slurm: Slurm, folder: Path):
     state = folder / "state.json"
