@@ -20,7 +20,7 @@ def runs(
     context: typer.Context,
     config: ConfigOption = None,
     log_dir: LogDirOption = None,
-    limit: Annotated[int, typer.Option("-n", "--limit", help="How many, newest first")] = 20,
+    limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="How many, newest first")] = 20,
     as_json: JsonOption = False,
 ) -> None:
     """List runs, newest first, with their states."""
