@@ -20,10 +20,8 @@ from fsdplaunch.launch.plan import LaunchPlan, Machine, Target, build_plan
 from fsdplaunch.launch.ports import find_holder, meeting_port
 from fsdplaunch.launch.preflight import Finding, find_obstacles, torch_version
 from fsdplaunch.launch.result import RunResult
+from fsdplaunch.launch.variables import GROUP_RUN
 from fsdplaunch.probe.hardware import Hardware, read_hardware
-
-GROUP_RUN = "FSDPLAUNCH_GROUP_RUN"
-"""Contract variable, not a key: the run's name, where the one who started all machines' launchers chose it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

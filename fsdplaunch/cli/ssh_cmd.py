@@ -14,6 +14,7 @@ from fsdplaunch.cli import launch_cmd
 from fsdplaunch.cli.launch_cmd import Wishes
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.route_cmd import make_run_folder, plan_elsewhere, show_sent, snapshot
+from fsdplaunch.config.keys import variable_of
 from fsdplaunch.config.load import Loaded
 from fsdplaunch.config.schema import Config
 from fsdplaunch.errors import EXIT_MACHINE, MachineError
@@ -24,6 +25,7 @@ from fsdplaunch.launch.cluster.runs import write_job
 from fsdplaunch.launch.cluster.ssh import SshHost, client_words, explain_end, network_name, read_hosts
 from fsdplaunch.launch.plan import Target
 from fsdplaunch.launch.run_folder import CONFIG
+from fsdplaunch.launch.variables import GROUP_RUN
 
 START_SECONDS = 30.0
 """How long a machine's login and Python may take to start."""
@@ -85,7 +87,7 @@ def _order(
 ) -> dict[str, Any]:
     file = str(Path(config.launch.log_dir) / run_id / CONFIG)
     order = Order(target=target, config=file, allow_unsharded=wishes.allow_unsharded)
-    env = {launch_cmd.GROUP_RUN: f"{run_id}/try0", "FSDPLAUNCH_MACHINE_RANK": str(number)}
+    env = {GROUP_RUN: f"{run_id}/try0", variable_of("machine_rank"): str(number)}
     if host.slots:
         env["FSDPLAUNCH_LAUNCH_WORKERS_PER_NODE"] = str(host.slots)
     if config.num_machines == 1:
