@@ -59,10 +59,10 @@ def object_state(found: Mapping[str, Any]) -> State:
         return f"failed: {true['Failed'].get('reason') or 'no reason given'}", False
     if "Suspended" in true:
         return "suspended", True
-    jobs = status.get("jobsStatus") or [status]
-    active = sum(int(one.get("active") or 0) for one in jobs)
-    ready = sum(int(one.get("ready") or 0) for one in jobs)
-    return (f"running ({ready} of {active} pods ready)" if ready else "pending"), True
+    if "jobsStatus" in status:  # of a TrainJob, which counts jobs and not pods
+        return ("running" if any(one["ready"] for one in status["jobsStatus"]) else "pending"), True
+    ready = status.get("ready") or 0
+    return (f"running ({ready} of {found['spec']['parallelism']} pods ready)" if ready else "pending"), True
 
 
 def status_of(job: Job) -> int:
@@ -90,7 +90,7 @@ def _end_of(pod: Mapping[str, Any], name: str) -> dict[str, Any] | None:
 
 def show_logs(job: Job) -> int:
     """Print what all pods have printed; returns kubectl's status."""
-    what = ["logs", "--tail", "-1", "--container", container(job), "--selector", selector(job)]
+    what = ["logs", "--tail=-1", "--container", container(job), "--selector", selector(job)]
     return subprocess.call(kubectl.words_for(what, job.get("namespace")), stdin=subprocess.DEVNULL)
 
 
