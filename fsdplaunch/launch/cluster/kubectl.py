@@ -29,7 +29,9 @@ def delete(job: Mapping[str, Any]) -> str:
     """Delete a run's objects; returns what was done."""
     kinds = ["configmap", "service", "job"] if job.get("kind") == "job" else ["configmap", "trainjob"]
     for kind in reversed(kinds):
-        _ask(words_for(["delete", "--ignore-not-found", kind, str(job["name"])], job.get("namespace")), "")
+        # Without waiting: the pods may take their grace.
+        words = ["delete", "--ignore-not-found", "--wait=false", kind, str(job["name"])]
+        _ask(words_for(words, job.get("namespace")), "")
     return f"deleted {job['name']}"
 
 

@@ -179,7 +179,8 @@ def test_submitted_run_is_listed_by_what_the_cluster_says_shown_and_cancelled(cl
     done = cluster.run("runs", "cancel", "latest")
     assert done.returncode == 0, done.stderr
     kinds = [words for words in cluster.asked() if words[0] == "delete"]
-    assert kinds == [["delete", "--ignore-not-found", kind, name] for kind in ("job", "service", "configmap")]
+    flags = ["--ignore-not-found", "--wait=false"]
+    assert kinds == [["delete", *flags, kind, name] for kind in ("job", "service", "configmap")]
     again = cluster.run("runs", "cancel", "latest")
     assert again.returncode == 2
     assert "is not running: deleted" in again.stderr
