@@ -47,3 +47,32 @@ dist.barrier()
 dist.destroy_process_group()
 """
 """Counts steps; on a signal all ranks leave at the same step, which rank 0 has saved. EVERY: saves every step."""
+
+TRAINS = """
+import sys, time, torch, torch.distributed as dist
+import fsdplaunch
+torch.set_num_threads(1)
+model = torch.nn.Linear(6, 8, bias=False)
+torch.nn.init.ones_(model.weight)
+model, optimizer = fsdplaunch.prepare(model, torch.optim.SGD(model.parameters(), lr=2**-10))
+step, state = 0, {"model": model, "optimizer": optimizer}
+try:
+    step = fsdplaunch.load_checkpoint(**state)["step"]
+except FileNotFoundError:
+    pass
+wrong = (model.weight.to_local() != 1 - step / 1024).sum()
+dist.all_reduce(wrong)
+if dist.get_rank() == 0:
+    with open("starts", "a") as starts:
+        print(step, dist.get_world_size(), wrong.item(), file=starts)
+while not (stop := fsdplaunch.should_stop()):
+    time.sleep(0.05)
+    optimizer.zero_grad()
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    step += 1
+    if step % 5 == 0:
+        fsdplaunch.save_checkpoint(step=step, **state)
+fsdplaunch.save_checkpoint(step=step, **state)
+"""
+"""A sharded model: each step takes 1/1024 from every weight, so that every start can tell what was loaded."""
