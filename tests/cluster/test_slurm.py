@@ -122,7 +122,16 @@ def test_warning_saves_requeues_and_resumes(slurm: Slurm, folder: Path):
 
 def test_machine_that_dies_puts_the_run_back_and_it_resumes_from_its_last_checkpoint(slurm: Slurm, folder: Path):
     words = ("--use-cpu", "--fsdp-auto-wrap-policy", "SIZE_BASED_WRAP", "--fsdp-min-num-params", "1")
-    words = (*words, "--nproc-per-node", "1", "--num-machines", "2", "--machine-timeout-seconds", "3", "trains.py")
+    words = (
+        *words,
+        "--nproc-per-node",
+        "1",
+        "--num-machines",
+        "2",
+        "--machine-timeout-seconds",
+        "3",
+        "trains_by_steps.py",
+    )
     job, run_dir = submit(slurm, folder, *words, STEPS="40")
     wait_until((folder / "checkpoints" / "checkpoint-10").exists, 60, lambda: output(run_dir))
     slurm.kill_machine(1)
