@@ -128,6 +128,7 @@ def _run_unmet(part: Part, plan: LaunchPlan, out: Output) -> int:
 
 
 def _meet(part: Part, plan: LaunchPlan, *, is_first: bool, out: Output) -> Link:
+    meeting.check_interface(part.loaded.config)  # before anybody is told to come here
     findings = [finding for finding in find_obstacles(plan, part.hardware.gpus) if finding.fatal]
     config = part.loaded.config
     if findings:  # try to tell the others, but not for long

@@ -42,6 +42,9 @@ def folder_of(config: Path | None, log_dir: Path | None) -> Path:
 def list_runs(config: Path | None, log_dir: Path | None, *, limit: int, as_json: bool, out: Output) -> int:
     """List runs, newest first."""
     folder = folder_of(config, log_dir)
+    if log_dir is not None and not folder.is_dir():
+        msg = f"--log-dir {folder} is no folder"
+        raise UsageError(msg, hint="name the one with the runs; a run is written to launch.log_dir")
     runs = read_runs(folder, limit=limit)
     if as_json:
         out.json([run.to_dict() for run in runs])

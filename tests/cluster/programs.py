@@ -48,7 +48,7 @@ dist.destroy_process_group()
 """
 """Counts steps; on a signal all ranks leave at the same step, which rank 0 has saved. EVERY: saves every step."""
 
-TRAINS = """
+TRAINS_BY_STEPS = """
 import os, time, torch, torch.distributed as dist, fsdplaunch
 from torch import nn
 torch.set_num_threads(1)
@@ -77,7 +77,7 @@ say(f"loss {loss.item():.6f}", flush=True)
 
 
 def loss_of_trains(steps: int) -> float:
-    """The loss in the last of so many uninterrupted steps of TRAINS, for a model whose loss has no minimum.
+    """The loss in the last of so many uninterrupted steps of TRAINS_BY_STEPS: its loss has no minimum.
 
     Both matrices begin as the identity and get the same gradient in every row or column, so that each is
     I + c J; with a the sum of such a row, d loss / d entry is a for both.
@@ -88,3 +88,33 @@ def loss_of_trains(steps: int) -> float:
         speed = 0.9 * speed + row
         row -= 0.001 * 4 * speed
     return loss
+
+
+TRAINS = """
+import sys, time, torch, torch.distributed as dist
+import fsdplaunch
+torch.set_num_threads(1)
+model = torch.nn.Linear(6, 8, bias=False)
+torch.nn.init.ones_(model.weight)
+model, optimizer = fsdplaunch.prepare(model, torch.optim.SGD(model.parameters(), lr=2**-10))
+step, state = 0, {"model": model, "optimizer": optimizer}
+try:
+    step = fsdplaunch.load_checkpoint(**state)["step"]
+except FileNotFoundError:
+    pass
+wrong = (model.weight.to_local() != 1 - step / 1024).sum()
+dist.all_reduce(wrong)
+if dist.get_rank() == 0:
+    with open("starts", "a") as starts:
+        print(step, dist.get_world_size(), wrong.item(), file=starts)
+while not (stop := fsdplaunch.should_stop()):
+    time.sleep(0.05)
+    optimizer.zero_grad()
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    step += 1
+    if step % 5 == 0:
+        fsdplaunch.save_checkpoint(step=step, **state)
+fsdplaunch.save_checkpoint(step=step, **state)
+"""
+"""A sharded model: each step takes 1/1024 from every weight, so that every start can tell what was loaded."""

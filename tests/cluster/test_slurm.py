@@ -114,7 +114,7 @@ def test_warned_run_saves_goes_back_into_the_queue_goes_on_and_can_be_cancelled(
 
 TRAINS = (
     *("--use-cpu", "--nproc-per-node", "1", "--num-machines", "2", "--machine-timeout-seconds", "3"),
-    *("--fsdp-auto-wrap-policy", "SIZE_BASED_WRAP", "--fsdp-min-num-params", "1", "trains.py"),
+    *("--fsdp-auto-wrap-policy", "SIZE_BASED_WRAP", "--fsdp-min-num-params", "1", "trains_by_steps.py"),
 )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fsdplaunch import __version__
 from fsdplaunch.config.keys import all_keys, value_at
+from fsdplaunch.config.parsers import MAX_PORT
 from fsdplaunch.config.schema import Config
 from fsdplaunch.errors import MachineError
 from fsdplaunch.launch.cluster import network
@@ -55,7 +56,6 @@ def meet(mine: Attendance, counter: Counter, tell: Tell) -> Link:
     Raises:
         MachineError: They cannot run together, or did not come.
     """
-    check_interface(mine.config)
     if is_machine_0(mine.place):
         return _as_host(mine, counter, tell)
     return _as_guest(mine, counter, tell)
@@ -174,7 +174,7 @@ def _script_digest(target: Target) -> str:
 
 def store_port(port: int) -> int:
     """The port torch's store gets: the next one, or else any that is free."""
-    if is_free(port + 1):
+    if port < MAX_PORT and is_free(port + 1):
         return port + 1
     with network.listen("", 0) as trial:
         return int(trial.getsockname()[1])

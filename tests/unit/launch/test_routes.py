@@ -143,10 +143,21 @@ def test_line_break_in_an_option_is_refused(tmp_path: Path):
 
 
 def test_ssh_command_holds_nothing_of_the_run():
-    words = client_words("host1", SshSection(options=("-p", "22")), python="/opt/a b/python", module_path=None)
+    words = client_words(
+        "host1", SshSection(options=("-p", "22")), python="/opt/a b/python", module_path=None, silence=10
+    )
     assert words[-3:] == ["--", "host1", "exec '/opt/a b/python' -P -m fsdplaunch.cli.far_side"]
     assert "-oBatchMode=yes" in words
-    assert "-oStrictHostKeyChecking=no" not in words
+    assert "StrictHostKeyChecking" not in " ".join(words)
+
+
+def test_lost_connection_is_noticed_when_a_machine_counts_as_lost_unless_said_otherwise():
+    section = SshSection(options=("-oServerAliveInterval=60",))
+    words = client_words("host1", section, python="python", module_path=None, silence=30)
+    first = {word.partition("=")[0]: word for word in reversed(words)}  # of two, ssh takes the first
+    assert first["-oServerAliveInterval"] == "-oServerAliveInterval=60"
+    assert "-oServerAliveInterval=10" in words
+    assert first["-oServerAliveCountMax"] == "-oServerAliveCountMax=3"
 
 
 def test_order_to_the_far_side_is_one_line_whatever_it_holds():
@@ -245,6 +256,9 @@ def test_inside_a_step_nothing_need_be_configured(monkeypatch):
         (Config(launch=LaunchSection(nodes="3:4")), STEP, "asks for 3 to 4 machines, but SLURM has 2"),
         (Config(num_machines=2), STEP | {"SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2"}, "started 4 launchers"),
         (Config(num_machines=2, machine_rank=1), {}, "nothing says where machine 0 is"),
+        (Config(num_machines=2), {"FSDPLAUNCH_NODE_RANK": "2"}, "this is machine 2, but there are 2"),
+        (Config(num_machines=2), {"FSDPLAUNCH_NODE_RANK": ""}, "NODE_RANK is '', which is no machine's number"),
+        (Config(num_machines=2, main_process_ip="n1"), POD | {"JOB_COMPLETION_INDEX": "3"}, "this is machine 3"),
     ],
 )
 def test_place_that_cannot_be_is_refused(monkeypatch, config, environ, said):
