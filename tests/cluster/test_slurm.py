@@ -1,6 +1,7 @@
 """A real SLURM: inside an allocation, submitted, followed, cancelled, warned, requeued after a failure."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -29,22 +30,24 @@ def result(part: Path) -> dict:
     return json.loads((part / "result.json").read_text())
 
 
-def test_srun_says_everything_inside_an_allocation(slurm: Slurm, folder: Path):
-    program = [sys.executable, "-P", "-m", "fsdplaunch", "launch", *ALL, "sum.py", *ODD]
-    done = slurm.run("srun", "-N2", "--ntasks-per-node=1", *program, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert f"rank 0 of 2 on host0 sum 3.0 {ODD!r}" in done.stdout
-    assert f"rank 1 of 2 on host1 sum 3.0 {ODD!r}" in done.stdout
+def test_batch_script_without_srun_starts_a_launcher_on_every_machine(slurm: Slurm, folder: Path):
+    command = shlex.join([sys.executable, "-P", "-m", "fsdplaunch", "launch", *ALL, "sum.py", *ODD])
+    (folder / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -N2\n#SBATCH -o out.txt\n{command}\n")
+    job = slurm.run("sbatch", "--parsable", "job.sh", cwd=folder).stdout.strip()
+    slurm.wait_for_end(job, about=(folder / "out.txt").read_text)
+    said = (folder / "out.txt").read_text()
+    assert f"rank 0 of 2 on host0 sum 3.0 {ODD!r}" in said
+    assert f"rank 1 of 2 on host1 sum 3.0 {ODD!r}" in said
     assert not (folder / "evaluated").exists()
 
 
 @campaign
-def test_batch_script_without_srun_starts_a_launcher_on_every_machine(slurm: Slurm, folder: Path):
-    command = f"{sys.executable} -P -m fsdplaunch launch {' '.join(ALL)} sum.py"
-    (folder / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -N2\n#SBATCH -o out.txt\n{command}\n")
-    job = slurm.run("sbatch", "--parsable", "job.sh", cwd=folder).stdout.strip()
-    wait_until(lambda: slurm.job_state(job) == "COMPLETED", 60, (folder / "out.txt").read_text)
-    assert "rank 1 of 2 on host1 sum 3.0" in (folder / "out.txt").read_text()
+def test_srun_says_everything_inside_an_allocation(slurm: Slurm, folder: Path):
+    program = [sys.executable, "-P", "-m", "fsdplaunch", "launch", *ALL, "sum.py"]
+    done = slurm.run("srun", "-N2", "--ntasks-per-node=1", *program, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 2 on host0 sum 3.0" in done.stdout
+    assert "rank 1 of 2 on host1 sum 3.0" in done.stdout
 
 
 def test_launcher_per_worker_is_refused(slurm: Slurm, folder: Path):
@@ -110,6 +113,18 @@ def test_warned_run_saves_goes_back_into_the_queue_goes_on_and_can_be_cancelled(
     assert cancelled.returncode == 2
     assert "is not running: cancelled" in cancelled.stderr
     assert output(run_dir).count("back into the queue") == 1  # and not after it was cancelled
+
+
+@campaign
+def test_warning_comes_from_slurm_ahead_of_the_time_limit(slurm: Slurm, folder: Path):
+    state = folder / "state"
+    limit = ("--slurm.time", "1", "--slurm.signal-seconds", "20")  # it may come half a minute earlier
+    job, run_dir = submit(slurm, folder, *PLAIN, "--num-machines", "2", *limit, "saves.py", STATE=str(state))
+    wait_until(lambda: "back into the queue" in output(run_dir), 60, lambda: output(run_dir) + slurm.logs())
+    assert f"SLURM announces the end of job {job}: asking the workers to save" in output(run_dir)
+    again = f"start at step {json.loads(state.read_text())['step']} of world 2"
+    wait_until(lambda: again in output(run_dir), 60, lambda: output(run_dir) + slurm.logs())
+    slurm.run("scancel", job, cwd=folder)
 
 
 TRAINS = (
@@ -188,7 +203,7 @@ def test_workers_of_a_machine_whose_slurmd_died_end_before_the_run_goes_on(slurm
 
 
 def test_array_is_one_run_whose_tasks_are_warned_shown_and_cancelled_one_by_one(slurm: Slurm, folder: Path):
-    words = (*PLAIN, "--num-machines", "1", "--slurm.array", "0-1", "saves.py")
+    words = (*PLAIN, "--num-machines", "2", "--slurm.array", "0-1", "saves.py")
     job, run_dir = submit(slurm, folder, *words, STATE=str(folder / "state"), EVERY="1")
     about = lambda: output(run_dir) + slurm.logs()  # noqa: E731
     wait_until(lambda: (folder / "state0").exists() and (folder / "state1").exists(), 60, about)
@@ -203,7 +218,7 @@ def test_array_is_one_run_whose_tasks_are_warned_shown_and_cancelled_one_by_one(
     shown = {task: slurm.fsdplaunch("runs", "logs", f"latest/task{task}", cwd=folder).stdout for task in (0, 1)}
     assert "saved at step" in shown[1]
     assert f"the end of job {job}_1: asking the workers to save" in shown[1]
-    assert "start at step 0 of world 1" in shown[0]
+    assert "start at step 0 of world 2" in shown[0]  # on the same machines as the other
     assert "asking the workers" not in shown[0]
     assert result(run_dir / "task1" / "try0")["exit_code"] == 75
     assert slurm.fsdplaunch("runs", "cancel", "latest/task1", cwd=folder).returncode == 0
