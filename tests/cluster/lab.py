@@ -51,7 +51,7 @@ class Lab:
     """
 
     def __init__(self, size: int, number: int, *, hosts: Sequence[str] | None = None) -> None:
-        self.size, self.net = size, f"10.{100 + number}.{os.getpid() % 250}"
+        self.size, self.net = size, free_net(100 + number)
         self.bridge = f"flb{os.getpid() % 100000}n{number}"
         self.hosts = [f"{self.address(k)} host{k}" for k in range(size)] if hosts is None else list(hosts)
 
@@ -123,6 +123,13 @@ class Lab:
             subprocess.run(["ip", "netns", "del", name])
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
         subprocess.run(["ip", "link", "del", self.bridge])
+
+
+def free_net(second: int) -> str:
+    """A net that no other lab on this machine has: two test runs may go on at once."""
+    shown = subprocess.run(["ip", "-o", "-4", "addr"], check=True, capture_output=True, text=True).stdout
+    nets = (f"10.{second}.{(os.getpid() + step) % 250}" for step in range(250))
+    return next(net for net in nets if f" {net}." not in shown)
 
 
 @contextlib.contextmanager

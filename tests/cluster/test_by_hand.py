@@ -1,7 +1,6 @@
 """One command per machine, typed by hand: the machines find each other, run together and end together."""
 
 import json
-import signal
 import sys
 import time
 from pathlib import Path
@@ -85,46 +84,6 @@ def test_worker_that_fails_on_the_other_machine_is_the_cause_on_both(three: Lab,
     assert "machine 0 has the report" in err1
     assert result(folder)["failure"]["rank"] == result(folder, "node1")["failure"]["rank"] == 1
     assert "no such luck" in (folder / "runs" / "latest" / "node1" / "ranks" / "1" / "stderr.log").read_text()
-
-
-def test_interrupt_on_one_machine_stops_all_of_them_after_saving(three: Lab, folder: Path):
-    state = folder / "state.json"
-    where = (*TWO, "--main-process-ip", "host0", "saves.py")
-    first = three.launch(0, *where, cwd=folder, STATE=str(state), EVERY="1")
-    other = three.launch(1, *where, cwd=folder, STATE=str(state), EVERY="1")
-    wait_until(state.exists)
-    started = time.monotonic()
-    other.send_signal(signal.SIGTERM)  # `ip netns exec` and `unshare` have become the launcher
-    (code0, out0, err0), (code1, _, err1) = finish(first), finish(other)
-    assert (code0, code1) == (75, 75), err0 + err1
-    assert "saved at step" in out0
-    assert "stopped by SIGTERM" in err0
-    assert time.monotonic() - started < 10
-
-
-def test_lost_machine_is_named_and_the_others_end(three: Lab, folder: Path):
-    state = folder / "state.json"
-    where = (*TWO, "--main-process-ip", "host0", "--machine-timeout-seconds", "3", "saves.py")
-    first = three.launch(0, *where, cwd=folder, STATE=str(state), EVERY="1")
-    other = three.launch(1, *where, cwd=folder, STATE=str(state), EVERY="1")
-    wait_until(state.exists)
-    started = time.monotonic()
-    three.cut(1)
-    try:
-        (code0, _, err0), (code1, _, err1) = finish(first), finish(other)
-    finally:
-        three.mend(1)
-    assert (code0, code1) == (3, 3), err0 + err1
-    assert f"lost host1 ({three.address(1)}): no word for 3 s" in err0
-    assert "lost machine 0 at host0:29500: no word for 3 s" in err1
-    assert time.monotonic() - started < 12
-
-
-def wait_until(true, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
 
 
 def both(three: Lab, folder: Path, one: tuple[str, ...], two: tuple[str, ...], seconds: float = 20):
