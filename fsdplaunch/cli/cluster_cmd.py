@@ -20,6 +20,7 @@ from fsdplaunch.launch.cluster.slurm import in_job, srun_words
 from fsdplaunch.launch.plan import LaunchPlan, Target
 from fsdplaunch.launch.preflight import find_obstacles
 from fsdplaunch.launch.result import RunResult
+from fsdplaunch.launch.variables import GROUP_RUN
 from fsdplaunch.probe.hardware import Hardware
 
 HOPELESS_SECONDS = 5.0
@@ -85,7 +86,7 @@ def _start_on_every_machine(part: Part, out: Output) -> int:
     program = [sys.executable, "-P", "-m", "fsdplaunch"]
     words = order.words(program)
     words[len(program) + 1 : len(program) + 1] = json_flag
-    starter = srun_words(os.environ, part.place.least)
+    starter = srun_words(part.loaded.config, os.environ, part.place.least)
     out.say(f"starting a launcher on each of {part.place.least} machines: {shlex.join(starter)} ...")
     sys.stderr.flush()
     os.execvp(starter[0], [*starter, *words])  # noqa: S606  (no shell; our words)
@@ -94,7 +95,7 @@ def _start_on_every_machine(part: Part, out: Output) -> int:
 def _plan(part: Part, loaded: Loaded, *, rank: int, agreement: Agreement | None = None) -> LaunchPlan:
     run_id, home = launch_cmd.run_name(os.environ)
     if agreement:
-        run_id, home = agreement.run_id, home if launch_cmd.GROUP_RUN in os.environ else Path(agreement.run_id)
+        run_id, home = agreement.run_id, home if GROUP_RUN in os.environ else Path(agreement.run_id)
     plan = launch_cmd.plan_for_this_machine(
         loaded,
         part.hardware,
@@ -140,7 +141,7 @@ def _meet(part: Part, plan: LaunchPlan, *, is_first: bool, out: Output) -> Link:
         workers=plan.workers,
         obstacles=[f"{finding.message}\n{finding.hint}" for finding in findings],
         run_id=plan.run_id,
-        fixed_run_id=launch_cmd.GROUP_RUN in os.environ,
+        fixed_run_id=GROUP_RUN in os.environ,
     )
     if is_first:
         _invite(part, mine, out)
@@ -155,7 +156,7 @@ def _meet(part: Part, plan: LaunchPlan, *, is_first: bool, out: Output) -> Link:
 def _invite(part: Part, mine: meeting.Attendance, out: Output) -> None:
     """Say what to run on the other machines, unless a scheduler or a driver starts them."""
     place = part.place
-    if place.source != "the configuration" or launch_cmd.GROUP_RUN in os.environ:
+    if place.source != "the configuration" or GROUP_RUN in os.environ:
         return
     config, address = part.loaded.config, meeting.own_address(mine)
     said = config.main_process_ip or config.launch.rendezvous_endpoint

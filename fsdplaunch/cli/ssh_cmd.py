@@ -15,7 +15,7 @@ from fsdplaunch.cli import launch_cmd
 from fsdplaunch.cli.launch_cmd import Wishes
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.route_cmd import make_run_folder, plan_elsewhere, show_sent, snapshot
-from fsdplaunch.config.keys import keys_by_path
+from fsdplaunch.config.keys import variable_of
 from fsdplaunch.config.load import Loaded
 from fsdplaunch.config.schema import Config
 from fsdplaunch.config.world import node_range
@@ -28,13 +28,13 @@ from fsdplaunch.launch.cluster.runs import write_job
 from fsdplaunch.launch.cluster.ssh import SshHost, client_words, explain_end, network_name, read_hosts
 from fsdplaunch.launch.plan import Target
 from fsdplaunch.launch.run_folder import CONFIG
+from fsdplaunch.launch.variables import GROUP_RUN
 
 START_SECONDS = 30.0
 """How long a machine's login and Python may take to start."""
 SILENCES = 3
 """A machine ends its part when it has not heard from us for so many times launch.machine_timeout_seconds."""
 _FIRST_PORT, _PORTS = 20000, 5000
-_RANK, _WORKERS = (keys_by_path()[path].env for path in (("machine_rank",), ("launch", "workers_per_node")))
 
 
 def launch_over_ssh(loaded: Loaded, target: Target, wishes: Wishes, out: Output) -> int:
@@ -103,11 +103,11 @@ def _order(
 ) -> dict[str, Any]:
     file = str(Path(config.launch.log_dir) / run_id / CONFIG)
     order = Order(target=target, config=file, allow_unsharded=wishes.allow_unsharded)
-    env = {launch_cmd.GROUP_RUN: f"{run_id}/try0"}
+    env = {GROUP_RUN: f"{run_id}/try0"}
     if config.num_machines > 1:
-        env[_RANK] = str(number)
+        env[variable_of("machine_rank")] = str(number)
     if host.slots:
-        env[_WORKERS] = str(host.slots)
+        env[variable_of("launch.workers_per_node")] = str(host.slots)
     command, *others = order.words([])
     return {
         "argv": [command, *(["--json"] if wishes.as_json else []), *others],

@@ -61,17 +61,20 @@ def test_batch_script_hands_every_word_to_srun(tmp_path: Path):
     words = ORDER.words([sys.executable, "-m", "fsdplaunch"])
     status, got = run_script(written(tmp_path, Config(), words, folder))
     assert status == 0
-    assert got["words"] == ["--ntasks-per-node=1", "--kill-on-bad-exit=0", *words]
+    assert got["words"] == ["--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=60", *words]
     assert got["cwd"] == str(folder)
     assert got["env"]["FSDPLAUNCH_GROUP_RUN"] == "r1/try0"
     assert not list(tmp_path.rglob("evaluated"))
 
 
 def test_batch_script_names_its_part_and_hands_on_the_cpus(tmp_path: Path):
-    env = {"SLURM_RESTART_COUNT": "2", "SLURM_ARRAY_TASK_ID": "5", "SLURM_CPUS_PER_TASK": "12"}
-    _, got = run_script(written(tmp_path, Config(), ["true"]), **env)
+    env = {"SLURM_RESTART_COUNT": "2", "SLURM_CPUS_PER_TASK": "12"}
+    env |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "5"}
+    _, got = run_script(written(tmp_path, Config(), ["true"]), code=75, **env)
     assert got["env"]["FSDPLAUNCH_GROUP_RUN"] == "r1/task5/try2"
     assert got["env"]["SRUN_CPUS_PER_TASK"] == "12"
+    asked = json.loads((tmp_path / "scontrol.json").read_text())["words"]
+    assert asked == ["requeue", "7_5"]  # 7 is this task's own number, and the whole array's
 
 
 @pytest.mark.parametrize(("code", "requeue", "asked"), [(75, True, True), (75, False, False), (0, True, False)])
@@ -126,7 +129,7 @@ def test_batch_script_asks_for_what_the_section_says(tmp_path: Path):
         ),
         *("--gpus-per-node=h100:8", "--cpus-per-task=96", "--mem=200G", "--constraint=[rack1|rack2]"),
         *("--array=0-3%2", "--signal=B:USR1@60", "--requeue", "--exclusive", "--mail-type=END"),
-        f'--output="{tmp_path}/runs dir/r1/slurm-%j.out"',
+        f'--output="{tmp_path}/runs dir/r1/slurm-%A_%a.out"',
     }
     assert "module load cuda/12.8 || exit 1\nulimit -l unlimited\n" in text
     assert "'--container-image=nvcr.io#nvidia/pytorch:25.01' '--container-mounts=/data:/data,/a b:/c'" in text
