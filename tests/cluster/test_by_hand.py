@@ -161,8 +161,11 @@ def test_address_that_the_others_cannot_reach_is_named(three: Lab, folder: Path)
         assert "launch.network_interface" in err
 
 
-def test_interface_that_is_not_there_is_refused_with_those_that_are(three: Lab, folder: Path):
-    where = (*TWO, "--main-process-ip", "host0", "--network-interface", "ib0", "sum.py")
-    code, _, err = finish(three.launch(0, *where, cwd=folder))
-    assert code == 3
-    assert f"but this machine (host0) has lo (127.0.0.1), eth0 ({three.address(0)})" in err
+def test_interface_that_is_not_there_is_refused_on_both_with_those_that_are(three: Lab, folder: Path):
+    (code0, _, err0), (code1, _, err1) = both(three, folder, ("sum.py",), ("--network-interface", "ib0", "sum.py"))
+    assert (code0, code1) == (3, 3), err0 + err1
+    said = (
+        f"launch.network_interface is ib0, but this machine (host1) has lo (127.0.0.1), eth0 ({three.address(1)})"
+    )
+    assert f"host1 ({three.address(1)}) cannot start: {said}" in err0
+    assert f"error: {said}" in err1

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from tests.cluster.lab import finish
+from tests.cluster.programs import ALL_REDUCE
 from tests.cluster.slurm_lab import wait_until
 from tests.cluster.sshd_lab import Sshd
 
@@ -21,11 +22,14 @@ def launch(sshd: Sshd, folder: Path, hosts: str, *words: str, **env: str) -> "su
     return sshd.lab.launch(0, *options, *words, cwd=folder, **env)
 
 
-def test_all_hosts_of_a_file_run_and_arguments_arrive_unchanged(sshd: Sshd, folder: Path):
-    (folder / "hosts").write_text("# two machines\nhost1 slots=1\nhost2 slots=2  # the bigger one\n")
+def test_all_hosts_of_a_file_run_and_paths_and_arguments_arrive_unchanged(sshd: Sshd, folder: Path):
+    home, script = folder / "it's $(touch evaluated)", "two\nlines `id`.py"
+    home.mkdir()
+    (home / script).write_text(ALL_REDUCE)
+    (home / "hosts").write_text("# two machines\nhost1 slots=1\nhost2 slots=2  # the bigger one\n")
     options = ("--set", f"ssh.options=[-F, {sshd.config}]", "--hostfile", "hosts", "--show-ranks", "all")
     code, out, err = finish(
-        sshd.lab.launch(0, *options, "--distributed-type", "MULTI_CPU", "sum.py", *ODD, cwd=folder)
+        sshd.lab.launch(0, *options, "--distributed-type", "MULTI_CPU", script, *ODD, cwd=home)
     )
     assert code == 0, err
     assert f"rank 0 of 3 on host1 sum 6.0 {ODD!r}" in out
