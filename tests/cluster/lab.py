@@ -71,15 +71,30 @@ class Lab:
         ip("link", "set", self.bridge, "up")
         for machine in range(self.size):
             name = self.name(machine)
-            folder = Path("/etc/netns") / name
-            folder.mkdir(parents=True)
-            (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *self.hosts]) + "\n")
+            self.names(machine).parent.mkdir(parents=True)
+            self.names(machine).write_text("\n".join(["127.0.0.1 localhost", *self.hosts]) + "\n")
             ip("netns", "add", name)
             ip("link", "add", self.cable(machine), "type", "veth", "peer", "name", "eth0", "netns", name)
             ip("link", "set", self.cable(machine), "master", self.bridge, "up")
             ip("-n", name, "addr", "add", f"{self.address(machine)}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
             ip("-n", name, "link", "set", "lo", "up")
+
+    def names(self, machine: int) -> Path:
+        """A machine's name table."""
+        return Path("/etc/netns") / self.name(machine) / "hosts"
+
+    @contextlib.contextmanager
+    def as_debian_has_it(self) -> Iterator[None]:
+        """Each machine's own name is 127.0.1.1, as Debian and Ubuntu are installed."""
+        before = {machine: self.names(machine).read_text() for machine in range(self.size)}
+        try:
+            for machine, text in before.items():
+                self.names(machine).write_text(text.replace(f"{self.address(machine)} ", "127.0.1.1 "))
+            yield
+        finally:
+            for machine, text in before.items():
+                self.names(machine).write_text(text)
 
     def cable(self, machine: int) -> str:
         return f"v{os.getpid() % 100000}{self.bridge[-1]}{machine}"

@@ -41,9 +41,12 @@ def poke(three: Lab, folder: Path) -> None:
 def test_static_rendezvous_numbers_machines_as_they_say(three: Lab, folder: Path):
     where = ("--main-process-ip", "host0", "--main-process-port", "29600", "--rdzv-backend", "static")
     common = (*CPU, *where, "--show-ranks", "all")
-    other = three.launch(1, *common, "--nproc-per-node", "2", "sum.py", cwd=folder, FSDPLAUNCH_NODE_RANK="1")
-    first = three.launch(0, *common, "--nproc-per-node", "1", "--machine-rank", "0", "sum.py", cwd=folder)
-    (code0, out0, err0), (code1, out1, err1) = finish(first), finish(other)
+    two = (*common, "--nproc-per-node", "2", "sum.py")
+    one = (*common, "--nproc-per-node", "1", "--machine-rank", "0", "sum.py")
+    with three.as_debian_has_it():
+        other = three.launch(1, *two, cwd=folder, FSDPLAUNCH_NODE_RANK="1")
+        first = three.launch(0, *one, cwd=folder)
+        (code0, out0, err0), (code1, out1, err1) = finish(first), finish(other)
     assert (code0, code1) == (0, 0), err0 + err1
     assert "rank 0 of 3 on host0 sum 6.0" in out0
     assert "rank 2 of 3 on host1 sum 6.0" in out1
@@ -73,9 +76,10 @@ def test_sharded_training_over_two_machines_writes_one_checkpoint(three: Lab, fo
 
 
 def test_worker_that_fails_on_the_other_machine_is_the_cause_on_both(three: Lab, folder: Path):
-    first = three.launch(0, *TWO, "--main-process-ip", "host0", "sum.py", cwd=folder, FAIL="1")
-    other = three.launch(1, *TWO, "--main-process-ip", "host0", "sum.py", cwd=folder, FAIL="1")
-    (code0, _, err0), (code1, _, err1) = finish(first), finish(other)
+    with three.as_debian_has_it():
+        where = (*TWO, "--main-process-ip", "host0", "sum.py")
+        runs = [three.launch(machine, *where, cwd=folder, FAIL="1") for machine in (0, 1)]
+        (code0, _, err0), (code1, _, err1) = map(finish, runs)
     assert (code0, code1) == (1, 1), err0 + err1
     assert "rank 1 failed with exit code 1" in err0
     assert "on host1" in err0
@@ -112,13 +116,17 @@ def test_machines_that_differ_are_refused_on_both_with_every_difference(three: L
         assert "sum.py --lr 2, and host0 sum.py --lr 1" in err
 
 
-def test_two_machines_with_the_same_number_are_named(three: Lab, folder: Path):
+def test_machines_with_the_same_number_are_named_on_all(three: Lab, folder: Path):
     common = (*TWO, "--num-machines", "3", "--main-process-ip", "host0", "--rendezvous-timeout-seconds", "6")
-    runs = [three.launch(0, *common, "sum.py", cwd=folder)]
-    runs += [three.launch(k, *common, "--machine-rank", "1", "sum.py", cwd=folder) for k in (1, 2)]
-    for code, _, err in map(finish, runs):
-        assert code == 3
-        assert "both say that they are machine 1" in err
+    for number, last in ((1, (1, 2)), (0, (1,))):  # host1 cannot be machine 0: host0 has the address for that
+        runs = [three.launch(0, *common, "sum.py", cwd=folder)]
+        assert "machine 0 waits" in runs[0].stderr.readline()
+        runs += [three.launch(k, *common, "--machine-rank", str(number), "sum.py", cwd=folder) for k in last]
+        if number == 0:
+            runs.append(three.launch(2, *common, "sum.py", cwd=folder))
+        for code, _, err in map(finish, runs):
+            assert code == 3
+            assert f"both say that they are machine {number}" in err
 
 
 def test_machine_0_that_does_not_answer_is_named_with_the_reason(three: Lab, folder: Path):

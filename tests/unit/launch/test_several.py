@@ -70,6 +70,15 @@ def test_lost_machine_is_dropped_by_torch_when_it_counts_as_lost_here():
     assert options == {"last_call_timeout": "7", "keep_alive_interval": "10", "keep_alive_max_attempt": "3"}
 
 
+def test_name_that_means_loopback_is_no_address_for_others(monkeypatch):
+    monkeypatch.setattr(meeting.network, "resolve", lambda _host: ["127.0.1.1"])
+    config = Config(num_machines=2, main_process_ip="me", launch=LaunchSection(local_address=None))
+    mine = meeting.Attendance(
+        config=config, place=find_place(config, {}), target=Target(name="t.py"), workers=1, run_id="r7"
+    )
+    assert meeting.own_address(mine) == meeting.network.own_address() != "127.0.1.1"
+
+
 def test_dry_run_knows_where_the_machines_will_meet():
     config = Config(num_machines=2, main_process_ip="fe80::1", main_process_port=29600, machine_rank=1)
     before = provisional(config, find_place(config, {}), address="unused")
