@@ -1,6 +1,5 @@
 """What a folder is, without torch: which kind of checkpoint, and where the model inside it stands."""
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -9,15 +8,14 @@ from pathlib import Path
 
 from fsdplaunch.checkpoint.hf_shards import SHARD_FILE
 from fsdplaunch.checkpoint.index import INDEX_NAME
+from fsdplaunch.checkpoint.manifest import manifest_path, read_json
 from fsdplaunch.checkpoint.rank_files import RANK_FILE
 from fsdplaunch.checkpoint.refusal import short
 from fsdplaunch.errors import CheckpointError, LaunchError, UsageError
 
-MANIFEST_NAME = "fsdplaunch.json"
 MAX_DEPTH = 3
 MAX_FOLDERS = 5000
 MAX_LISTED = 10
-_MAX_MANIFEST = 64 * 2**20
 
 _OPTIMIZER = re.compile(r"optim(izer)?(_\d+)?")
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
@@ -99,7 +97,7 @@ def find_model(given: Path) -> Found:
     """
     _check_folder(given)
     if is_sharded(path.name for path in given.iterdir()):
-        _check_manifest(given, given.parent)
+        _check_manifest(given)
         return Found(given=given, folder=given)
     folders = list(_walk(given))
     sharded = [path for path, names in folders if is_sharded(names)]
@@ -108,7 +106,7 @@ def find_model(given: Path) -> Found:
         path for path, names in folders if not is_sharded(names) and any(map(_DATA_FILE.fullmatch, names))
     ]
     if len(models) == 1 and not unfinished:
-        _check_manifest(models[0], models[0].parent)
+        _check_manifest(models[0])
         return Found(given=given, folder=models[0])
     if models:
         raise _several(given, models, unfinished)
@@ -125,7 +123,7 @@ def find_optimizer(given: Path) -> Found:
     """
     _check_folder(given)
     if (given / INDEX_NAME).is_file():
-        _check_manifest(given, given.parent)
+        _check_manifest(given)
         return Found(given=given, folder=given)
     folders = list(_walk(given, lambda names: INDEX_NAME in names))
     found = [path for path, names in folders if INDEX_NAME in names and _OPTIMIZER.fullmatch(path.name)]
@@ -135,7 +133,7 @@ def find_optimizer(given: Path) -> Found:
     if len(found) > 1:
         msg = f"{given} holds {len(found)} optimizers: {_paths(found)}"
         raise AmbiguousError(msg, found)
-    _check_manifest(found[0], found[0].parent)
+    _check_manifest(found[0])
     return Found(given=given, folder=found[0])
 
 
@@ -198,17 +196,12 @@ def _entries(folder: Path, *, follow: bool) -> tuple[list[str], list[Path]]:
     return sorted(files), visible if follow else []
 
 
-def _check_manifest(folder: Path, parent: Path) -> None:
+def _check_manifest(folder: Path) -> None:
     """Check the model's folder against the manifest beside it, if our own save wrote one."""
-    beside = (folder / MANIFEST_NAME).is_file()  # files of ranks stand beside it, a model's folder below it
-    parent = folder if beside else parent
-    path = parent / MANIFEST_NAME
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8") if path.stat().st_size <= _MAX_MANIFEST else "")
-    except FileNotFoundError:
+    path = manifest_path(folder)
+    if not path.exists():
         return
-    except (OSError, ValueError, RecursionError):
-        manifest = None
+    parent, manifest = path.parent, read_json(path)
     files = manifest.get("files", {}) if isinstance(manifest, dict) else None
     if not isinstance(manifest, dict) or not isinstance(files, dict):
         msg = f"{path} is not readable as a manifest"
@@ -217,7 +210,7 @@ def _check_manifest(folder: Path, parent: Path) -> None:
         msg = f"{parent} is not complete: its save did not finish"
         raise CheckpointError(msg, hint="use an older checkpoint")
     for name, size in files.items():
-        if name.rpartition("/")[0] == ("" if beside else folder.name):
+        if name.rpartition("/")[0] == ("" if parent == folder else folder.name):
             _check_listed(folder / name.rpartition("/")[2], size)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from fsdplaunch.checkpoint.boxes import Box, find_tiling_fault
 from fsdplaunch.checkpoint.description import Description
 from fsdplaunch.checkpoint.dtypes import Dtype
+from fsdplaunch.checkpoint.flat import FlatLayout, read_flat_layouts
 from fsdplaunch.checkpoint.index import CheckpointIndex, NamePath, StoredChunk, StoredTensor, StoredValue
 from fsdplaunch.checkpoint.item import Item, Window, Zip, locate_data, member_bytes, read_zip
 from fsdplaunch.checkpoint.places import Place
@@ -22,7 +23,7 @@ from fsdplaunch.checkpoint.refusal import RefusedError, short
 from fsdplaunch.errors import CheckpointError
 
 RANK_FILE = re.compile(
-    r"(?P<stem>pytorch_model_fsdp(_\d+)?)(_rank(?P<rank>\d+))?\.bin"
+    r"(?P<stem>pytorch_model_fsdp(_(?P<number_of_model>\d+))?)(_rank(?P<rank>\d+))?\.bin"
     r"|(?P<verl>model_world_size_(?P<world>\d+))_rank_(?P<number>\d+)\.pt"
 )
 MAX_RANKS = 100_000
@@ -52,6 +53,7 @@ class _Found:
     values: dict[str, StoredValue] = field(default_factory=dict)
     items: dict[Place, Item] = field(default_factory=dict)
     on_meshes: list[tuple[str, str, MeshPart, Place]] = field(default_factory=list)
+    layouts: dict[str, FlatLayout] | None = None
     sharded: bool = False
 
 
@@ -146,13 +148,8 @@ def _entries(state: dict[Any, Any], path: NamePath, depth: int) -> Iterator[tupl
 def _take(file: str, path: NamePath, value: Any, window: Window, built: Zip, found: _Found) -> None:
     name = ".".join(map(str, path))
     if _FLAT.fullmatch(name):
-        msg = (
-            f"{found.folder / file} holds version 1's flat parameters (LOCAL_STATE_DICT), "
-            "whose shapes only the model knows"
-        )
-        hint = "load it into the same model on as many ranks, and save that with SHARDED_STATE_DICT"
-        raise CheckpointError(msg, hint=hint)
-    if isinstance(value, MeshPart):
+        _take_flat(file, name, value, window, built, found)
+    elif isinstance(value, MeshPart):
         place = _note(file, value.local, value.dtype, name, window, built, found)
         found.on_meshes.append((file, name, value, place))
         _whole(found, file, name, path, value.dtype, value.shape)
@@ -170,6 +167,31 @@ def _take(file: str, path: NamePath, value: Any, window: Window, built: Zip, fou
             _add(found, file, name, whole, Box((0,) * len(value.shape), value.shape), value, place)
     else:
         found.values.setdefault(name, StoredValue(name, path, Place(file, 0, 0)))
+
+
+def _take_flat(file: str, name: str, value: Any, window: Window, built: Zip, found: _Found) -> None:
+    """Add the parameters' pieces in a rank's part of a flat parameter."""
+    match = RANK_FILE.fullmatch(file)
+    rank = int((match and match["rank"]) or 0)
+    if found.layouts is None:
+        number = 0 if match is None or match["number_of_model"] is None else int(match["number_of_model"])
+        found.layouts = read_flat_layouts(found.folder, number)
+    layout = found.layouts.get(name)
+    if layout is None or not isinstance(value, Description):
+        msg = (
+            f"{found.folder / file} holds version 1's flat parameters (LOCAL_STATE_DICT), "
+            "whose shapes only the model knows"
+        )
+        hint = "load it into the same model on as many ranks, and save that with SHARDED_STATE_DICT"
+        raise CheckpointError(msg, hint=hint)
+    found.sharded = True
+    if rank not in layout.ranks:  # a copy, as under HYBRID_SHARD
+        return
+    for run, box, local in layout.pieces(rank, value):
+        place = _note(file, local, value.dtype, name, window, built, found)
+        for own in run.names:
+            whole = _whole(found, file, own, tuple(own.split(".")), value.dtype, run.shape)
+            _add(found, file, own, whole, box, local, place)
 
 
 def _note(

@@ -4,18 +4,16 @@ A weight is left out only when two things hold. Its tie is known: the checkpoint
 they are an output layer and the input embedding of a language model. And every byte is equal.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fsdplaunch.checkpoint.assemble import written_blocks
 from fsdplaunch.checkpoint.companions import CONFIG_NAME
 from fsdplaunch.checkpoint.index import StoredTensor
 from fsdplaunch.checkpoint.item import Item
-from fsdplaunch.checkpoint.layout import MANIFEST_NAME
+from fsdplaunch.checkpoint.manifest import read_json, told_of_model
 from fsdplaunch.checkpoint.names import Selection
 from fsdplaunch.checkpoint.places import Place
 from fsdplaunch.checkpoint.plan import plan_alone
@@ -25,7 +23,6 @@ _MODEL_FOLDER = re.compile(r"pytorch_model_fsdp_(\d+)")
 # Ends of names: the weight that is kept comes first.
 _EMBEDDINGS = ("shared", "embed_tokens", "wte", "word_embeddings", "embed_in")
 _HEADS = ("lm_head", "embed_out")
-_MAX_JSON = 64 * 2**20
 
 Tied = tuple[tuple[str, str], ...]
 
@@ -48,14 +45,8 @@ def known_ties(folder: Path, model: Path | None, names: Sequence[str]) -> list[t
 
 def _manifest_ties(folder: Path) -> list[tuple[str, ...]] | None:
     """Return what our own save noted; None when there is no note for this model."""
-    manifest = _read_json(folder.parent / MANIFEST_NAME)
-    models = manifest.get("models") if isinstance(manifest, dict) else None
-    if not isinstance(models, list):
-        return None
     number = _MODEL_FOLDER.fullmatch(folder.name)
-    at = int(number[1]) if number else 0
-    model = models[at] if at < len(models) else None
-    tied = model.get("tied") if isinstance(model, dict) else None
+    tied = told_of_model(folder, int(number[1]) if number else 0).get("tied")
     if not isinstance(tied, list):
         return None
     return [tuple(map(str, group)) for group in tied if isinstance(group, list)]
@@ -63,7 +54,7 @@ def _manifest_ties(folder: Path) -> list[tuple[str, ...]] | None:
 
 def _says_untied(model: Path | None) -> bool:
     """Say whether the model's configuration denies that input and output share their weight."""
-    config = None if model is None else _read_json(model / CONFIG_NAME)
+    config = None if model is None else read_json(model / CONFIG_NAME)
     if not isinstance(config, dict):
         return False
     inner = config.get("text_config")
@@ -78,13 +69,6 @@ def _language_model_tie(names: Sequence[str]) -> tuple[str, ...]:
     found = sorted((name for name in layer if layer[name] in order), key=lambda name: (order[layer[name]], name))
     ends = {layer[name] for name in found}
     return tuple(found) if ends & set(_HEADS) and ends & set(_EMBEDDINGS) else ()
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size <= _MAX_JSON else None
-    except (OSError, ValueError, RecursionError):
-        return None
 
 
 def find_tied(

@@ -20,6 +20,7 @@ from fsdplaunch.launch.cluster.slurm import in_job, srun_words
 from fsdplaunch.launch.plan import LaunchPlan, Target
 from fsdplaunch.launch.preflight import find_obstacles
 from fsdplaunch.launch.result import RunResult
+from fsdplaunch.launch.variables import GROUP_RUN
 from fsdplaunch.probe.hardware import Hardware
 
 HOPELESS_SECONDS = 5.0
@@ -85,7 +86,7 @@ def _start_on_every_machine(part: Part, out: Output) -> int:
     program = [sys.executable, "-P", "-m", "fsdplaunch"]
     words = order.words(program)
     words[len(program) + 1 : len(program) + 1] = json_flag
-    starter = srun_words(os.environ, part.place.least)
+    starter = srun_words(part.loaded.config, os.environ, part.place.least)
     out.say(f"starting a launcher on each of {part.place.least} machines: {shlex.join(starter)} ...")
     sys.stderr.flush()
     os.execvp(starter[0], [*starter, *words])  # noqa: S606  (no shell; our words)
@@ -94,7 +95,7 @@ def _start_on_every_machine(part: Part, out: Output) -> int:
 def _plan(part: Part, loaded: Loaded, *, rank: int, agreement: Agreement | None = None) -> LaunchPlan:
     run_id, home = launch_cmd.run_name(os.environ)
     if agreement:
-        run_id, home = agreement.run_id, home if launch_cmd.GROUP_RUN in os.environ else Path(agreement.run_id)
+        run_id, home = agreement.run_id, home if GROUP_RUN in os.environ else Path(agreement.run_id)
     plan = launch_cmd.plan_for_this_machine(
         loaded,
         part.hardware,
@@ -127,9 +128,9 @@ def _run_unmet(part: Part, plan: LaunchPlan, out: Output) -> int:
 
 
 def _meet(part: Part, plan: LaunchPlan, *, is_first: bool, out: Output) -> Link:
-    findings = [finding for finding in find_obstacles(plan, part.hardware.gpus) if finding.fatal]
     config = part.loaded.config
-    if findings:  # try to tell the others, but not for long
+    obstacles = _obstacles(part, plan, is_first=is_first)
+    if obstacles:  # try to tell the others, but not for long
         launch = replace(config.launch, rendezvous_timeout_seconds=HOPELESS_SECONDS)
         config = replace(config, launch=launch)
     mine = meeting.Attendance(
@@ -137,24 +138,41 @@ def _meet(part: Part, plan: LaunchPlan, *, is_first: bool, out: Output) -> Link:
         place=part.place,
         target=part.target,
         workers=plan.workers,
-        obstacles=[f"{finding.message}\n{finding.hint}" for finding in findings],
+        obstacles=[f"{obstacle.message}\n{obstacle.hint}" for obstacle in obstacles],
         run_id=plan.run_id,
-        fixed_run_id=launch_cmd.GROUP_RUN in os.environ,
+        fixed_run_id=GROUP_RUN in os.environ,
     )
     if is_first:
         _invite(part, mine, out)
     try:
         return meeting.meet(mine, _counter(out), out.note)
     except MachineError:
-        if findings:
-            raise MachineError(findings[0].message, hint=findings[0].hint) from None
+        if obstacles:
+            raise obstacles[0] from None
         raise
+
+
+def _obstacles(part: Part, plan: LaunchPlan, *, is_first: bool) -> list[MachineError]:
+    """What keeps this machine from starting.
+
+    Raises:
+        MachineError: Nobody could be told of it: this is machine 0, and not where it was said to be.
+    """
+    fatal = [finding for finding in find_obstacles(plan, part.hardware.gpus) if finding.fatal]
+    found = [MachineError(finding.message, hint=finding.hint) for finding in fatal]
+    try:
+        meeting.check_interface(part.loaded.config)
+    except MachineError as error:
+        if is_first:
+            raise
+        found.insert(0, error)
+    return found
 
 
 def _invite(part: Part, mine: meeting.Attendance, out: Output) -> None:
     """Say what to run on the other machines, unless a scheduler or a driver starts them."""
     place = part.place
-    if place.source != "the configuration" or launch_cmd.GROUP_RUN in os.environ:
+    if place.source != "the configuration" or GROUP_RUN in os.environ:
         return
     config, address = part.loaded.config, meeting.own_address(mine)
     said = config.main_process_ip or config.launch.rendezvous_endpoint

@@ -134,7 +134,7 @@ def _described(described: Described) -> Case:
 
 
 def _is_known(path: Path) -> bool:
-    from fsdplaunch.estimate.architecture import FAMILIES
+    from fsdplaunch.estimate.families import FAMILIES
 
     return read_json_file(path).get("model_type") in FAMILIES
 

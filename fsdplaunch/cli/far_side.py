@@ -2,18 +2,21 @@
 
     python -P -m fsdplaunch.cli.far_side
 
-The first line of the input is the order, each further line a signal to pass on, and its end means that the one who
-gave it has gone: nothing here outlives that.
+The first line of the input is the order; each further line may hold a signal to pass on, and says in any case that
+the one who gave the order is there. The input's end, or a long silence, means that it has gone: nothing here
+outlives that.
 """
 
 import json
 import os
+import select
 import signal
 import sys
 import threading
 import time
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 OWN_PREFIXES = ("FSDPLAUNCH_", "FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
 """Variables that carry configuration: the order's count, not what a login shell sets here."""
@@ -22,7 +25,7 @@ KILL_AFTER_SECONDS = 5.0
 
 def main() -> None:
     """Read the order, prepare, and run the launcher in this process."""
-    orders = os.fdopen(os.dup(0), "rb")
+    orders = os.fdopen(os.dup(0), "rb", buffering=0)  # what has been read shows in `select`
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # workers must not read our orders
     first = orders.readline()
@@ -40,7 +43,8 @@ def main() -> None:
     except OSError as error:
         print(f"error: {error.strerror}: {error.filename}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(3)
-    threading.Thread(target=_obey, args=(orders, float(order["grace"])), daemon=True).start()
+    words = (orders, float(order["grace"]), float(order["silence"]))
+    threading.Thread(target=obey, args=words, daemon=True).start()
     from fsdplaunch.cli.app import run
 
     sys.exit(run(order["argv"]))
@@ -55,12 +59,18 @@ def _prepare(order: dict[str, Any]) -> None:
     part.replace(path)
 
 
-def _obey(orders: IO[bytes], grace: float) -> None:
-    """Pass signals on; when the near side has gone, end everything."""
-    for line in orders:
+def obey(orders: FileIO, grace: float, silence: float) -> None:
+    """Pass signals on; when the near side has gone, end everything.
+
+    Args:
+        orders: The input, unbuffered, after its first line.
+        grace: Seconds workers get to end.
+        silence: Seconds without a word after which the near side has gone: a cut line ends no input.
+    """
+    while select.select([orders], [], [], silence)[0] and (line := orders.readline()):
         number = json.loads(line).get("signal")
         if isinstance(number, int):
-            os.kill(os.getpid(), number)
+            signal_self(number)
     signal_self(signal.SIGTERM)
     time.sleep(grace)
     signal_self(signal.SIGTERM)

@@ -118,6 +118,7 @@ def expand(argv: Sequence[str], *, own_flags: set[str], own_options: set[str]) -
             done += _OTHERS[name](value if has_value else _take(option, rest))
         elif (option.startswith("--") or option in _LETTERS) and name in table:
             value = value if has_value else _value(option, table[name], rest)
+            _refuse_nothing(option, table[name], value)
             done += ["--set", f"{_dotted(name, table[name], value)}={value}"]
         else:
             done.append(_unknown(word, name))
@@ -156,6 +157,13 @@ def _value(option: str, spec: KeySpec, rest: list[str]) -> str:
     if spec.key.kind is FLAG and (not rest or rest[0].lower() not in TRUE_WORDS | FALSE_WORDS):
         return "true"
     return _take(option, rest)
+
+
+def _refuse_nothing(option: str, spec: KeySpec, value: str) -> None:
+    """A shell's variable that is not set must not turn a run over machines into one on this machine."""
+    if not value.strip():
+        msg = f"{option} is given nothing"
+        raise UsageError(msg, hint=f"leave it out; --set {spec.dotted}= takes back what the file says")
 
 
 def _words(text: str) -> list[str]:

@@ -1,6 +1,5 @@
 """`fsdplaunch launch --kubernetes`: write the objects, show them or apply them with kubectl."""
 
-import subprocess
 from pathlib import Path
 
 from fsdplaunch.cli import launch_cmd
@@ -43,8 +42,10 @@ def launch_on_kubernetes(loaded: Loaded, target: Target, wishes: Wishes, out: Ou
     if wishes.as_json and not wishes.follow:
         out.json({"run_id": run_id, "run_dir": str(run_dir), "route": "kubernetes", "name": name})
     out.say(said)
-    out.say(f"run {run_id} is {kube.kind} {name}; fsdplaunch runs cancel {run_id} deletes it")
+    follow = f"fsdplaunch runs logs {run_id} --follow"
+    out.say(f"run {run_id} is {kube.kind} {name}; {follow}, runs cancel {run_id} deletes it")
     if not wishes.follow:
         return 0
-    follow = ["logs", "--follow", "--all-containers", "--selector", f"job-name={name}"]
-    return subprocess.call(words_for(follow, kube.namespace))
+    from fsdplaunch.cli.runs_cmd import follow_run
+
+    return follow_run(run_dir, out)

@@ -20,10 +20,9 @@ from fsdplaunch.launch.plan import LaunchPlan, Machine, Target, build_plan
 from fsdplaunch.launch.ports import find_holder, meeting_port
 from fsdplaunch.launch.preflight import Finding, find_obstacles, torch_version
 from fsdplaunch.launch.result import RunResult
+from fsdplaunch.launch.variables import GROUP_RUN
+from fsdplaunch.probe.cluster import read_cluster
 from fsdplaunch.probe.hardware import Hardware, read_hardware
-
-GROUP_RUN = "FSDPLAUNCH_GROUP_RUN"
-"""Contract variable, not a key: the run's name, where the one who started all machines' launchers chose it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +278,9 @@ def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output) -
     if as_json:
         out.json({"run_id": plan.run_id, "run_dir": str(plan.run_dir), **result.to_dict()})
     if result.failure is not None:
-        out.failure(failure_lines(result, run_dir=short_path(plan.run_dir), folder=str(Path.cwd())))
+        fixed_size = read_cluster(os.environ).kind in ("slurm", "kubernetes")
+        place = short_path(plan.run_dir)
+        out.failure(failure_lines(result, run_dir=place, folder=str(Path.cwd()), fixed_size=fixed_size))
     else:
         out.say(end_line(result, workers=plan.world_size))
 

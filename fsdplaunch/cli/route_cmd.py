@@ -14,6 +14,7 @@ from fsdplaunch.config.load import Loaded
 from fsdplaunch.config.render import render
 from fsdplaunch.config.schema import Config, SshSection
 from fsdplaunch.config.world import node_range
+from fsdplaunch.errors import UsageError
 from fsdplaunch.launch.cluster.order import Order
 from fsdplaunch.launch.cluster.runs import write_job
 from fsdplaunch.launch.plan import LaunchPlan, Machine, Target, build_plan
@@ -31,6 +32,11 @@ def launch_elsewhere(loaded: Loaded, target: Target, wishes: Wishes, out: Output
     Raises:
         LaunchError: Before anything was started.
     """
+    ssh = loaded.config.ssh
+    if wishes.route is not None and (ssh.hosts or ssh.hostfile):
+        named = "ssh.hosts" if ssh.hosts else "ssh.hostfile"
+        msg = f"--{wishes.route} hands the run over, and {named} names machines to start it on"
+        raise UsageError(msg, hint=f"leave out --{wishes.route}, or {named}")
     if wishes.route == "kubernetes":
         from fsdplaunch.cli.kubernetes_cmd import launch_on_kubernetes
 

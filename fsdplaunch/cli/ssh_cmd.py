@@ -3,6 +3,7 @@
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import zlib
 from dataclasses import replace
@@ -14,19 +15,25 @@ from fsdplaunch.cli import launch_cmd
 from fsdplaunch.cli.launch_cmd import Wishes
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.route_cmd import make_run_folder, plan_elsewhere, show_sent, snapshot
+from fsdplaunch.config.keys import variable_of
 from fsdplaunch.config.load import Loaded
 from fsdplaunch.config.schema import Config
+from fsdplaunch.config.world import node_range
 from fsdplaunch.errors import EXIT_MACHINE, MachineError
 from fsdplaunch.launch.cause import shell_status
-from fsdplaunch.launch.cluster.crowd import Crowd
+from fsdplaunch.launch.cluster.crowd import Crowd, Part
+from fsdplaunch.launch.cluster.host_list import check_list
 from fsdplaunch.launch.cluster.order import Order
 from fsdplaunch.launch.cluster.runs import write_job
 from fsdplaunch.launch.cluster.ssh import SshHost, client_words, explain_end, network_name, read_hosts
 from fsdplaunch.launch.plan import Target
 from fsdplaunch.launch.run_folder import CONFIG
+from fsdplaunch.launch.variables import GROUP_RUN
 
 START_SECONDS = 30.0
 """How long a machine's login and Python may take to start."""
+SILENCES = 3
+"""A machine ends its part when it has not heard from us for so many times launch.machine_timeout_seconds."""
 _FIRST_PORT, _PORTS = 20000, 5000
 
 
@@ -39,10 +46,12 @@ def launch_over_ssh(loaded: Loaded, target: Target, wishes: Wishes, out: Output)
     run_id, config = launch_cmd.fresh_run_id(), loaded.config
     run_dir = Path(config.launch.log_dir).absolute() / run_id
     hosts = read_hosts(config.ssh)
+    check_list(config, hosts, loaded.origins)
     placed = _placed(config, hosts, run_id)
     python = config.ssh.python or sys.executable
+    silence, module_path = config.launch.machine_timeout_seconds, os.environ.get("PYTHONPATH")
     words = [
-        client_words(host.name, config.ssh, python=python, module_path=os.environ.get("PYTHONPATH"))
+        client_words(host.name, config.ssh, python=python, module_path=module_path, silence=silence)
         for host in hosts
     ]
     orders = [_order(placed, host, number, target, wishes, run_id) for number, host in enumerate(hosts)]
@@ -55,9 +64,18 @@ def launch_over_ssh(loaded: Loaded, target: Target, wishes: Wishes, out: Output)
         return 0
     make_run_folder(plan, files={})
     write_job(run_dir, route="ssh", hosts=[host.name for host in hosts])
-    crowd = Crowd(_shower(hosts, out), sys.stderr.fileno() if wishes.as_json else None)
+    crowd = Crowd(_shower(hosts, out), needed=node_range(placed)[0], beat_seconds=silence / SILENCES)
     out.say(f"fsdplaunch run {run_id} over ssh on {', '.join(host.name for host in hosts)}")
-    return _run(crowd, list(zip(hosts, words, orders, strict=True)), placed, python, out)
+    parts = [
+        Part(host=host.name, words=word, order=order, output=_output(number, wishes))
+        for number, (host, word, order) in enumerate(zip(hosts, words, orders, strict=True))
+    ]
+    return _run(crowd, parts, placed, python, out)
+
+
+def _output(number: int, wishes: Wishes) -> int | None:
+    """Where a machine's standard output goes: ours; but of all that end with a JSON object, machine 0's alone."""
+    return subprocess.DEVNULL if wishes.as_json and number > 0 else None
 
 
 def _placed(config: Config, hosts: list[SshHost], run_id: str) -> Config:
@@ -85,18 +103,20 @@ def _order(
 ) -> dict[str, Any]:
     file = str(Path(config.launch.log_dir) / run_id / CONFIG)
     order = Order(target=target, config=file, allow_unsharded=wishes.allow_unsharded)
-    env = {launch_cmd.GROUP_RUN: f"{run_id}/try0", "FSDPLAUNCH_MACHINE_RANK": str(number)}
+    env = {GROUP_RUN: f"{run_id}/try0"}
+    if config.num_machines > 1:
+        env[variable_of("machine_rank")] = str(number)
     if host.slots:
-        env["FSDPLAUNCH_LAUNCH_WORKERS_PER_NODE"] = str(host.slots)
-    if config.num_machines == 1:
-        del env["FSDPLAUNCH_MACHINE_RANK"]
+        env[variable_of("launch.workers_per_node")] = str(host.slots)
+    command, *others = order.words([])
     return {
-        "argv": order.words([]),
+        "argv": [command, *(["--json"] if wishes.as_json else []), *others],
         "folder": config.ssh.remote_dir or str(Path.cwd()),
         "env": env,
         "config_file": file,
         "config": snapshot(config, log_dir=Path(config.launch.log_dir)),
         "grace": config.launch.shutdown_grace_seconds,
+        "silence": SILENCES * config.launch.machine_timeout_seconds,
     }
 
 
@@ -115,7 +135,7 @@ def _shower(hosts: list[SshHost], out: Output) -> Any:
     return show
 
 
-def _run(crowd: Crowd, parts: list[Any], config: Config, python: str, out: Output) -> int:
+def _run(crowd: Crowd, parts: list[Part], config: Config, python: str, out: Output) -> int:
     received: list[int] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
@@ -127,8 +147,8 @@ def _run(crowd: Crowd, parts: list[Any], config: Config, python: str, out: Outpu
             signal.signal(getattr(signal, name), handle)
     grace = config.launch.shutdown_grace_seconds
     try:
-        for host, words, order in parts:
-            crowd.start(host.name, words, order)
+        for part in parts:
+            crowd.start(part)
         bad = crowd.wait(start_seconds=START_SECONDS, end_seconds=grace + 10)
     finally:
         crowd.hang_up()
@@ -137,11 +157,7 @@ def _run(crowd: Crowd, parts: list[Any], config: Config, python: str, out: Outpu
     status = bad.process.returncode
     lost = bad.ready and status == 255  # noqa: PLR2004  (ssh's own)
     if not bad.ready or lost or status < 0:
-        late = (
-            ""
-            if bad.process.returncode not in (-9, None) or bad.said
-            else f"no answer within {START_SECONDS:.0f} s"
-        )
+        late = f"no answer within {START_SECONDS:.0f} s" if bad.late and not bad.said else ""
         why, hint = explain_end(status, was_ready=bad.ready, said=bad.said, python=python)
         out.error(MachineError(f"{bad.host}: {late or why}", hint=hint))
         return EXIT_MACHINE if not received else 128 + received[0]

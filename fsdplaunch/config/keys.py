@@ -81,6 +81,11 @@ def section_classes() -> dict[str, type]:
     return {entry.name: section for entry in fields(Config) if (section := _section(entry)) is not None}
 
 
+def variable_of(dotted: str) -> str:
+    """The environment variable that carries a key, for example `launch.log_dir`."""
+    return keys_by_path()[tuple(dotted.split("."))].env
+
+
 def value_at(config: Any, path: Path) -> Any:
     """Return the value of the key at `path`."""
     for part in path:

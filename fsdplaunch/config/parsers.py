@@ -118,6 +118,15 @@ def parse_names(value: Any) -> tuple[str, ...]:
     return tuple(parse_text(name) for name in names if name)
 
 
+def parse_hosts(value: Any) -> tuple[str, ...]:
+    """Names of machines; one that is missing between commas is a shell's variable that was not set."""
+    names = value.split(",") if isinstance(value, str) and value.strip() else value or ()
+    if isinstance(names, list | tuple) and not all(str(name).strip() for name in names):
+        msg = f"must be names of machines separated by commas, and {','.join(map(str, names))!r} lacks one"
+        raise SaidValueError(msg)
+    return parse_names(value)
+
+
 def parse_lines(value: Any) -> tuple[str, ...]:
     """Texts: a list, one text, or a list in JSON."""
     if isinstance(value, str):

@@ -136,4 +136,4 @@ def write_text_atomically(path: Path, text: str) -> None:
         with suppress(OSError):
             temporary.unlink()
         msg = f"cannot write {path}: {(error.strerror or 'unknown reason').lower()}"
-        raise LaunchError(msg, hint="name another file with --output") from error
+        raise LaunchError(msg, hint="name another file in a folder that can be written to") from error

@@ -55,6 +55,17 @@ def _local_state_dict(view: View) -> Iterator[Fault]:
         yield Fault(about=(fsdp("state_dict_type"), _VERSION), message=message, hint="use SHARDED_STATE_DICT")
 
 
+@rule("local-state-dict-copies")
+def _local_copies(view: View) -> Iterator[Fault]:
+    """LOCAL_STATE_DICT with a strategy that makes copies of the model: torch cannot write their flat shards."""
+    strategy = view.config.fsdp_config.fsdp_sharding_strategy or ""
+    copies = strategy.startswith("HYBRID") or strategy == "NO_SHARD"
+    if view.version == 1 and copies and view.asked.fsdp_config.fsdp_state_dict_type == "LOCAL_STATE_DICT":
+        message = f"LOCAL_STATE_DICT cannot hold a model with copies, as {strategy} makes them"
+        about = (fsdp("state_dict_type"), fsdp("sharding_strategy"))
+        yield Fault(about=about, message=message, hint="use SHARDED_STATE_DICT")
+
+
 @rule("reshard-value")
 def _reshard_value(view: View) -> Iterator[Fault]:
     """fsdp_reshard_after_forward has a value of the other FSDP version."""

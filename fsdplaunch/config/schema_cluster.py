@@ -79,7 +79,7 @@ class KubernetesSection:
 class SshSection:
     """Machines that are reached over ssh. Naming some makes launch start there."""
 
-    hosts: tuple[str, ...] = key(v.NAMES, (), "Machines, as ssh knows them, machine 0 first.")
+    hosts: tuple[str, ...] = key(v.HOSTS, (), "Machines, as ssh knows them, machine 0 first.")
     hostfile: str | None = key(
         v.TEXT, None, "File with one machine per line, slots=N for its number of workers allowed."
     )

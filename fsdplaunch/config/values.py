@@ -120,6 +120,13 @@ NAMES = Kind(
     write=",".join,
     verbatim=True,
 )
+HOSTS = Kind(
+    "names of machines separated by commas, or a list of them",
+    p.parse_hosts,
+    NAMES.schema,
+    write=",".join,
+    verbatim=True,
+)
 LINES = Kind(
     "a list of texts", p.parse_lines, _LIST_SCHEMA, write=lambda value: p.write_json(list(value)), verbatim=True
 )

@@ -5,7 +5,7 @@ An approximation that holds for the families of `architecture`; the exact way is
 
 from dataclasses import dataclass
 
-from fsdplaunch.estimate.architecture import Shape
+from fsdplaunch.estimate.families.parts import Shape
 from fsdplaunch.estimate.setup import Setup
 
 _FP32 = 4

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fsdplaunch.estimate.architecture import Shape
+from fsdplaunch.estimate.families.parts import Shape
 from fsdplaunch.estimate.need import Need, need_of
 from fsdplaunch.estimate.setup import Setup
 from fsdplaunch.estimate.sizes import Sizes

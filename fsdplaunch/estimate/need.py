@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdplaunch.estimate.activations import Activations, activations_of
-from fsdplaunch.estimate.architecture import Shape
+from fsdplaunch.estimate.families.parts import Shape
 from fsdplaunch.estimate.setup import STATES, Setup
 from fsdplaunch.estimate.sizes import Sizes, Unit
 from fsdplaunch.estimate.units import cut

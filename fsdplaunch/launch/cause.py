@@ -77,6 +77,12 @@ def brief(worker: Worker) -> str:
     return f"{who} was killed by {signal_name(-code)}" if code < 0 else f"{who} failed with exit code {code}"
 
 
+def own_signal(worker: Worker) -> str | None:
+    """The signal that killed a worker, unless it was ours: sent when its failure had been recorded already."""
+    code = worker["code"] or 0
+    return signal_name(-code) if code < 0 and -code not in worker["sent"] else None
+
+
 def failure_status(worker: Worker) -> int:
     """The status the launcher ends with for this cause.
 

@@ -54,19 +54,20 @@ def _is_installed(file: str) -> bool:
     )
 
 
-def failure_lines(result: RunResult, *, run_dir: str, folder: str = "") -> list[str]:
+def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_size: bool = False) -> list[str]:
     """Say which rank failed, of what, where in the user's code, why, what to try, and where the log is.
 
     Args:
         result: The end of the run.
         run_dir: The run's folder as it is to be shown.
         folder: The current folder.
+        fixed_size: A scheduler says how many machines the run has; it cannot go on with fewer.
     """
     failure = result.failure
     if failure is None:
         return []
     if failure.rank is None:
-        return _agent_lines(failure, run_dir)
+        return _agent_lines(failure, run_dir, fixed_size=fixed_size)
     lines = [_head(failure), *_place(failure), *_exception(failure, folder)]
     lines += [f"  {words}" for words in failure.others]
     lines += [f"  {_again(result)}"] if len(result.attempts) > 1 else []
@@ -78,10 +79,11 @@ def failure_lines(result: RunResult, *, run_dir: str, folder: str = "") -> list[
     return [*lines, "", *(f"  {name}  {text}" for name, text in (*rest, ("log", log)))]
 
 
-def _agent_lines(failure: Failure, run_dir: str) -> list[str]:
+def _agent_lines(failure: Failure, run_dir: str, *, fixed_size: bool) -> list[str]:
     message = [f"  {line}" for line in (failure.message or "").splitlines()[:MESSAGE_LIMIT]]
     if failure.lost:
-        hint = "is that machine up, and its network? with launch.nodes: MIN:MAX the others would go on"
+        hint = "is that machine up, and its network?"
+        hint += "" if fixed_size else " with launch.nodes: MIN:MAX the others would go on"
         return [failure.lost[0], *(f"  {line}" for line in failure.lost[1:]), "", f"  try  {hint}"]
     head = f"the run failed with exit code {failure.exit_code}, and no worker is to blame"
     return [head, *message, "", f"  log  {run_dir}/agent.log"]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdplaunch.launch.cause import Worker, brief, has_failed, shell_status
+from fsdplaunch.launch.cause import Worker, brief, has_failed, own_signal, shell_status
 from fsdplaunch.launch.diagnosis import Diagnosis
 
 _SOURCE = re.compile(r"\[\S+\.(cc|cpp|cu):\d+\] ?")
@@ -151,7 +151,7 @@ def _failure(record: Mapping[str, Any], exit_code: int, gpus: Sequence[str]) -> 
     return Failure(
         rank=cause["rank"],
         exit_code=exit_code,
-        signal=cause["signal"],
+        signal=own_signal(cause),
         message=error.get("message"),
         traceback=error.get("traceback"),
         local_rank=local_rank,

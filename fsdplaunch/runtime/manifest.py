@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,26 +13,32 @@ import torch.distributed as dist
 
 from fsdplaunch import __version__
 from fsdplaunch.config.environment import decode
+from fsdplaunch.runtime.flat_layout import flat_layout
 from fsdplaunch.runtime.prepared import prepared_of
 
 MANIFEST = "fsdplaunch.json"
 FORMAT_VERSION = 1
 
 
-def describe_run(models: list[torch.nn.Module], step: int | None) -> dict[str, Any]:
-    """What a manifest says beside its files: who wrote it, on how many ranks, in which layout and formats."""
+def describe_run(models: Mapping[torch.nn.Module, str], step: int | None) -> dict[str, Any]:
+    """What a manifest says beside its files: who wrote it, on how many ranks, in which layout and formats.
+
+    Args:
+        models: Each with the form it is written in, such as SHARDED_STATE_DICT.
+        step: The checkpoint's number, or None.
+    """
     return {
         "format": "fsdplaunch checkpoint",
         "format_version": FORMAT_VERSION,
         "step": step,
         "world_size": dist.get_world_size(),
         "versions": {"fsdplaunch": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "models": [_describe_model(model) for model in models],
+        "models": [_describe_model(model, form) for model, form in models.items()],
         "config": asdict(decode()),
     }
 
 
-def _describe_model(model: torch.nn.Module) -> dict[str, Any]:
+def _describe_model(model: torch.nn.Module, form: str) -> dict[str, Any]:
     params = list(model.parameters())
     told: dict[str, Any] = {
         "class": type(model).__name__.removeprefix("FSDP"),
@@ -46,6 +53,8 @@ def _describe_model(model: torch.nn.Module) -> dict[str, Any]:
             "mesh": dict(zip(mesh.mesh_dim_names or ("ranks",), mesh.shape, strict=False)),
             "tied": [list(names) for names in prepared.tied],
         }
+    if form == "LOCAL_STATE_DICT":
+        told["flat_parameters"] = flat_layout(model)
     return told
 
 

@@ -74,7 +74,7 @@ def save_checkpoint(
             target=target,
             parts=tuple(_parts(models, _several(optimizer))),
             files=_own_files(_several(scheduler), _several(loader), extra, step),
-            told=describe_run(models, step),
+            told=describe_run({each: _form(each) for each in models}, step),
             keep_last=None if step is None else settings.keep_last,
         )
     save.open()

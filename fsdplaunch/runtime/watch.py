@@ -86,13 +86,19 @@ def check_sharded(name: str) -> None:
     _check_weights_used(name)
     if ever_sharded() or os.environ.get(ALLOW_UNSHARDED) == "1":
         return
-    workers = os.environ.get("WORLD_SIZE", "1")
-    trained = "trained independent copies" if not _copied else f"each held a whole copy ({_copied[0]})"
-    msg = f"{name} ended without sharding a model: {workers} workers {trained}"
+    msg = f"{name} ended without sharding a model{_who_trained_what()}"
     raise NeverShardedError(
         msg,
         hint="call fsdplaunch.prepare(model, ...) in the script, or launch with --allow-unsharded",
     )
+
+
+def _who_trained_what() -> str:
+    workers = int(os.environ.get("WORLD_SIZE", "1"))
+    if workers == 1:
+        return f": its worker held all of it ({_copied[0]})" if _copied else ""
+    trained = f"each held a whole copy ({_copied[0]})" if _copied else "trained independent copies"
+    return f": {workers} workers {trained}"
 
 
 def _check_weights_used(name: str) -> None:

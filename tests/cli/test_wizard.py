@@ -398,7 +398,7 @@ def test_wizard_every_question_can_be_explained():
 def test_config_command_has_one_option_per_question():
     import inspect
 
-    from fsdplaunch.cli.app import config
+    from fsdplaunch.cli.signatures.config import config
     from fsdplaunch.wizard.questions import flags
 
     parameters = {name.replace("_", "-") for name in inspect.signature(config).parameters}

@@ -1,4 +1,8 @@
-"""A real SLURM on one machine: slurmctld outside, one slurmd in each machine's namespace. Needs root."""
+"""A real SLURM on one machine: slurmctld outside, one slurmd in each machine's namespace. Needs root.
+
+Its times are shorter than a cluster's: a job that goes back into the queue waits until its old credential has
+expired (cred_expire, else two minutes), and a machine is given up after SlurmdTimeout (else five minutes).
+"""
 
 import os
 import shutil
@@ -7,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.cluster.lab import Lab, clean_environ
@@ -17,7 +22,7 @@ SlurmctldHost={control}({gateway})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={state}/munge.socket
+AuthInfo=socket={state}/munge.socket,cred_expire=5
 CredType=cred/munge
 SlurmctldPort={port}
 SlurmdPort=6818
@@ -38,6 +43,7 @@ SwitchType=switch/none
 ReturnToService=2
 SlurmctldTimeout=30
 SlurmdTimeout=6
+MessageTimeout=3
 KillWait=5
 MinJobAge=300
 SchedulerType=sched/backfill
@@ -113,9 +119,26 @@ class Slurm:
 
     def kill_machine(self, machine: int) -> None:
         """Its slurmd and everything it started are gone at once, as when the power fails."""
-        name = self.lab.name(machine)
-        for pid in subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split():
-            os.kill(int(pid), signal.SIGKILL)
+        for pid in self._processes(machine):
+            os.kill(pid, signal.SIGKILL)
+
+    def freeze_launcher(self, machine: int) -> None:
+        """SLURM's daemon on a machine answers, and what it was told to run there does nothing any more."""
+        for pid in self.launchers(machine):
+            os.kill(pid, signal.SIGSTOP)
+
+    def kill_daemon(self, machine: int) -> None:
+        """slurmd is gone at once; what it started goes on."""
+        (pid,) = (pid for pid in self._processes(machine) if _words_of(pid)[0] == b"slurmd")
+        os.kill(pid, signal.SIGKILL)
+
+    def launchers(self, machine: int) -> list[int]:
+        """Processes of fsdplaunch, its agent and its workers."""
+        return [pid for pid in self._processes(machine) if b"fsdplaunch" in b" ".join(_words_of(pid))]
+
+    def _processes(self, machine: int) -> list[int]:
+        words = ["ip", "netns", "pids", self.lab.name(machine)]
+        return [int(pid) for pid in subprocess.run(words, capture_output=True, text=True).stdout.split()]
 
     def run(self, *words: str | Path, cwd: Path, seconds: float = 60, **env: str):
         """Run a command where jobs are submitted."""
@@ -142,17 +165,11 @@ class Slurm:
         words = ["squeue", "-h", "-t", "all", "-j", job, "-o", "%T"]
         return subprocess.run(words, env=self.environ, capture_output=True, text=True).stdout.strip()
 
-    def start_now(self, job: str) -> None:
-        """SLURM lets a job that is back in the queue wait for two minutes; do not."""
-        wait_until(lambda: self.job_state(job) == "PENDING", 40, self.logs)
-        time.sleep(2)  # slurmd refuses a start in the second in which it ended the last one
-
-        def has_started() -> bool:  # said too early, while the last start is still being cleaned up, it is lost
-            words = ["scontrol", "update", f"jobid={job}", "StartTime=now"]
-            subprocess.run(words, env=self.environ, capture_output=True)
-            return self.job_state(job) in ("RUNNING", "COMPLETED")  # and not in between
-
-        wait_until(has_started, 60, self.logs)
+    def wait_for_end(self, job: str, seconds: float = 90, about: Callable[[], str] = lambda: "") -> None:
+        """Wait until a job has ended well; fail as soon as it has ended otherwise."""
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+        wait_until(lambda: self.job_state(job) in ended, seconds, lambda: about() + self.logs())
+        assert self.job_state(job) == "COMPLETED", about() + self.logs()
 
     def logs(self) -> str:
         texts = [f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.state.glob("*.log"))]
@@ -170,17 +187,11 @@ class Slurm:
         shutil.rmtree(self.state, ignore_errors=True)
 
 
-def end(pid: int) -> None:
-    """End a daemon that we started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            return
-        for _ in range(20):
-            if not Path(f"/proc/{pid}").exists():
-                return
-            time.sleep(0.05)
+def _words_of(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except FileNotFoundError:
+        return [b""]
 
 
 def wait_until(true, seconds: float = 30, about=lambda: "") -> None:

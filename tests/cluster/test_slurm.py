@@ -1,11 +1,12 @@
 """A real SLURM: inside an allocation, submitted, followed, cancelled, warned, requeued after a failure."""
 
 import json
+import shlex
 import sys
-import time
 from pathlib import Path
 
 from tests.cluster.lab import campaign
+from tests.cluster.programs import loss_of_trains
 from tests.cluster.slurm_lab import Slurm, wait_until
 
 PLAIN = ("--distributed-type", "MULTI_CPU", "--nproc-per-node", "1", "--use-cpu")
@@ -25,22 +26,28 @@ def output(run_dir: Path) -> str:
     return "".join(path.read_text() for path in sorted(run_dir.glob("slurm-*.out")))
 
 
-def test_srun_says_everything_inside_an_allocation(slurm: Slurm, folder: Path):
-    program = [sys.executable, "-P", "-m", "fsdplaunch", "launch", *ALL, "sum.py", *ODD]
-    done = slurm.run("srun", "-N2", "--ntasks-per-node=1", *program, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert f"rank 0 of 2 on host0 sum 3.0 {ODD!r}" in done.stdout
-    assert f"rank 1 of 2 on host1 sum 3.0 {ODD!r}" in done.stdout
+def result(part: Path) -> dict:
+    return json.loads((part / "result.json").read_text())
+
+
+def test_batch_script_without_srun_starts_a_launcher_on_every_machine(slurm: Slurm, folder: Path):
+    command = shlex.join([sys.executable, "-P", "-m", "fsdplaunch", "launch", *ALL, "sum.py", *ODD])
+    (folder / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -N2\n#SBATCH -o out.txt\n{command}\n")
+    job = slurm.run("sbatch", "--parsable", "job.sh", cwd=folder).stdout.strip()
+    slurm.wait_for_end(job, about=(folder / "out.txt").read_text)
+    said = (folder / "out.txt").read_text()
+    assert f"rank 0 of 2 on host0 sum 3.0 {ODD!r}" in said
+    assert f"rank 1 of 2 on host1 sum 3.0 {ODD!r}" in said
     assert not (folder / "evaluated").exists()
 
 
 @campaign
-def test_batch_script_without_srun_starts_a_launcher_on_every_machine(slurm: Slurm, folder: Path):
-    command = f"{sys.executable} -P -m fsdplaunch launch {' '.join(ALL)} sum.py"
-    (folder / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -N2\n#SBATCH -o out.txt\n{command}\n")
-    job = slurm.run("sbatch", "--parsable", "job.sh", cwd=folder).stdout.strip()
-    wait_until(lambda: slurm.job_state(job) == "COMPLETED", 60, (folder / "out.txt").read_text)
-    assert "rank 1 of 2 on host1 sum 3.0" in (folder / "out.txt").read_text()
+def test_srun_says_everything_inside_an_allocation(slurm: Slurm, folder: Path):
+    program = [sys.executable, "-P", "-m", "fsdplaunch", "launch", *ALL, "sum.py"]
+    done = slurm.run("srun", "-N2", "--ntasks-per-node=1", *program, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 2 on host0 sum 3.0" in done.stdout
+    assert "rank 1 of 2 on host1 sum 3.0" in done.stdout
 
 
 def test_launcher_per_worker_is_refused(slurm: Slurm, folder: Path):
@@ -68,7 +75,6 @@ def test_submitted_run_is_followed_to_its_end_with_its_arguments_unchanged(slurm
     assert "rank 1 of 2" in logs.stdout
 
 
-@campaign
 def test_run_that_fails_gives_its_own_code_and_report(slurm: Slurm, folder: Path):
     words = ["--slurm", "--follow", *PLAIN, "--num-machines", "2", "sum.py"]
     done = slurm.fsdplaunch("launch", *words, cwd=folder, FAIL="1")
@@ -88,50 +94,153 @@ def test_dry_run_prints_the_script_that_would_be_submitted(slurm: Slurm, folder:
     assert not (folder / "runs").exists()
 
 
-@campaign
-def test_cancelled_run_ends(slurm: Slurm, folder: Path):
-    state = folder / "state.json"
-    job, run_dir = submit(slurm, folder, *PLAIN, "--num-machines", "2", "saves.py", STATE=str(state), EVERY="1")
-    wait_until(state.exists, 60, lambda: output(run_dir))
-    done = slurm.fsdplaunch("runs", "cancel", "latest", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    wait_until(lambda: slurm.job_state(job) == "CANCELLED")
-    again = slurm.fsdplaunch("runs", "cancel", "latest", cwd=folder)
-    assert again.returncode == 2
-    assert "is not running: cancelled" in again.stderr
-
-
-def test_warning_saves_requeues_and_resumes(slurm: Slurm, folder: Path):
-    state = folder / "state.json"
+def test_warned_run_saves_goes_back_into_the_queue_goes_on_and_can_be_cancelled(slurm: Slurm, folder: Path):
+    state = folder / "state"
     words = (*PLAIN, "--num-machines", "2", "saves.py")
-    job, run_dir = submit(slurm, folder, *words, STATE=str(state), EVERY="1", STEPS="60")
-    wait_until(state.exists, 60, lambda: output(run_dir))
+    job, run_dir = submit(slurm, folder, *words, STATE=str(state))
+    wait_until(lambda: "start at step 0 of world 2" in output(run_dir), 60, lambda: output(run_dir))
     slurm.run("scancel", "--batch", "--signal=USR1", job, cwd=folder)  # as --signal=B:USR1@120 does
     wait_until(lambda: "back into the queue" in output(run_dir), 30, lambda: output(run_dir))
-    assert "saved at step" in output(run_dir)
-    slurm.start_now(job)
-    wait_until(lambda: slurm.job_state(job) == "COMPLETED", 60, lambda: output(run_dir) + slurm.logs())
-    assert "start at step 0" in output(run_dir)
-    assert output(run_dir).count("start at step") == 2
-    assert "done at step 60" in output(run_dir)
-    assert json.loads((run_dir / "try0" / "result.json").read_text())["exit_code"] == 75
-    assert json.loads((run_dir / "try1" / "result.json").read_text())["exit_code"] == 0
+    step = json.loads(state.read_text())["step"]
+    assert f"saved at step {step}\n" in output(run_dir)
+    assert result(run_dir / "try0")["exit_code"] == 75
+    again = f"start at step {step} of world 2"
+    wait_until(lambda: again in output(run_dir), 60, lambda: output(run_dir) + slurm.logs())
+    cancelled = slurm.fsdplaunch("runs", "cancel", "latest", cwd=folder)
+    assert cancelled.returncode == 0, cancelled.stderr
+    wait_until(lambda: slurm.job_state(job) == "CANCELLED", 30, slurm.logs)
+    cancelled = slurm.fsdplaunch("runs", "cancel", "latest", cwd=folder)
+    assert cancelled.returncode == 2
+    assert "is not running: cancelled" in cancelled.stderr
+    assert output(run_dir).count("back into the queue") == 1  # and not after it was cancelled
 
 
 @campaign
-def test_machine_that_dies_puts_the_run_back_and_it_resumes_on_the_others(slurm: Slurm, folder: Path):
-    state = folder / "state.json"
-    words = (*PLAIN, "--num-machines", "2", "--machine-timeout-seconds", "3", "saves.py")
-    job, run_dir = submit(slurm, folder, *words, STATE=str(state), EVERY="1", STEPS="100")
-    wait_until(state.exists, 60, lambda: output(run_dir))
+def test_warning_comes_from_slurm_ahead_of_the_time_limit(slurm: Slurm, folder: Path):
+    state = folder / "state"
+    limit = ("--slurm.time", "1", "--slurm.signal-seconds", "20")  # it may come half a minute earlier
+    job, run_dir = submit(slurm, folder, *PLAIN, "--num-machines", "2", *limit, "saves.py", STATE=str(state))
+    wait_until(lambda: "back into the queue" in output(run_dir), 60, lambda: output(run_dir) + slurm.logs())
+    assert f"SLURM announces the end of job {job}: asking the workers to save" in output(run_dir)
+    again = f"start at step {json.loads(state.read_text())['step']} of world 2"
+    wait_until(lambda: again in output(run_dir), 60, lambda: output(run_dir) + slurm.logs())
+    slurm.run("scancel", job, cwd=folder)
+
+
+TRAINS = (
+    *("--use-cpu", "--nproc-per-node", "1", "--num-machines", "2", "--machine-timeout-seconds", "3"),
+    *("--fsdp-auto-wrap-policy", "SIZE_BASED_WRAP", "--fsdp-min-num-params", "1", "trains_by_steps.py"),
+)
+
+
+def start_training(slurm: Slurm, folder: Path) -> tuple[str, Path]:
+    """Submit a sharded training of 40 steps on host0 and host1; wait for its second checkpoint."""
+    job, run_dir = submit(slurm, folder, *TRAINS, STEPS="40")
+    wait_until((folder / "checkpoints" / "checkpoint-10").exists, 60, lambda: output(run_dir) + slurm.logs())
+    return job, run_dir
+
+
+def last_step(folder: Path) -> int:
+    return max(int(path.name.partition("-")[2]) for path in (folder / "checkpoints").glob("checkpoint-*"))
+
+
+def end_training(slurm: Slurm, job: str, run_dir: Path, *, last: int, machines: str) -> str:
+    """Wait for the end; the second start went on from the last checkpoint. Returns the first start's output."""
+    slurm.wait_for_end(job, about=lambda: output(run_dir))
+    first, second = (output(run_dir).partition(f"-try{number}  ")[2] for number in (0, 1))
+    assert "begins after step 0\n" in first
+    assert f"machines {machines}\n" in second
+    assert f"begins after step {last}\n" in second
+    assert f"loss {loss_of_trains(40):.4f}" in second  # weights and momentum were those of the checkpoint
+    assert result(run_dir / "try1")["exit_code"] == 0
+    return first
+
+
+def test_machine_that_dies_puts_the_run_back_and_it_resumes_from_its_last_checkpoint(slurm: Slurm, folder: Path):
+    (host0, host1, host2) = (f"host{number} ({slurm.lab.address(number)})" for number in range(3))
+    job, run_dir = start_training(slurm, folder)
     slurm.kill_machine(1)
     try:
-        slurm.start_now(job)
-        wait_until(lambda: slurm.job_state(job) == "COMPLETED", 90, lambda: output(run_dir) + slurm.logs())
+        wait_until((run_dir / "try0" / "lost").exists, 30, lambda: output(run_dir))
+        last = last_step(folder)
+        first = end_training(slurm, job, run_dir, last=last, machines=f"{host0}, {host2}")
     finally:
         slurm.start_machine(1)
-    assert "done at step 100" in output(run_dir)
-    assert "start at step 0 " not in output(run_dir).partition("start at step 0 of world 2\n")[2]
+    assert f"error: lost {host1}: its launcher has gone" in first
+    assert result(run_dir / "try0")["exit_code"] == 3
+
+
+@campaign
+def test_machine_of_the_batch_script_that_dies_puts_the_run_back_as_well(slurm: Slurm, folder: Path):
+    job, run_dir = start_training(slurm, folder)
+    slurm.kill_machine(0)
+    try:
+        wait_until((run_dir / "try0" / "node1" / "lost").exists, 30, lambda: output(run_dir))
+        machines = ", ".join(f"host{number} ({slurm.lab.address(number)})" for number in (1, 2))
+        end_training(slurm, job, run_dir, last=last_step(folder), machines=machines)
+    finally:
+        slurm.start_machine(0)
+    assert not (run_dir / "try0" / "result.json").exists()
+
+
+@campaign
+def test_workers_of_a_machine_whose_slurmd_died_end_before_the_run_goes_on(slurm: Slurm, folder: Path):
+    state = folder / "state"
+    words = (*PLAIN, "--num-machines", "2", "--machine-timeout-seconds", "3", "saves.py")
+    job, run_dir = submit(slurm, folder, *words, STATE=str(state), EVERY="1", STEPS="400")
+    wait_until(state.exists, 60, lambda: output(run_dir))
+    slurm.kill_daemon(1)
+    try:
+        wait_until(lambda: slurm.job_state(job) == "PENDING", 60, slurm.logs)
+        wait_until(lambda: not slurm.launchers(1), 4, lambda: output(run_dir))
+        wait_until(lambda: output(run_dir).count("start at step") == 2, 60, lambda: output(run_dir) + slurm.logs())
+    finally:
+        slurm.start_machine(1)
+        slurm.run("scancel", job, cwd=folder)
+    begun = [line for line in output(run_dir).splitlines() if line.startswith("start at step")]
+    assert begun[0] == "start at step 0 of world 2"
+    assert int(begun[1].split()[3]) > 20
+
+
+def test_array_is_one_run_whose_tasks_are_warned_shown_and_cancelled_one_by_one(slurm: Slurm, folder: Path):
+    words = (*PLAIN, "--num-machines", "2", "--slurm.array", "0-1", "saves.py")
+    job, run_dir = submit(slurm, folder, *words, STATE=str(folder / "state"), EVERY="1")
+    about = lambda: output(run_dir) + slurm.logs()  # noqa: E731
+    wait_until(lambda: (folder / "state0").exists() and (folder / "state1").exists(), 60, about)
+    listed = slurm.fsdplaunch("runs", cwd=folder).stdout.splitlines()[1:]
+    assert [line.split() for line in listed] == [
+        [run_dir.name, "slurm", "array", job, "2", "running", "saves.py"],
+        ["/task0", "running"],
+        ["/task1", "running"],
+    ]
+    slurm.run("scancel", "--batch", "--signal=USR1", f"{job}_1", cwd=folder)  # its number is also the array's
+    wait_until(lambda: slurm.job_state(f"{job}_1") == "PENDING", 30, about)
+    shown = {task: slurm.fsdplaunch("runs", "logs", f"latest/task{task}", cwd=folder).stdout for task in (0, 1)}
+    assert "saved at step" in shown[1]
+    assert f"the end of job {job}_1: asking the workers to save" in shown[1]
+    assert "start at step 0 of world 2" in shown[0]  # on the same machines as the other
+    assert "asking the workers" not in shown[0]
+    assert result(run_dir / "task1" / "try0")["exit_code"] == 75
+    assert slurm.fsdplaunch("runs", "cancel", "latest/task1", cwd=folder).returncode == 0
+    wait_until(lambda: slurm.job_state(f"{job}_1") == "CANCELLED", 30, about)
+    assert slurm.job_state(f"{job}_0") == "RUNNING"
+    again = slurm.fsdplaunch("runs", "cancel", "latest/task1", cwd=folder)
+    assert again.returncode == 2
+    assert "/task1 is not running: cancelled" in again.stderr
+    assert slurm.fsdplaunch("runs", "cancel", run_dir.name, cwd=folder).returncode == 0
+    wait_until(lambda: slurm.job_state(f"{job}_0") == "CANCELLED", 30, about)
+
+
+@campaign
+def test_machine_that_hangs_is_not_waited_for(slurm: Slurm, folder: Path):
+    words = (*PLAIN, "--num-machines", "2", "--machine-timeout-seconds", "3", "--shutdown-grace-seconds", "1")
+    job, run_dir = submit(slurm, folder, *words, "saves.py", STATE=str(folder / "state"), EVERY="1", STEPS="60")
+    wait_until((folder / "state").exists, 60, lambda: output(run_dir))
+    slurm.freeze_launcher(1)
+    slurm.wait_for_end(job, 150, lambda: output(run_dir))
+    assert f"lost host1 ({slurm.lab.address(1)}): no word for 3 s" in output(run_dir)
+    assert "the workers have stopped (" in output(run_dir)
+    assert "done at step 60" in output(run_dir)
 
 
 @campaign
@@ -140,27 +249,7 @@ def test_preempted_run_saves_waits_and_goes_on(slurm: Slurm, folder: Path):
     words = (*PLAIN, "--num-machines", "3", "--slurm.partition", "low", "saves.py")
     job, run_dir = submit(slurm, folder, *words, STATE=str(state), EVERY="1", STEPS="60")
     wait_until(state.exists, 60, lambda: output(run_dir))
-    slurm.run("sbatch", "-N3", "-p", "high", "-o", "/dev/null", "--wrap", "sleep 2", cwd=folder)
+    slurm.run("sbatch", "-N3", "--exclusive", "-p", "high", "-o", "/dev/null", "--wrap", "sleep 2", cwd=folder)
     wait_until(lambda: "back into the queue" in output(run_dir), 60, lambda: output(run_dir) + slurm.logs())
-    time.sleep(3)
-    slurm.start_now(job)
-    wait_until(lambda: slurm.job_state(job) == "COMPLETED", 90, lambda: output(run_dir) + slurm.logs())
+    slurm.wait_for_end(job, about=lambda: output(run_dir))
     assert "done at step 60" in output(run_dir)
-
-
-@campaign
-def test_sharded_training_resumes_from_its_last_complete_checkpoint(slurm: Slurm, folder: Path):
-    script = Path(__file__).parents[2] / "scripts" / "examples" / "train_lm.py"
-    words = ("--use-cpu", "--nproc-per-node", "1", "--num-machines", "2", "--machine-timeout-seconds", "3")
-    job, run_dir = submit(slurm, folder, *words, str(script), "--steps", "60", "--save-every", "10")
-    checkpoints = folder / "checkpoints" / "lm"
-    wait_until(lambda: len(list(checkpoints.glob("*20*"))) > 0, 200, lambda: output(run_dir))
-    slurm.kill_machine(1)
-    try:
-        slurm.start_now(job)
-        wait_until(lambda: slurm.job_state(job) == "COMPLETED", 250, lambda: output(run_dir) + slurm.logs())
-    finally:
-        slurm.start_machine(1)
-    assert "resumed after step " in output(run_dir)
-    assert "step 60 " in output(run_dir)
-    assert "evaluation loss after training" in output(run_dir)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.bootstrapped import forked_workers
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -278,8 +280,8 @@ NEVER = "train.py ended without sharding a model: 2 workers trained independent 
 def test_script_that_never_shards_fails_with_a_sentence(tmp_path: Path) -> None:
     write(tmp_path / "train.py", "print('trained')")
     run_dir = tmp_path / "run"
-    done = workers("train.py", cwd=tmp_path, FSDPLAUNCH_RUN_DIR=str(run_dir))
-    assert done.returncode == 1
+    done = forked_workers("train.py", cwd=tmp_path, FSDPLAUNCH_RUN_DIR=str(run_dir))
+    assert done.codes == [1, 1]
     assert done.stdout == "trained\ntrained\n"
     assert done.stderr.count(NEVER) == 2
     assert "fsdplaunch.prepare(model, ...)" in done.stderr
@@ -294,15 +296,15 @@ def test_copies_kept_by_another_wrapper_are_named(tmp_path: Path) -> None:
         nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
         """,
     )
-    done = workers("train.py", cwd=tmp_path)
-    assert done.returncode == 1
+    done = forked_workers("train.py", cwd=tmp_path)
+    assert done.codes == [1, 1]
     assert "2 workers each held a whole copy (DistributedDataParallel)" in done.stderr
 
 
 def test_unsharded_end_may_be_allowed(tmp_path: Path) -> None:
     write(tmp_path / "train.py", "print('trained')")
-    done = workers("train.py", cwd=tmp_path, FSDPLAUNCH_ALLOW_UNSHARDED="1")
-    assert done.returncode == 0, done.stderr
+    done = forked_workers("train.py", cwd=tmp_path, FSDPLAUNCH_ALLOW_UNSHARDED="1")
+    assert done.codes == [0, 0], done.stderr
 
 
 @pytest.mark.parametrize(
@@ -328,8 +330,8 @@ def test_sharding_by_the_scripts_own_code_counts(tmp_path: Path, line: str) -> N
         main()  # the model is garbage by now
         """,
     )
-    done = workers("train.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = forked_workers("train.py", cwd=tmp_path)
+    assert done.codes == [0, 0], done.stderr
 
 
 def test_failing_rank_is_reported_and_no_rank_hangs(tmp_path: Path) -> None:

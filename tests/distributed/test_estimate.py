@@ -13,9 +13,10 @@ from fsdplaunch import FullyShardedDataParallelPlugin
 from fsdplaunch.config.load import stack
 from fsdplaunch.config.yaml_text import Text
 from fsdplaunch.errors import UsageError
-from fsdplaunch.estimate.architecture import FAMILIES, describe, read_architecture
+from fsdplaunch.estimate.architecture import describe, read_architecture
 from fsdplaunch.estimate.build import build_from_config, build_from_script, make_batch, taken_apart
 from fsdplaunch.estimate.exact import Trace, trace_step
+from fsdplaunch.estimate.families import FAMILIES
 from fsdplaunch.estimate.need import Need, need_of
 from fsdplaunch.estimate.setup import setup_of
 from tests.distributed.pool import RankPool

@@ -1,9 +1,11 @@
 """Files of single ranks, written by real torch, are put together without it."""
 
+import json
 import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +23,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import fsdplaunch
 from fsdplaunch.checkpoint.merge import MergeOptions, merge
 from fsdplaunch.errors import CheckpointError
-from tests.distributed.pool import RankPool
+from tests.distributed.pool import RankError, RankPool
+from tests.distributed.tiny import adamw, build, plugin, train_sharded
 
 VERL = "model_world_size_{world}_rank_{rank}.pt"
 ACCELERATE = "pytorch_model_fsdp_0_rank{rank}.bin"
@@ -122,6 +126,61 @@ def test_flat_parameters_are_refused_with_the_way_out(two, name, tmp_path):
     with pytest.raises(CheckpointError, match=r"flat parameters \(LOCAL_STATE_DICT\)") as caught:
         merge(two / name, tmp_path / "out")
     assert "SHARDED_STATE_DICT" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+FLAT = {"fsdp_version": 1, "use_orig_params": False, "state_dict_type": "LOCAL_STATE_DICT"}
+
+
+def save_flat(folder: str, fields: dict[str, Any]) -> None:
+    """Train and save flat parameters: tied weights, kernels of four dimensions, units cut inside a row."""
+    torch.manual_seed(0)
+    lm = build(tied=True)
+    lm.patches = nn.Conv2d(3, 5, kernel_size=(2, 3))
+    lm, optimizer = fsdplaunch.prepare(lm, adamw(lm.parameters()), plugin=plugin(**FLAT, **fields))
+    train_sharded(lm, optimizer, 2)
+    fsdplaunch.save_checkpoint(folder, model=lm, optimizer=optimizer)
+    with fsdplaunch.state_dict_type(lm, "FULL_STATE_DICT"):
+        whole = lm.state_dict()
+    if dist.get_rank() == 0:
+        torch.save(whole, Path(folder) / "whole.pt")
+
+
+@pytest.mark.parametrize(("pool", "strategy"), [("two_ranks", "FULL_SHARD"), ("four_ranks", "SHARD_GRAD_OP")])
+def test_flat_parameters_of_our_own_save_become_the_whole_model(request, pool, strategy, tmp_path):
+    request.getfixturevalue(pool).run(save_flat, str(tmp_path / "ckpt"), {"sharding_strategy": strategy})
+    whole = torch.load(tmp_path / "ckpt" / "whole.pt", weights_only=True)
+    found = merged(tmp_path / "ckpt", tmp_path / "out", keep_tied=True)
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[key], whole[key]) for key in whole)
+    assert set(whole) - set(merged(tmp_path / "ckpt", tmp_path / "lean")) == {"head.weight"}
+
+
+def test_flat_parameters_of_a_model_with_copies_are_refused(four_ranks: RankPool, tmp_path):
+    fields = {"sharding_strategy": "HYBRID_SHARD", "dp_replicate_size": 2}
+    with pytest.raises(RankError, match="LOCAL_STATE_DICT cannot hold a model with copies"):
+        four_ranks.run(save_flat, str(tmp_path / "ckpt"), fields)
+    assert not (tmp_path / "ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda told: told.update(part=told["part"] + 1), "has shape|do not make up"),
+        (lambda told: told.update(ranks=[0, 0]), "do not make up"),
+        (lambda told: told["runs"].pop(), "belongs|cover"),
+        (lambda told: told["runs"][0].__setitem__(1, [-1, 4]), "a shape is -1"),
+        (lambda told: told["runs"][0].__setitem__(1, [2**70]), "a shape is"),
+    ],
+)
+def test_layout_that_does_not_fit_the_files_is_refused(two_ranks: RankPool, tmp_path, change, message):
+    two_ranks.run(save_flat, str(tmp_path / "ckpt"), {})
+    manifest = tmp_path / "ckpt" / "fsdplaunch.json"
+    data = json.loads(manifest.read_text())
+    change(next(iter(data["models"][0]["flat_parameters"].values())))
+    manifest.write_text(json.dumps(data))
+    with pytest.raises(CheckpointError, match=message):
+        merge(tmp_path / "ckpt", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -5,8 +5,11 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
+
+from fsdplaunch.vitals import read_heartbeat
 
 CRASHING = """
 import os
@@ -53,9 +56,11 @@ def test_stopped_run_saves_exits_75_and_goes_on_when_started_again(environ, exam
     run = subprocess.Popen(
         [*command, *script], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    for line in run.stdout:
-        if line.startswith("step 50 "):
-            break
+    limit = time.monotonic() + 60
+    while not ((beat := read_heartbeat(tmp_path / "runs/latest/ranks/0")) and beat.steps > 1):  # has asked once
+        assert run.poll() is None
+        assert time.monotonic() < limit
+        time.sleep(0.1)
     run.send_signal(signal.SIGTERM)
     _, stderr = run.communicate(timeout=60)
     assert run.returncode == 75, stderr

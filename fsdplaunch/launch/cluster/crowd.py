@@ -3,7 +3,7 @@
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,23 @@ from fsdplaunch.launch.cluster.ssh import READY, to_line
 
 _KEPT_LINES = 5
 POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What is started for one machine.
+
+    Attributes:
+        host: The machine.
+        words: The ssh command.
+        order: What the far side is to do.
+        output: Where its standard output goes, as `subprocess` says it; ours when None.
+    """
+
+    host: str
+    words: Sequence[str]
+    order: Mapping[str, Any]
+    output: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -23,15 +40,23 @@ class Client:
         process: The client.
         ready: The far side has started.
         said: The last lines of its error output before it was.
+        late: It took too long to start, and was ended.
     """
 
     host: str
     process: "subprocess.Popen[bytes]"
     ready: bool = False
     said: list[str] = field(default_factory=list)
+    late: bool = False
     reader: threading.Thread | None = None
 
-    def send(self, order: dict[str, Any]) -> None:
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended, and not well."""
+        status = self.process.poll()
+        return self.late or (status is not None and (status != 0 or not self.ready))
+
+    def send(self, order: Mapping[str, Any]) -> None:
         """Give the far side an order."""
         with suppress(OSError, ValueError):
             if self.process.stdin is not None:
@@ -48,30 +73,34 @@ class Client:
 class Crowd:
     """All clients of a run."""
 
-    def __init__(self, show: Callable[[str, str], None], output: int | None) -> None:
+    def __init__(self, show: Callable[[str, str], None], *, needed: int, beat_seconds: float) -> None:
         """Begin with none.
 
         Args:
             show: Gets each line of a machine's error output, with the machine's name.
-            output: Descriptor for the machines' standard output; ours when None.
+            needed: Machines without which the run cannot go on; the first one is among them.
+            beat_seconds: How often the far sides hear that we are there.
         """
         self.clients: list[Client] = []
-        self._show, self._output = show, output
+        self._show, self._needed = show, needed
+        self._beat_seconds, self._last_beat = beat_seconds, time.monotonic()
+        self._failed: list[Client] = []
+        self._signals: list[int] = []
 
-    def start(self, host: str, words: Sequence[str], order: dict[str, Any]) -> None:
+    def start(self, part: Part) -> None:
         """Start a client and give its far side the first order."""
         process = subprocess.Popen(
-            words,
+            part.words,
             stdin=subprocess.PIPE,
-            stdout=self._output,
+            stdout=part.output,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in the terminal is ours to pass on
         )
-        client = Client(host=host, process=process)
+        client = Client(host=part.host, process=process)
         client.reader = threading.Thread(target=self._read, args=(client,), daemon=True)
         client.reader.start()
         self.clients.append(client)
-        client.send(order)
+        client.send(part.order)
 
     def _read(self, client: Client) -> None:
         for line in client.process.stderr or ():
@@ -84,26 +113,27 @@ class Crowd:
                 client.said = [*client.said, text][-_KEPT_LINES:]
 
     def signal(self, number: int) -> None:
-        """Have every machine's launcher get a signal."""
-        for client in self.clients:
-            client.send({"signal": number})
+        """Have every machine's launcher get a signal; may be called in a signal handler."""
+        self._signals.append(number)
 
     def wait(self, *, start_seconds: float, end_seconds: float) -> Client | None:
         """Wait for all clients to end.
 
         Args:
             start_seconds: How long the far sides may take to start.
-            end_seconds: How long the others may take once one has ended badly.
+            end_seconds: How long the others may take once the run has ended badly.
 
         Returns:
-            The client that ended badly first, or could not start; None when all ended well.
+            The client whose bad end was the run's, or that could not start; None when the run ended well.
         """
         begin, bad, since = time.monotonic(), None, 0.0
         while any(client.process.poll() is None for client in self.clients):
             now = time.monotonic()
+            self._speak(now)
+            if now - begin > start_seconds:
+                self._give_up_late()
             if bad is None:
-                bad = self._first_bad(late=now - begin > start_seconds)
-                since = now
+                bad, since = self._look(), now
                 if bad is not None and not bad.ready:
                     self.hang_up()
             elif now - since > end_seconds:
@@ -114,13 +144,36 @@ class Crowd:
         for client in self.clients:
             if client.reader is not None:
                 client.reader.join(timeout=1)
-        return bad or self._first_bad(late=False)
+        return bad or self._look()
 
-    def _first_bad(self, *, late: bool) -> Client | None:
+    def _speak(self, now: float) -> None:
+        orders: list[dict[str, Any]] = []
+        while self._signals:
+            orders.append({"signal": self._signals.pop(0)})
+        if now - self._last_beat > self._beat_seconds:
+            self._last_beat = now
+            orders.append({})
         for client in self.clients:
-            if client.process.poll() or (client.process.poll() is not None and not client.ready):
-                return client
-        return next((client for client in self.clients if late and not client.ready), None)
+            for order in orders:
+                client.send(order)
+
+    def _give_up_late(self) -> None:
+        for client in self.clients:
+            if not client.ready and client.process.poll() is None:
+                client.late = True
+                client.process.kill()
+
+    def _look(self) -> Client | None:
+        """The failure that ends the run: the first machine's, or the one that leaves too few."""
+        for client in self.clients:
+            if client.has_failed and client not in self._failed:
+                self._failed.append(client)
+                left = len(self.clients) - len(self._failed)
+                if client is self.clients[0] or left < self._needed:
+                    return client
+                words = client.said or [f"ended with {client.process.returncode}"]
+                self._show(client.host, f"{words[-1]}; {left} machines go on")
+        return None
 
     def hang_up(self) -> None:
         """End every machine's part; machines that have not started are not waited for."""

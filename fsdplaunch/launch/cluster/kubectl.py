@@ -1,5 +1,6 @@
 """kubectl, the one way this package talks to a Kubernetes cluster."""
 
+import json
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -28,8 +29,24 @@ def delete(job: Mapping[str, Any]) -> str:
     """Delete a run's objects; returns what was done."""
     kinds = ["configmap", "service", "job"] if job.get("kind") == "job" else ["configmap", "trainjob"]
     for kind in reversed(kinds):
-        _ask(words_for(["delete", "--ignore-not-found", kind, str(job["name"])], job.get("namespace")), "")
+        # Without waiting: the pods may take their grace.
+        words = ["delete", "--ignore-not-found", "--wait=false", kind, str(job["name"])]
+        _ask(words_for(words, job.get("namespace")), "")
     return f"deleted {job['name']}"
+
+
+def read(what: Sequence[str], namespace: str | None) -> dict[str, Any]:
+    """An object, or a list of them, as the cluster has it; empty when there is none.
+
+    Args:
+        what: Its kind and name, or its kind and a selector.
+        namespace: Of the object; None for that of kubectl's context.
+
+    Raises:
+        LaunchError: There is no kubectl, or the cluster does not answer.
+    """
+    text = _ask(words_for(["get", *what, "--ignore-not-found", "--output", "json"], namespace), "")
+    return dict(json.loads(text)) if text else {}
 
 
 def _ask(words: Sequence[str], text: str) -> str:

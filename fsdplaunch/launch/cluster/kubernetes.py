@@ -7,17 +7,21 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fsdplaunch.config.keys import variable_of
 from fsdplaunch.config.schema import Config, KubernetesSection
 from fsdplaunch.config.world import node_range
 from fsdplaunch.errors import EXIT_USAGE, UsageError
 from fsdplaunch.launch.ports import DEFAULT_PORT
 from fsdplaunch.launch.stop import EXIT_SAVED
+from fsdplaunch.launch.variables import GROUP_RUN
 
 Object = dict[str, Any]
 CONFIG_FOLDER = "/etc/fsdplaunch"
 CONFIG_KEY = "config.yaml"
 PROGRAM = ("python3", "-P", "-m", "fsdplaunch")
 _LABEL = "app.kubernetes.io/managed-by"
+JOB_CONTAINER, TRAIN_JOB_CONTAINER = "trainer", "node"
+"""The container that runs the launcher: in our own Job, and as every ClusterTrainingRuntime has to call it."""
 _MARGIN_SECONDS = 15
 _LONGEST_NAME = 52
 """A pod's name adds `-INDEX-SUFFIX` and must be a DNS label of at most 63 characters."""
@@ -72,11 +76,11 @@ def _meta(kube: KubernetesSection, name: str) -> Object:
 
 def _job(config: Config, words: Sequence[str], *, name: str) -> Object:
     kube, count = config.kubernetes, config.num_machines
-    env = {"FSDPLAUNCH_GROUP_RUN": name}
+    env = {GROUP_RUN: name}
     if count > 1:
         env |= {
-            "FSDPLAUNCH_MAIN_PROCESS_IP": f"{name}-0.{name}",
-            "FSDPLAUNCH_MAIN_PROCESS_PORT": str(config.main_process_port or DEFAULT_PORT),
+            variable_of("main_process_ip"): f"{name}-0.{name}",
+            variable_of("main_process_port"): str(config.main_process_port or DEFAULT_PORT),
         }
     pod = {
         "restartPolicy": "Never",
@@ -105,7 +109,7 @@ def failure_rules() -> list[Object]:
     """What the Job does about a pod that failed, by our exit codes."""
 
     def on_codes(action: str, *codes: int) -> Object:
-        values = {"containerName": "trainer", "operator": "In", "values": list(codes)}
+        values = {"containerName": JOB_CONTAINER, "operator": "In", "values": list(codes)}
         return {"action": action, "onExitCodes": values}
 
     return [
@@ -134,7 +138,7 @@ def _pod_security(kube: KubernetesSection) -> Object:
 def _container(config: Config, words: Sequence[str], env: Mapping[str, str]) -> Object:
     kube = config.kubernetes
     return {
-        "name": "trainer",
+        "name": JOB_CONTAINER,
         "image": kube.image,
         "command": [literal(word) for word in words[: len(PROGRAM)]],
         "args": [literal(word) for word in words[len(PROGRAM) :]],
@@ -184,7 +188,7 @@ def _train_job(config: Config, words: Sequence[str], *, name: str) -> Object:
     if kube.secrets:
         msg = "kubernetes.secrets cannot be said in a TrainJob"
         raise UsageError(msg, hint="give them to the ClusterTrainingRuntime's pods, or use kind: job")
-    container = _container(config, words, {"FSDPLAUNCH_GROUP_RUN": name})
+    container = _container(config, words, {GROUP_RUN: name})
     trainer = {
         "image": kube.image,
         "command": container["command"],
@@ -199,9 +203,9 @@ def _train_job(config: Config, words: Sequence[str], *, name: str) -> Object:
         "securityContext": _pod_security(kube),
         "terminationGracePeriodSeconds": round(config.launch.shutdown_grace_seconds) + _MARGIN_SECONDS,
         "volumes": volumes(kube, name),
-        "containers": [{"name": "node", **patched}],
+        "containers": [{"name": TRAIN_JOB_CONTAINER, **patched}],
     }
-    job = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    job = {"name": TRAIN_JOB_CONTAINER, "template": {"spec": {"template": {"spec": pod}}}}
     patch = {
         "manager": "fsdplaunch.dev/launch",
         "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}},

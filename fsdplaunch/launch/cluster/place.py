@@ -110,21 +110,24 @@ def find_place(config: Config, environ: Mapping[str, str]) -> Place:
     if cluster.kind == "kubernetes" and host is None:
         host, port = environ.get("PET_MASTER_ADDR"), port or _decimal(environ.get("PET_MASTER_PORT"))
     rank = _rank(config, cluster, environ)
-    if host is None and (rank or 0) > 0:
-        msg = f"this is machine {rank}, but nothing says where machine 0 is"
-        raise UsageError(msg, hint="set main_process_ip to machine 0's address")
+    _check_rank(rank or 0, most, host)
     source = _source(cluster)
     return Place(
         least=least, most=most, rank=rank, host=host, port=port or DEFAULT_PORT, names=names, source=source
     )
 
 
-def is_machine_0(place: Place) -> bool:
-    """Whether the others come to this machine.
+def _check_rank(rank: int, most: int, host: str | None) -> None:
+    if rank >= most:
+        msg = f"this is machine {rank}, but there are {most}"
+        raise UsageError(msg, hint=f"machines count from 0: see --machine-rank, {RANK_VARIABLE}, the scheduler")
+    if host is None and rank > 0:
+        msg = f"this is machine {rank}, but nothing says where machine 0 is"
+        raise UsageError(msg, hint="set main_process_ip to machine 0's address")
 
-    Raises:
-        UsageError: It is said to be machine 0, but machine 0's address is another machine's.
-    """
+
+def is_machine_0(place: Place) -> bool:
+    """Whether the others come to this machine: it is said to be machine 0, or machine 0's address is its own."""
     if place.host is None or place.rank == 0:
         return True
     return place.rank is None and network.own_address_of(place.host) is not None
@@ -141,11 +144,19 @@ def _endpoint(config: Config) -> tuple[str | None, int | None]:
 def _rank(config: Config, cluster: Cluster, environ: Mapping[str, str]) -> int | None:
     if config.machine_rank is not None:
         return config.machine_rank
-    if (said := _decimal(environ.get(RANK_VARIABLE))) is not None:
-        return said
+    if (said := environ.get(RANK_VARIABLE)) is not None:
+        return _said_rank(said)
     if cluster.kind == "mpi":
         return cluster.task
     return cluster.node_rank if cluster.kind in ("slurm", "kubernetes") else None
+
+
+def _said_rank(text: str) -> int:
+    rank = _decimal(text)
+    if rank is None:
+        msg = f"{RANK_VARIABLE} is {text!r}, which is no machine's number"
+        raise UsageError(msg, hint="set it to 0, 1, ..., or unset it: the number is then assigned")
+    return rank
 
 
 def _decimal(text: str | None) -> int | None:

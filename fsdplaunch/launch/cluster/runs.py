@@ -4,18 +4,27 @@ import json
 import os
 import signal
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.errors import LaunchError, UsageError
-from fsdplaunch.launch.cluster import slurm
-from fsdplaunch.launch.run_folder import PLAN, RESULT, read_json
+from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
+from fsdplaunch.launch.cluster import kubectl, pods, slurm
+from fsdplaunch.launch.cluster.run_states import (
+    State,
+    ended_state,
+    process_state,
+    result_of,
+    slurm_state,
+    start_of,
+)
+from fsdplaunch.launch.run_folder import PLAN, read_json
 
 JOB = "job.json"
-_FINISHED_BADLY = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+_TASK = "task"
+"""Folder of a task of an array inside its run's, with its number; RUN/task3 is also its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +39,8 @@ class Run:
         script: What it runs.
         state: In one or a few words.
         unfinished: It may still do something.
+        task: Its number, where it is a task of an array.
+        tasks: Of an array, as runs of their own.
     """
 
     id: str
@@ -39,6 +50,8 @@ class Run:
     script: str
     state: str
     unfinished: bool
+    task: int | None = None
+    tasks: Sequence["Run"] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The run as plain data."""
@@ -50,13 +63,14 @@ class Run:
             "script": self.script,
             "state": self.state,
             "unfinished": self.unfinished,
+            **({"tasks": [task.to_dict() for task in self.tasks]} if self.tasks else {}),
         }
 
 
 def write_job(run_dir: Path, *, route: str, **what: Any) -> None:
     """Note how a run was started, and by which process."""
     pid = os.getpid()
-    about = {"route": route, "host": socket.gethostname(), "pid": pid, "since": _start_of(pid), **what}
+    about = {"route": route, "host": socket.gethostname(), "pid": pid, "since": start_of(pid), **what}
     (run_dir / JOB).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
@@ -68,7 +82,7 @@ def read_runs(folder: Path, *, limit: int | None = None) -> list[Run]:
     jobs = {path: read_json(path / JOB) for path in chosen}
     numbers = [job["job"] for job in jobs.values() if job.get("route") == "slurm"]
     states = slurm.job_states(numbers)
-    return [_read(path, job, states) for path, job in jobs.items()]
+    return [_read(path, job, states.get(str(job.get("job")), {})) for path, job in jobs.items()]
 
 
 def is_run(path: Path) -> bool:
@@ -77,11 +91,12 @@ def is_run(path: Path) -> bool:
 
 
 def find_run(folder: Path, name: str) -> Run:
-    """The run of this name, or of which this is the beginning or the end.
+    """The run of this name, or of which this is the beginning or the end; with /task3 behind it, that task.
 
     Raises:
         UsageError: There is none, or more than one.
     """
+    name, _, task = name.partition("/")
     if not folder.is_dir():
         msg = f"there is no folder {folder}"
         raise UsageError(msg, hint="name the one with the runs: --log-dir DIR")
@@ -97,87 +112,70 @@ def find_run(folder: Path, name: str) -> Run:
         raise UsageError(msg, hint="fsdplaunch runs lists them")
     path = folder / chosen[0]
     job = read_json(path / JOB)
-    return _read(path, job, slurm.job_states([job["job"]]) if job.get("route") == "slurm" else {})
+    states = slurm.job_states([job["job"]]) if job.get("route") == "slurm" else {}
+    run = _read(path, job, states.get(str(job.get("job")), {}))
+    return _task_of(run, task) if task else run
 
 
-def _read(path: Path, job: Mapping[str, Any], states: Mapping[str, str]) -> Run:
-    route = str(job.get("route") or "here")
-    ended = result_of(path)
-    if route == "slurm":
-        state, unfinished = _slurm_state(states.get(str(job["job"])), ended)
-    elif ended is not None:
-        state, unfinished = _words(ended), False
-    else:
-        state, unfinished = _process_state(job)
-    script = str(read_json(path / PLAN).get("script") or "")
-    return Run(id=path.name, dir=path, route=route, job=job, script=script, state=state, unfinished=unfinished)
+def _task_of(run: Run, name: str) -> Run:
+    found = next((task for task in run.tasks if task.dir.name == name), None)
+    if found is None:
+        msg = f"{run.id} has no {name}"
+        numbers = ", ".join(task.dir.name for task in run.tasks)
+        raise UsageError(msg, hint=f"it has {numbers}" if numbers else "it is not an array: leave the / out")
+    return found
 
 
-def parts_of(run_dir: Path) -> list[Path]:
-    """The folders of a run's starts, oldest first: its own, or one for each time SLURM started it."""
-    tries = [path for path in [*run_dir.glob("try*"), *run_dir.glob("task*/try*")] if path.is_dir()]
-    return sorted(tries, key=lambda path: path.stat().st_ctime) or [run_dir]
-
-
-def result_of(run_dir: Path) -> dict[str, Any] | None:
-    """How the last start of a run ended; None when it has not."""
-    return read_json(parts_of(run_dir)[-1] / RESULT) or None
-
-
-def _words(result: Mapping[str, Any]) -> str:
-    if result.get("stopped_by"):
-        return f"stopped by {result['stopped_by']}"
-    return "done" if result["exit_code"] == 0 else f"failed ({result['exit_code']})"
-
-
-def _slurm_state(state: str | None, ended: Mapping[str, Any] | None) -> tuple[str, bool]:
-    if state is None:
-        return (_words(ended) if ended else "unknown to SLURM"), False
-    word = state.split()[0]
-    if word in slurm.UNFINISHED:
-        return state.lower(), True
-    if word.startswith(_FINISHED_BADLY) or ended is None:
-        return state.lower() + (f": {_words(ended)}" if ended and word == "FAILED" else ""), False
-    return _words(ended), False
-
-
-def _process_state(job: Mapping[str, Any]) -> tuple[str, bool]:
-    host = job.get("host")
-    if not job:
-        return "unknown", False
-    if host != socket.gethostname():
-        return f"started on {host}", True
-    if is_alive(job):
-        return "running", True
-    return "lost: its launcher has gone", False
-
-
-def is_alive(job: Mapping[str, Any]) -> bool:
-    """Whether the process that started a run is still there, and not another one of its number."""
-    since = _start_of(int(job["pid"]))
-    return since is not None and since == job.get("since")
-
-
-def _start_of(pid: int) -> int | None:
-    """When a process started, in the kernel's ticks; None when there is none, or a zombie."""
-    with suppress(OSError, IndexError, ValueError):
-        words = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-        return None if words[0] == "Z" else int(words[19])
-    return None
-
-
-def log_files(run: Run, *, rank: int | None, stream: str) -> list[Path]:
-    """The files with a run's output, oldest first.
+def _read(path: Path, job: Mapping[str, Any], said: Mapping[str, str]) -> Run:
+    """A run out of its folder.
 
     Args:
-        run: Which.
-        rank: One rank's own; None for what the launcher showed, or rank 0's where that was not kept.
-        stream: `stdout` or `stderr`, of a rank.
+        path: The folder.
+        job: What the route knows it by.
+        said: States of its tasks that SLURM knows; its own is under "".
     """
-    if rank is None and run.route == "slurm":
-        return sorted(run.dir.glob("slurm-*.out"))
-    found = run.dir.rglob(f"ranks/{rank or 0}/{stream}*.log")
-    return sorted(found, key=lambda path: path.stat().st_mtime)
+    route = str(job.get("route") or "here")
+    script = str(read_json(path / PLAN).get("script") or "")
+    run = Run(id=path.name, dir=path, route=route, job=job, script=script, state="", unfinished=False)
+    if route == "slurm" and (tasks := _tasks(run, said)):
+        counts = Counter(task.state for task in tasks)
+        words = ", ".join(f"{count} {state}" for state, count in counts.items())
+        return replace(run, state=words, unfinished=any(task.unfinished for task in tasks), tasks=tasks)
+    state, unfinished = _state(run, said.get(""))
+    return replace(run, state=state, unfinished=unfinished)
+
+
+def _state(run: Run, said: str | None) -> State:
+    ended = result_of(run.dir)
+    if run.route == "slurm":
+        return slurm_state(said, ended)
+    if ended is not None:
+        return ended_state(ended), False
+    return pods.state_of(run.job) if run.route == "kubernetes" else process_state(run.job)
+
+
+def _tasks(run: Run, said: Mapping[str, str]) -> list[Run]:
+    """The tasks of an array that have started, or of which SLURM knows."""
+    started = (path.name.removeprefix(_TASK) for path in run.dir.glob(f"{_TASK}*"))
+    tasks = []
+    for number in sorted(int(text) for text in {*started, *said} if text.isdecimal()):
+        name, job = f"{_TASK}{number}", {**run.job, "job": f"{run.job['job']}_{number}"}
+        task = replace(run, id=f"{run.id}/{name}", dir=run.dir / name, job=job, task=number)
+        state, unfinished = slurm_state(said.get(str(number)), result_of(task.dir))
+        tasks.append(replace(task, state=state, unfinished=unfinished))
+    return tasks
+
+
+def status_of(run: Run) -> int:
+    """The exit status of a run that has ended: its workers' own; of an array, of the first task that failed."""
+    if run.tasks:
+        return next((status for task in run.tasks if (status := status_of(task))), 0)
+    if run.route == "kubernetes":
+        return pods.status_of(run.job)
+    ended = result_of(run.dir)
+    if ended is None or run.state.startswith(("cancelled", "timeout", "node_fail")):
+        return EXIT_FAILED
+    return int(ended["exit_code"])
 
 
 def cancel(run: Run) -> str:
@@ -193,29 +191,9 @@ def cancel(run: Run) -> str:
         slurm.cancel(str(run.job["job"]))
         return f"asked SLURM to end job {run.job['job']}"
     if run.route == "kubernetes":
-        from fsdplaunch.launch.cluster.kubectl import delete
-
-        return delete(run.job)
+        return kubectl.delete(run.job)
     if run.job.get("host") != socket.gethostname():
         msg = f"{run.id} was started on {run.job.get('host')}"
         raise LaunchError(msg, hint="run this command there")
     os.kill(int(run.job["pid"]), signal.SIGTERM)
     return f"asked its launcher, process {run.job['pid']}, to end"
-
-
-class Tail:
-    """What has been added to some files since the last look; files may come later."""
-
-    def __init__(self) -> None:
-        self._seen: dict[Path, int] = {}
-
-    def read(self, files: Sequence[Path]) -> bytes:
-        """The new bytes, file by file."""
-        new = b""
-        for path in files:
-            with suppress(OSError), path.open("rb") as file:
-                file.seek(self._seen.get(path, 0))
-                part = file.read()
-                self._seen[path] = self._seen.get(path, 0) + len(part)
-                new += part
-        return new

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from fsdplaunch.config.schema import Config
 from fsdplaunch.errors import LaunchError, MachineError
 
 UNFINISHED = frozenset(
@@ -12,6 +13,8 @@ UNFINISHED = frozenset(
     | {"SIGNALING", "STOPPED", "RESIZING", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 )
 """States of a job that may still do something."""
+STRAGGLER_SECONDS = 30.0
+"""Between the ends of the first and the last launcher, beside the grace: more than they wait for each other."""
 _PATIENCE = 60
 
 
@@ -27,33 +30,45 @@ def submit(script: str) -> str:
     return _ask(["sbatch", "--parsable", script]).strip().partition(";")[0]
 
 
-def job_states(jobs: Sequence[str]) -> dict[str, str]:
+def job_states(jobs: Sequence[str]) -> dict[str, dict[str, str]]:
     """State of each job that SLURM still knows, with the reason of those that wait.
 
-    A job in an array appears under the array's number, with the state of its first unfinished part.
+    Args:
+        jobs: Numbers, as `submit` returns them.
+
+    Returns:
+        For each job the state of each task of its array, by number; of a job without an array under "".
     """
     if not jobs or not shutil.which("squeue"):
         return {}
-    states: dict[str, str] = {}
+    found = {}
     for job in jobs:  # one by one: squeue refuses a list with one number that is too old
-        done = _run(["squeue", "-h", "-t", "all", "-j", job, "-o", "%T %r"])
-        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()] if not done.returncode else []
-        if lines:
-            first = next((line for line in lines if line.split()[0] in UNFINISHED), lines[0])
-            state, _, reason = first.partition(" ")
-            states[job] = f"{state} ({reason})" if state == "PENDING" and reason not in ("", "None") else state
-        elif accounted := _accounted(job):
-            states[job] = accounted
+        done = _run(["squeue", "-h", "-r", "-t", "all", "-j", job, "-o", "%i|%T|%r"])
+        states = _listed(done.stdout) if not done.returncode else {}
+        if states := states or _accounted(job):
+            found[job] = states
+    return found
+
+
+def _listed(text: str) -> dict[str, str]:
+    """States out of lines JOB|STATE|REASON, where JOB is a number or NUMBER_TASK."""
+    states = {}
+    for line in text.splitlines():
+        name, state, reason = line.strip().split("|", 2)
+        waits = state == "PENDING" and reason not in ("", "None")
+        states[name.partition("_")[2]] = f"{state} ({reason})" if waits else state
     return states
 
 
-def _accounted(job: str) -> str | None:
-    """The state in SLURM's accounting, which many sites do not have."""
+def _accounted(job: str) -> dict[str, str]:
+    """The states in SLURM's accounting, which many sites do not have."""
     if not shutil.which("sacct"):
-        return None
-    done = _run(["sacct", "-n", "-X", "-P", "-j", job, "-o", "State"])
-    words = done.stdout.split()
-    return words[0] if not done.returncode and words else None
+        return {}
+    done = _run(["sacct", "-n", "-X", "-P", "-j", job, "-o", "JobID,State"])
+    if done.returncode:
+        return {}
+    lines = (line.partition("|")[::2] for line in done.stdout.splitlines() if "|" in line)
+    return {name.partition("_")[2]: state.split()[0] for name, state in lines if state.strip()}
 
 
 def cancel(job: str) -> None:
@@ -65,17 +80,21 @@ def cancel(job: str) -> None:
     _ask(["scancel", job])
 
 
-def srun_words(environ: Mapping[str, str], machines: int) -> list[str]:
+def one_launcher_each(config: Config) -> list[str]:
+    """What srun is told about the launchers: one on each machine, which end together.
+
+    One that has failed does not end the others, which may still save. But once the first has gone, the last one
+    follows within the grace; if not, it hangs, and srun would wait for it until the job's time is over.
+    """
+    wait = round(config.launch.shutdown_grace_seconds + STRAGGLER_SECONDS)
+    return ["--ntasks-per-node=1", "--kill-on-bad-exit=0", f"--wait={wait}"]
+
+
+def srun_words(config: Config, environ: Mapping[str, str], machines: int) -> list[str]:
     """What starts one launcher on each machine of the allocation this process runs in."""
     cpus = environ.get("SLURM_CPUS_PER_TASK")
-    return [
-        "srun",
-        f"--nodes={machines}",
-        f"--ntasks={machines}",
-        "--ntasks-per-node=1",
-        "--kill-on-bad-exit=0",
-        *([f"--cpus-per-task={cpus}"] if cpus else []),
-    ]
+    count = [f"--nodes={machines}", f"--ntasks={machines}", *([f"--cpus-per-task={cpus}"] if cpus else [])]
+    return ["srun", *count, *one_launcher_each(config)]
 
 
 def _ask(words: Sequence[str]) -> str:

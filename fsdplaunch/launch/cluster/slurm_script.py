@@ -9,13 +9,15 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fsdplaunch.config.schema import Config, SlurmSection
+from fsdplaunch.config.schema import Config
 from fsdplaunch.config.world import node_range
 from fsdplaunch.errors import UsageError
+from fsdplaunch.launch.cluster.slurm import one_launcher_each
 from fsdplaunch.launch.run_folder import LOST
 from fsdplaunch.launch.stop import EXIT_SAVED
+from fsdplaunch.launch.variables import GROUP_RUN
 
-OUTPUT = "slurm-%j.out"
+OUTPUT, ARRAY_OUTPUT = "slurm-%j.out", "slurm-%A_%a.out"
 LOST_TIMES = 20
 """How often a job goes back into the queue because a machine was lost: a network may be broken for good."""
 _PART = '"${SLURM_ARRAY_TASK_ID:+task$SLURM_ARRAY_TASK_ID/}try${SLURM_RESTART_COUNT:-0}"'
@@ -23,11 +25,15 @@ _PART = '"${SLURM_ARRAY_TASK_ID:+task$SLURM_ARRAY_TASK_ID/}try${SLURM_RESTART_CO
 _PLAIN = re.compile(r"[^\x00-\x1f\x7f]*")
 
 _BODY = """\
+job=$SLURM_JOB_ID
+if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then  # the number of the last task is also the whole array's
+    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+fi
 warned=0
 warn() {
     warned=1
-    echo "fsdplaunch: SLURM announces the end of job $SLURM_JOB_ID: asking the workers to save" >&2
-    scancel --signal=TERM "$SLURM_JOB_ID"
+    echo "fsdplaunch: SLURM announces the end of job $job: asking the workers to save" >&2
+    scancel --signal=TERM "$job"
 }
 trap warn USR1
 
@@ -41,14 +47,14 @@ while :; do  # a trapped signal ends wait early
 done
 """
 _REQUEUE = """
-preempted() { scontrol show job -o "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]'; }
+preempted() { scontrol show job -o "$job" | grep -q ' PreemptTime=[0-9]'; }
 lost() {  # the launchers notice a lost machine long before SLURM does; but not for ever
     [ "${SLURM_RESTART_COUNT:-0}" -lt @TIMES@ ] || return
-    find @RUNS@/"$FSDPLAUNCH_GROUP_RUN" -maxdepth 2 -name @LOST@ | grep -q .
+    find @RUNS@/"$@GROUP@" -maxdepth 2 -name @LOST@ | grep -q .
 }
 if [ "$code" = @SAVED@ ] || { [ "$code" != 0 ] && { [ "$warned" = 1 ] || preempted || lost; }; }; then
     echo "fsdplaunch: the workers have stopped ($code): back into the queue" >&2
-    if scontrol requeue "$SLURM_JOB_ID"; then
+    if scontrol requeue "$job"; then
         sleep 60  # until SLURM ends this script
     fi
 fi
@@ -75,9 +81,15 @@ def batch_script(config: Config, command: Sequence[str], *, run_id: str, run_dir
     lines += [f"module load {shlex.quote(module)} || exit 1" for module in slurm.modules]
     lines += [*slurm.setup, ""]
     words = " \\\n        ".join(shlex.quote(word) for word in command)
-    body = _BODY.replace("@SRUN@", " ".join(map(shlex.quote, _srun(slurm)))).replace("@COMMAND@", words)
+    body = _BODY.replace("@SRUN@", " ".join(map(shlex.quote, _srun(config)))).replace("@COMMAND@", words)
     requeue = _REQUEUE if slurm.requeue else ""
-    facts = {"SAVED": EXIT_SAVED, "LOST": LOST, "TIMES": LOST_TIMES, "RUNS": shlex.quote(str(run_dir.parent))}
+    facts = {
+        "GROUP": GROUP_RUN,
+        "SAVED": EXIT_SAVED,
+        "LOST": LOST,
+        "TIMES": LOST_TIMES,
+        "RUNS": shlex.quote(str(run_dir.parent)),
+    }
     for name, value in facts.items():
         requeue = requeue.replace(f"@{name}@", str(value))
     return "\n".join(lines) + body + requeue + 'exit "$code"\n'
@@ -91,11 +103,12 @@ def options(config: Config, *, run_id: str, run_dir: Path) -> Iterator[str]:
     """
     slurm = config.slurm
     least, most = node_range(config)
+    output = ARRAY_OUTPUT if slurm.array else OUTPUT
     named = {
         "job-name": run_id,
         "nodes": str(least) if least == most else f"{least}-{most}",
         "ntasks-per-node": "1",
-        "output": str(run_dir / OUTPUT).replace("%", "%%").replace(OUTPUT.replace("%", "%%"), OUTPUT),
+        "output": str(run_dir).replace("%", "%%") + f"/{output}",
         "open-mode": "append",
         "partition": slurm.partition,
         "account": slurm.account,
@@ -132,14 +145,13 @@ def _option_value(name: str, value: str) -> str:
 def _environment(run_id: str) -> list[str]:
     """Variables for the launchers: the name they all use, and what SLURM forgets to hand on."""
     return [
-        f"export FSDPLAUNCH_GROUP_RUN={shlex.quote(run_id)}/{_PART}",
+        f"export {GROUP_RUN}={shlex.quote(run_id)}/{_PART}",
         '[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK',
     ]
 
 
-def _srun(slurm: SlurmSection) -> list[str]:
-    """One launcher on each machine; they end together by themselves, and some need longer than others to save."""
-    words = ["--ntasks-per-node=1", "--kill-on-bad-exit=0"]
+def _srun(config: Config) -> list[str]:
+    slurm, words = config.slurm, one_launcher_each(config)
     if slurm.container_image:
         words.append(f"--container-image={slurm.container_image}")
     if slurm.container_mounts:

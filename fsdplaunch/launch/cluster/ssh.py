@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ READY = "fsdplaunch: far side ready"
 """What the far side says on its error output once it runs; everything before is ssh's or the shell's."""
 SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
-_ALIVE_SECONDS, _ALIVE_TIMES, _CONNECT_SECONDS = 5, 3, 10
+_ALIVE_TIMES, _CONNECT_SECONDS = 3, 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,9 @@ def _read_hostfile(path: Path) -> list[SshHost]:
     return hosts
 
 
-def client_words(host: str, section: SshSection, *, python: str, module_path: str | None) -> list[str]:
+def client_words(
+    host: str, section: SshSection, *, python: str, module_path: str | None, silence: float
+) -> list[str]:
     """The ssh command for one machine. It holds nothing of the run: that goes through its input.
 
     Args:
@@ -86,16 +88,17 @@ def client_words(host: str, section: SshSection, *, python: str, module_path: st
         section: The configuration's.
         python: Interpreter there, its whole path: a shell that is not interactive finds no environment.
         module_path: PYTHONPATH of this process, for a package that is not installed.
+        silence: Seconds without an answer after which a machine counts as lost.
     """
     far = [*(["env", f"PYTHONPATH={module_path}"] if module_path else []), python, "-P", "-m", FAR_SIDE]
     return [
         "ssh",
         "-T",
         "-oBatchMode=yes",
+        *section.options,  # of two values for one option, ssh takes the first
         f"-oConnectTimeout={_CONNECT_SECONDS}",
-        f"-oServerAliveInterval={_ALIVE_SECONDS}",
+        f"-oServerAliveInterval={max(1, round(silence / _ALIVE_TIMES))}",
         f"-oServerAliveCountMax={_ALIVE_TIMES}",
-        *section.options,
         "--",
         host,
         "exec " + shlex.join(far),
@@ -110,7 +113,7 @@ def network_name(host: str, section: SshSection) -> str:
     return found[1] if found else host.rpartition("@")[2]
 
 
-def to_line(order: dict[str, Any]) -> bytes:
+def to_line(order: Mapping[str, Any]) -> bytes:
     """An order to the far side: one line, whatever it holds."""
     return json.dumps(order).encode() + b"\n"
 

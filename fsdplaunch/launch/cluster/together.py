@@ -17,7 +17,7 @@ from fsdplaunch.launch.run_folder import MACHINES, write_json
 INSIST_SECONDS = 1.5
 """After so long a second signal counts as insisting, and kills (launch.stop)."""
 ECHO_SECONDS = 5.0
-KILL_SECONDS = 6.0
+KILL_SECONDS = 4.0
 """After so long the agent is killed, and its workers with it: torch may wait a minute for a store that is gone."""
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.cli.app import _expanded
 from fsdplaunch.cli.key_options import expand, keys_by_option, list_options
+from fsdplaunch.cli.signatures.launch import expanded
 from fsdplaunch.config.keys import all_keys
 from fsdplaunch.errors import UsageError
 
@@ -87,12 +87,12 @@ def test_option_without_its_value_is_refused():
 
 def test_launchs_own_options_are_known_from_its_signature():
     argv = ["launch", "--config_file", "--use-cpu", "--dry-run", "--json", "-m", "--num-processes=2", "t"]
-    assert _expanded(argv) == [*argv[:6], "--set", "num_processes=2", "t"]
+    assert expanded(argv) == [*argv[:6], "--set", "num_processes=2", "t"]
 
 
 def test_other_commands_are_left_alone():
     argv = ["merge-weights", "--num-processes", "2"]
-    assert _expanded(argv) == argv
+    assert expanded(argv) == argv
 
 
 @pytest.mark.parametrize(
@@ -161,4 +161,4 @@ def test_start_method_that_forks_changes_nothing_and_another_is_refused():
 def test_keys_after_launchs_own_options_are_options_too(before):
     argv = ["launch", *before, "--num-processes", "2", "train.py", "--num-processes", "9"]
     set_two = ["--set", "num_processes=2"]
-    assert _expanded(argv) == ["launch", *before, *set_two, "train.py", "--num-processes", "9"]
+    assert expanded(argv) == ["launch", *before, *set_two, "train.py", "--num-processes", "9"]

@@ -46,6 +46,7 @@ BY_KIND = {
         [r".*\.norm", "lm_head", r"layers\.\d+\.(a|b)", "no", "1e5", "[ab]{2}", "(?:a)|(?:b.*)"]
     ),
     id(v.NAMES): st.lists(WORDS, max_size=3).map(tuple),
+    id(v.HOSTS): st.lists(WORDS, max_size=3).map(tuple),
     id(v.LINES): st.lists(TEXT, max_size=3).map(tuple),
     id(v.TABLE): st.dictionaries(WORDS, JSON, max_size=3),
     id(v.VARIABLES): st.dictionaries(WORDS.filter(str.isidentifier), st.just("") | TEXT, max_size=3),

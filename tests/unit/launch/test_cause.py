@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdplaunch.launch.cause import failure_status, first_failure, has_failed, shell_status
+from fsdplaunch.launch.cause import failure_status, first_failure, has_failed, own_signal, shell_status
 
 
 def test_status_of_a_signal_is_128_plus_it():
@@ -56,6 +56,12 @@ def test_exception_of_a_worker_that_was_then_ended_still_counts(worker):
     first = worker(1, code=-15, sent=[15], at=100, message="ValueError: x")
     assert first_failure([worker(0, at=200, message="ValueError: y"), first]) is first
     assert failure_status(first) == 1
+
+
+def test_signal_of_a_worker_that_had_failed_before_we_ended_it_is_not_told(worker):
+    assert own_signal(worker(0, code=-15, sent=[15], message="ValueError: x")) is None
+    assert own_signal(worker(0, code=-9, sent=[15])) == "SIGKILL"
+    assert own_signal(worker(0, code=3)) is None
 
 
 def test_status_that_a_worker_had_asked_for_counts_though_it_was_ended_first(worker):

@@ -97,6 +97,14 @@ def test_run_that_failed_without_a_worker_says_so():
     ]
 
 
+def test_run_that_lost_a_machine_is_told_of_elastic_runs_where_there_can_be_one():
+    result = read_result({"error": "lost", "lost": ["lost host1: gone"]}, exit_code=3)
+    lines = failure_lines(result, run_dir="r")
+    assert lines[0] == "lost host1: gone"
+    assert lines[-1].startswith("  try  is that machine up, and its network? with launch.nodes: MIN:MAX")
+    assert failure_lines(result, run_dir="r", fixed_size=True)[-1] == "  try  is that machine up, and its network?"
+
+
 def test_end_without_a_failure_is_one_line():
     assert end_line(RunResult(exit_code=0, seconds=3.21), workers=2) == "finished in 3.2 s, 2 workers"
     again = RunResult(exit_code=0, seconds=3.21, attempts=({}, {}))

@@ -61,17 +61,20 @@ def test_batch_script_hands_every_word_to_srun(tmp_path: Path):
     words = ORDER.words([sys.executable, "-m", "fsdplaunch"])
     status, got = run_script(written(tmp_path, Config(), words, folder))
     assert status == 0
-    assert got["words"] == ["--ntasks-per-node=1", "--kill-on-bad-exit=0", *words]
+    assert got["words"] == ["--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=60", *words]
     assert got["cwd"] == str(folder)
     assert got["env"]["FSDPLAUNCH_GROUP_RUN"] == "r1/try0"
     assert not list(tmp_path.rglob("evaluated"))
 
 
 def test_batch_script_names_its_part_and_hands_on_the_cpus(tmp_path: Path):
-    env = {"SLURM_RESTART_COUNT": "2", "SLURM_ARRAY_TASK_ID": "5", "SLURM_CPUS_PER_TASK": "12"}
-    _, got = run_script(written(tmp_path, Config(), ["true"]), **env)
+    env = {"SLURM_RESTART_COUNT": "2", "SLURM_CPUS_PER_TASK": "12"}
+    env |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "5"}
+    _, got = run_script(written(tmp_path, Config(), ["true"]), code=75, **env)
     assert got["env"]["FSDPLAUNCH_GROUP_RUN"] == "r1/task5/try2"
     assert got["env"]["SRUN_CPUS_PER_TASK"] == "12"
+    asked = json.loads((tmp_path / "scontrol.json").read_text())["words"]
+    assert asked == ["requeue", "7_5"]  # 7 is this task's own number, and the whole array's
 
 
 @pytest.mark.parametrize(("code", "requeue", "asked"), [(75, True, True), (75, False, False), (0, True, False)])
@@ -126,7 +129,7 @@ def test_batch_script_asks_for_what_the_section_says(tmp_path: Path):
         ),
         *("--gpus-per-node=h100:8", "--cpus-per-task=96", "--mem=200G", "--constraint=[rack1|rack2]"),
         *("--array=0-3%2", "--signal=B:USR1@60", "--requeue", "--exclusive", "--mail-type=END"),
-        f'--output="{tmp_path}/runs dir/r1/slurm-%j.out"',
+        f'--output="{tmp_path}/runs dir/r1/slurm-%A_%a.out"',
     }
     assert "module load cuda/12.8 || exit 1\nulimit -l unlimited\n" in text
     assert "'--container-image=nvcr.io#nvidia/pytorch:25.01' '--container-mounts=/data:/data,/a b:/c'" in text
@@ -140,10 +143,21 @@ def test_line_break_in_an_option_is_refused(tmp_path: Path):
 
 
 def test_ssh_command_holds_nothing_of_the_run():
-    words = client_words("host1", SshSection(options=("-p", "22")), python="/opt/a b/python", module_path=None)
+    words = client_words(
+        "host1", SshSection(options=("-p", "22")), python="/opt/a b/python", module_path=None, silence=10
+    )
     assert words[-3:] == ["--", "host1", "exec '/opt/a b/python' -P -m fsdplaunch.cli.far_side"]
     assert "-oBatchMode=yes" in words
-    assert "-oStrictHostKeyChecking=no" not in words
+    assert "StrictHostKeyChecking" not in " ".join(words)
+
+
+def test_lost_connection_is_noticed_when_a_machine_counts_as_lost_unless_said_otherwise():
+    section = SshSection(options=("-oServerAliveInterval=60",))
+    words = client_words("host1", section, python="python", module_path=None, silence=30)
+    first = {word.partition("=")[0]: word for word in reversed(words)}  # of two, ssh takes the first
+    assert first["-oServerAliveInterval"] == "-oServerAliveInterval=60"
+    assert "-oServerAliveInterval=10" in words
+    assert first["-oServerAliveCountMax"] == "-oServerAliveCountMax=3"
 
 
 def test_order_to_the_far_side_is_one_line_whatever_it_holds():
@@ -242,6 +256,9 @@ def test_inside_a_step_nothing_need_be_configured(monkeypatch):
         (Config(launch=LaunchSection(nodes="3:4")), STEP, "asks for 3 to 4 machines, but SLURM has 2"),
         (Config(num_machines=2), STEP | {"SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2"}, "started 4 launchers"),
         (Config(num_machines=2, machine_rank=1), {}, "nothing says where machine 0 is"),
+        (Config(num_machines=2), {"FSDPLAUNCH_NODE_RANK": "2"}, "this is machine 2, but there are 2"),
+        (Config(num_machines=2), {"FSDPLAUNCH_NODE_RANK": ""}, "NODE_RANK is '', which is no machine's number"),
+        (Config(num_machines=2, main_process_ip="n1"), POD | {"JOB_COMPLETION_INDEX": "3"}, "this is machine 3"),
     ],
 )
 def test_place_that_cannot_be_is_refused(monkeypatch, config, environ, said):

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from fsdplaunch.errors import UsageError
-from fsdplaunch.launch.cluster.runs import JOB, Tail, cancel, find_run, log_files, read_runs, write_job
+from fsdplaunch.launch.cluster.run_logs import Tail, log_files
+from fsdplaunch.launch.cluster.runs import JOB, cancel, find_run, read_runs, status_of, write_job
 
 
 def make(folder: Path, name: str, *, result: dict | None = None, job: dict | None = None, at: int = 0) -> Path:
@@ -121,3 +122,60 @@ def test_logs_of_a_rank_are_found_on_whichever_machine_and_start_it_was(tmp_path
     assert tail.read(log_files(run, rank=None, stream="stdout")) == b"shown\n"
     assert tail.read(log_files(run, rank=3, stream="stdout")) == b"try1\ntry0/node1\n"
     assert tail.read(log_files(run, rank=3, stream="stdout")) == b""
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    """A program on a PATH of its own, which a test puts in place of a scheduler's."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def array(tmp_path: Path, monkeypatch) -> Path:
+    """A run of four tasks: one has ended, one has failed, one runs, one waits."""
+    lines = "'12_0|COMPLETED|None' '12_1|FAILED|NonZeroExitCode' '12_2|RUNNING|None' '12_3|PENDING|Resources'"
+    program(tmp_path / "bin", "squeue", f"printf '%s\\n' {lines}")
+    program(tmp_path / "bin", "scancel", f'echo "$@" > {tmp_path}/cancelled')
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    run_dir = make(tmp_path / "runs", "r1", job={"route": "slurm", "job": "12"})
+    for task, code in ((0, 0), (1, 7)):
+        make(run_dir, f"task{task}/try0", result={"exit_code": code})
+        (run_dir / f"slurm-12_{task}.out").write_text(f"from {task}\n")
+    return run_dir
+
+
+def test_array_is_one_run_with_its_tasks(array: Path):
+    run = find_run(array.parent, "r1")
+    assert run.state == "1 done, 1 failed (7), 1 running, 1 pending (resources)"
+    assert [task.id for task in run.tasks] == [f"r1/task{number}" for number in range(4)]
+    assert [task.unfinished for task in run.tasks] == [False, False, True, True]
+    assert [task["state"] for task in run.to_dict()["tasks"]][2:] == ["running", "pending (resources)"]
+    assert status_of(run) == 7
+
+
+def test_task_of_an_array_has_its_own_output_and_end(array: Path, tmp_path: Path):
+    task = find_run(array.parent, "r1/task1")
+    assert Tail().read(log_files(task, rank=None, stream="stdout")) == b"from 1\n"
+    assert "12_2" in cancel(find_run(array.parent, "r1/task2"))
+    assert (tmp_path / "cancelled").read_text() == "12_2\n"
+    with pytest.raises(UsageError, match="r1/task0 is not running: done"):
+        cancel(find_run(array.parent, "r1/task0"))
+    with pytest.raises(UsageError, match="r1 has no task9"):
+        find_run(array.parent, "r1/task9")
+
+
+def test_output_of_an_array_names_the_task_it_is_from(array: Path):
+    run = find_run(array.parent, "r1")
+    tail = Tail(run.dir)
+    files = log_files(run, rank=None, stream="stdout")
+    assert tail.read(files) == b"==> slurm-12_0.out <==\nfrom 0\n==> slurm-12_1.out <==\nfrom 1\n"
+    with (array / "slurm-12_1.out").open("a") as file:
+        file.write("more\n")
+    assert tail.read(files) == b"more\n"
+
+
+def test_array_that_slurm_has_forgotten_is_known_by_its_folders(array: Path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    run = find_run(array.parent, "r1")
+    assert (run.state, run.unfinished) == ("1 done, 1 failed (7)", False)

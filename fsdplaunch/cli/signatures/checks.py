@@ -1,0 +1,104 @@
+"""What is asked before a run: `estimate`, `doctor` and `check`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.signatures.options import ConfigOption, JsonOption, SetOption
+
+ESTIMATE_EPILOG = (
+    "Examples: fsdplaunch estimate Llama-3.1-8B --world-size 64 --gpu-memory 80GB --batch-size 2 --seq-len 4096; "
+    "fsdplaunch estimate train.py:build_model --exact --html memory.html."
+)
+CHECK_EPILOG = "Example: fsdplaunch check train.py --lr 3e-4. Everything after SCRIPT belongs to the script."
+
+
+def estimate(
+    source: Annotated[
+        str | None, typer.Argument(help="MODEL_DIR, CONFIG.json or SCRIPT.py:FUNCTION", show_default=False)
+    ] = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    world_size: Annotated[int | None, typer.Option(help="Ranks over all machines")] = None,
+    gpu_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of one GPU, as in 80GB")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per rank and step")] = 1,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of each sequence")] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, adam, nadam, adagrad, rmsprop, momentum or sgd")
+    ] = "adamw",
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Shard the model and trace one step (needs torch)")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the picture")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say how much memory a run needs on each GPU, whether it fits, and what to change."""
+    from fsdplaunch.cli.estimate_cmd import Wanted
+    from fsdplaunch.cli.estimate_cmd import estimate as run_estimate
+    from fsdplaunch.cli.size_option import parse_size
+
+    wanted = Wanted(
+        source=source,
+        world=world_size,
+        gpu_memory=parse_size(gpu_memory, option="--gpu-memory") if gpu_memory else None,
+        batch_size=batch_size,
+        length=seq_len,
+        optimizer=optimizer,
+        exact=exact,
+        html=html,
+    )
+    raise typer.Exit(run_estimate(wanted, file=config, overrides=overrides or [], as_json=as_json, out=Output()))
+
+
+def doctor(
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    network: Annotated[
+        bool, typer.Option("--network", help="Start a short test of the connections between all workers")
+    ] = False,
+    no_torch: Annotated[bool, typer.Option("--no-torch", help="Do not import torch (saves seconds)")] = False,
+    paste: Annotated[
+        bool, typer.Option("--paste", help="Print the block for a bug report, without secrets and names")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what this machine has and what stands in the way of training; exit 3 if something does."""
+    from fsdplaunch.cli.doctor_cmd import doctor as run_doctor
+
+    status = run_doctor(
+        file=config,
+        overrides=overrides or [],
+        network=network,
+        no_torch=no_torch,
+        paste=paste,
+        as_json=as_json,
+        out=Output(),
+    )
+    raise typer.Exit(status)
+
+
+def check(
+    context: typer.Context,
+    script: Annotated[str | None, typer.Argument(help="Script to try", show_default=False)] = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps after which the script is ended")] = 2,
+    as_json: JsonOption = False,
+) -> None:
+    """Try a script with its configuration: two CPU workers, a few steps, one checkpoint there and back."""
+    from fsdplaunch.cli.check_cmd import check as run_check
+
+    status = run_check(
+        script,
+        context.args,
+        file=config,
+        overrides=overrides or [],
+        module=module,
+        steps=steps,
+        as_json=as_json,
+        out=Output(),
+    )
+    raise typer.Exit(status)

@@ -1,0 +1,170 @@
+"""`fsdplaunch config` and its commands."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.signatures.options import ConfigOption, JsonOption, OverwriteOption, SetOption, group
+
+config_app = group("Write, show, check and convert the configuration file.")
+
+CONFIG_EPILOG = (
+    "Examples: fsdplaunch config; fsdplaunch config --yes; fsdplaunch config --preset cpu_debug --yes; "
+    "fsdplaunch config --from accelerate.yaml; fsdplaunch config --set mixed_precision=bf16 --yes."
+)
+
+
+@config_app.callback(invoke_without_command=True, epilog=CONFIG_EPILOG)
+def config(
+    context: typer.Context,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Take every suggestion without asking")] = False,
+    no_input: Annotated[
+        bool, typer.Option("--no-input", help="Never ask; fail where an answer is needed")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File to write [default: fsdp.yaml]")
+    ] = None,
+    overrides: SetOption = None,
+    preset: Annotated[str | None, typer.Option(help="Start from a preset; `config presets` lists them")] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Start from another file, for example accelerate's")
+    ] = None,
+    overwrite: OverwriteOption = False,
+    where: Annotated[str | None, typer.Option(help="here, machines, slurm or cpu")] = None,
+    nodes: Annotated[str | None, typer.Option(help="Machines that take part")] = None,
+    rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT of the first machine")] = None,
+    workers_per_node: Annotated[str | None, typer.Option(help="Workers on each machine: a number or auto")] = None,
+    model: Annotated[str | None, typer.Option(help="Model folder, or a size such as 8b; not stored")] = None,
+    goal: Annotated[str | None, typer.Option(help="balanced, fastest, hybrid or biggest")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or no")] = None,
+    wrap: Annotated[str | None, typer.Option(help="auto, CLASS,..., size:N or none")] = None,
+    checkpoint_dir: Annotated[str | None, typer.Option(help="Folder for checkpoints")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write fsdp.yaml: look at this machine, ask a few questions, show what will be written."""
+    if context.invoked_subcommand is not None:
+        return
+    from fsdplaunch.cli.wizard_cmd import write_config
+
+    answers = {
+        "where": where,
+        "nodes": nodes,
+        "rendezvous": rendezvous,
+        "workers-per-node": workers_per_node,
+        "model": model,
+        "goal": goal,
+        "precision": precision,
+        "wrap": wrap,
+        "checkpoint-dir": checkpoint_dir,
+    }
+    status = write_config(
+        output=output,
+        answers=answers,
+        overrides=overrides or [],
+        preset=preset,
+        source=source,
+        yes=yes,
+        no_input=no_input,
+        overwrite=overwrite,
+        as_json=as_json,
+        out=Output(),
+    )
+    raise typer.Exit(status)
+
+
+@config_app.command("show")
+def config_show(
+    file: ConfigOption = None,
+    overrides: SetOption = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the effective values."""
+    from fsdplaunch.cli import config_cmd
+
+    raise typer.Exit(
+        config_cmd.show(file=file, overrides=overrides or [], origin=origin, as_json=as_json, out=Output())
+    )
+
+
+@config_app.command("set")
+def config_set(
+    assignments: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...", help="What to change")],
+    file: ConfigOption = None,
+) -> None:
+    """Change keys in the file; its comments and layout stay."""
+    from fsdplaunch.cli import config_cmd
+
+    raise typer.Exit(config_cmd.set_values(assignments, file=file, out=Output()))
+
+
+@config_app.command("validate")
+def config_validate(
+    files: Annotated[list[Path] | None, typer.Argument(help="Files to check [default: ./fsdp.yaml]")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Report every problem of one or more files."""
+    from fsdplaunch.cli import config_cmd
+
+    raise typer.Exit(config_cmd.validate(files or [], as_json=as_json, out=Output()))
+
+
+@config_app.command("explain")
+def config_explain(
+    key: Annotated[str | None, typer.Argument(help="A key or a section [default: list all]")] = None,
+    file: ConfigOption = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="The whole key reference as Markdown")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a key does, its values, its default and yours."""
+    from fsdplaunch.cli import config_cmd
+
+    raise typer.Exit(config_cmd.explain(key, file=file, as_json=as_json, markdown=markdown, out=Output()))
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON Schema of the file, for editors."""
+    from fsdplaunch.cli import config_cmd
+
+    raise typer.Exit(config_cmd.schema(out=Output()))
+
+
+@config_app.command("presets")
+def config_presets(
+    name: Annotated[str | None, typer.Argument(help="Print this one")] = None, as_json: JsonOption = False
+) -> None:
+    """List ready-made configurations, or print one."""
+    from fsdplaunch.cli import config_cmd
+
+    raise typer.Exit(config_cmd.presets(name, as_json=as_json, out=Output()))
+
+
+@config_app.command("convert")
+def config_convert(
+    source: Annotated[Path, typer.Argument(help="File to read")],
+    target: Annotated[Path, typer.Argument(help="File to write")],
+    to: Annotated[str, typer.Option(help="fsdp2, or accelerate for a file that accelerate launch takes")],
+    overwrite: OverwriteOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Convert a file, and name every key that changes or is dropped."""
+    from fsdplaunch.cli import config_cmd
+
+    raise typer.Exit(config_cmd.convert(source, target, to=to, overwrite=overwrite, as_json=as_json, out=Output()))
+
+
+def to_fsdp2(
+    source: Annotated[Path, typer.Option("--config-file", "--config_file")],
+    target: Annotated[Path | None, typer.Option("--output-file", "--output_file")] = None,
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Convert a file to FSDP2: what accelerate calls to-fsdp2."""
+    from fsdplaunch.cli import config_cmd
+
+    status = config_cmd.convert(
+        source, target or source, to="fsdp2", overwrite=overwrite, as_json=False, out=Output()
+    )
+    raise typer.Exit(status)

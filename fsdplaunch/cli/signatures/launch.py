@@ -1,0 +1,102 @@
+"""`fsdplaunch launch`: its own options, and configuration keys written as options."""
+
+from typing import Annotated, get_type_hints
+
+import typer
+import typer.models
+
+from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.signatures.options import ConfigOption, JsonOption, SetOption
+
+EPILOG = (
+    "Examples: fsdplaunch launch train.py --lr 3e-4; fsdplaunch launch --dry-run train.py; "
+    "fsdplaunch launch --set fsdp_sharding_strategy=SHARD_GRAD_OP train.py. "
+    "Everything after SCRIPT belongs to the script."
+)
+
+
+def _print_all_options(wanted: bool) -> None:
+    if wanted:
+        from fsdplaunch.cli.key_options import list_options
+
+        Output().data(list_options())
+        raise typer.Exit
+
+
+def launch(
+    context: typer.Context,
+    script: Annotated[str | None, typer.Argument(help="Script to run on every rank", show_default=False)] = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the environment and the command; start nothing")
+    ] = False,
+    check_only: Annotated[
+        bool, typer.Option("--check-only", help="Check that this machine can run it; start nothing")
+    ] = False,
+    no_python: Annotated[
+        bool,
+        typer.Option("--no-python", "--no_python", help="SCRIPT is a program of its own, not run in Python"),
+    ] = False,
+    allow_unsharded: Annotated[
+        bool, typer.Option("--allow-unsharded", help="Accept a script that never shards a model")
+    ] = False,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Submit to SLURM as slurm: in the file says; start nothing here")
+    ] = False,
+    kubernetes: Annotated[
+        bool, typer.Option("--kubernetes", help="Apply Kubernetes objects as kubernetes: in the file says")
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="With --slurm or --kubernetes: show the output until the end")
+    ] = False,
+    help_all: Annotated[
+        bool,
+        typer.Option(
+            "--help-all", callback=_print_all_options, is_eager=True, help="List every key's option and exit"
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a training script on every worker, sharded as the YAML says."""
+    from fsdplaunch.cli.launch_cmd import Wishes, launch_script, one_route
+
+    wishes = Wishes(
+        module=module,
+        no_python=no_python,
+        dry_run=dry_run,
+        check_only=check_only,
+        allow_unsharded=allow_unsharded,
+        as_json=as_json,
+        route=one_route(slurm=slurm, kubernetes=kubernetes, follow=follow),
+        follow=follow,
+    )
+    status = launch_script(
+        script, context.args, file=config, overrides=overrides or [], wishes=wishes, out=Output()
+    )
+    raise typer.Exit(status)
+
+
+def expanded(argv: list[str]) -> list[str]:
+    """Turn configuration keys written as options of `launch` into `--set`; anything else stays."""
+    if argv[:1] != ["launch"] or len(argv) < 2 or not argv[1].startswith("-"):  # noqa: PLR2004
+        return argv
+    from fsdplaunch.cli.key_options import expand
+
+    flags, options = own_options()
+    return ["launch", *expand(argv[1:], own_flags=flags, own_options=options)]
+
+
+def own_options() -> tuple[set[str], set[str]]:
+    """Names of launch's own options: those without a value, and those with one."""
+    flags, options = {"--help", "--help-all"}, set[str]()
+    for name, hint in get_type_hints(launch, include_extras=True).items():
+        for info in getattr(hint, "__metadata__", ()):
+            if isinstance(info, typer.models.OptionInfo):
+                spelled = "--" + name.replace("_", "-")
+                first = () if info.default is ... else (str(info.default),)  # typer keeps the first spelling there
+                written = {*first, *(info.param_decls or ())}
+                names = written or {spelled, spelled.replace("--", "--no-", 1)}
+                (flags if hint.__origin__ is bool else options).update(names)
+    return flags, options

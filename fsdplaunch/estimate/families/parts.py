@@ -1,0 +1,110 @@
+"""What the families are written with: reading numbers, naming layers, what activations depend on."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fsdplaunch.errors import UsageError
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What activations depend on.
+
+    Attributes:
+        hidden: Width of the residual stream.
+        layers: Blocks, of encoder and decoder together.
+        heads: Elements of a token's queries: heads times head size.
+        keys: Elements of a token's keys.
+        ffn: Width inside the feed-forward part, times the experts each token visits.
+        vocab: Width of the output; 0 for a model without a head over the vocabulary.
+        gated: Whether the feed-forward part multiplies two branches.
+        full_norm: Whether norms compute in fp32 step by step (RMSNorm) or in one kernel (LayerNorm).
+        relu: Whether the feed-forward part's only activation function is relu.
+        composite: Whether the activation function is written out in many steps (GPT-2's gelu_new).
+        dropout: Dropout masks a block keeps, in widths of the residual stream.
+        norms: Norms of a block that see the whole residual stream.
+        head_norms: Norms of a block that see queries and keys.
+        cross: Attentions over the encoder that a decoder block adds.
+        eager: Heads whose attention weights are kept whole, where no fused attention is used; 0 otherwise.
+        max_length: Longest sequence; 0 where none is set.
+        upcasts: Whether the loss is computed from an fp32 copy of the logits.
+        capped: Whether logits and attention scores are squeezed through tanh.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    keys: int
+    ffn: int
+    vocab: int
+    gated: bool = True
+    full_norm: bool = True
+    relu: bool = False
+    composite: bool = False
+    dropout: float = 0
+    norms: int = 2
+    head_norms: int = 0
+    cross: int = 0
+    eager: int = 0
+    max_length: int = 0
+    upcasts: bool = True
+    capped: bool = False
+
+
+class Reader:
+    """Numbers of a configuration; a missing one is an error that names it."""
+
+    def __init__(self, config: Mapping[str, Any], source: str) -> None:
+        self.config, self.source = config, source
+
+    def __call__(self, *names: str, default: int | None = None) -> int:
+        """First of these numbers that is there.
+
+        Raises:
+            ValueError: It is not a whole number.
+            UsageError: None is there, and there is no default.
+        """
+        for name in names:
+            value = self.config.get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+                return value
+            if value is not None:
+                msg = f"{name} is {value!r}"
+                raise ValueError(msg)
+        if default is None:
+            msg = f"{self.source} has no {names[0]}"
+            raise UsageError(msg, hint="give the config.json that belongs to the model")
+        return default
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """Whether something is switched on."""
+        value = self.config.get(name)
+        return default if value is None else bool(value)
+
+    @property
+    def labels(self) -> int:
+        """How many classes a classifier has."""
+        labels = self.config.get("id2label")
+        return len(labels) if isinstance(labels, dict) and labels else self("num_labels", default=2)
+
+
+Answer = tuple[Shapes, Shape, dict[str, int]]
+Family = Callable[..., Answer]
+
+
+def linear(name: str, out: int, into: int, *, bias: bool = True) -> Shapes:
+    """Tensors of an `nn.Linear`: weight (out, into) and, unless told, bias (out,)."""
+    return {f"{name}.weight": (out, into)} | ({f"{name}.bias": (out,)} if bias else {})
+
+
+def norm(name: str, width: int) -> Shapes:
+    """Tensors of an `nn.LayerNorm`: weight and bias (width,)."""
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def prefixed(prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Put the place of a part before the names of its tensors."""
+    return ((f"{prefix}.{name}", shape) for name, shape in shapes.items())
