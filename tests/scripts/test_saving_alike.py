@@ -15,7 +15,7 @@ HEAD = """
 import os, torch
 from torch import nn
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)).to("cpu")
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)).to("cpu")
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
 x, held_out = torch.utils.data.random_split(torch.randn(64, 4), [0.8, 0.2])
 x, held_out = x[:], held_out[:]

@@ -51,6 +51,8 @@ class Gathering:
         if key not in self._whole:  # tied tensors stay tied
             detached: Any = tensor.detach()
             full = detached.full_tensor()
+            if full.untyped_storage().nbytes() != full.nbytes:  # a part of uneven shards with their padding
+                full = full.clone() if self.keep else full
             # The shard is kept as well: its storage's address must not be given to another while this one counts.
             self._whole[key] = local, full.cpu() if self.keep else full.new_empty(0)
         whole = self._whole[key][1]
