@@ -138,6 +138,28 @@ def test_what_cannot_be_done_names_the_line(
     assert "fsdplaunch.prepare" in done.err[0] or "batch size" in done.err[0]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.histogram(model.weight.detach(), bins=4)",
+        "nn.utils.parameters_to_vector(model.parameters())",
+        "torch.ones(3, 4) + model.weight",
+    ],
+)
+def test_what_torch_cannot_do_with_shards_is_explained_below_the_line(
+    forks: Forks, tmp_path: Path, line: str
+) -> None:
+    body = f"""
+        model = nn.Linear(4, 3).to("cpu")
+        {line}
+    """
+    done = run(forks, tmp_path, body)
+    assert done.codes == [1, 1], done.err
+    assert 'train.py", line 16, in <module>' in done.err[0]
+    assert "a sharded parameter is whole only while its model computes" in done.err[0]
+    assert "fsdplaunch.prepare(model, optimizer)" in done.err[0]
+
+
 def test_nobody_shards_when_that_is_asked_for(forks: Forks, tmp_path: Path) -> None:
     done = run(forks, tmp_path, TRAIN, launch__shard="off")
     assert done.codes == [0, 0], done.err

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.scripts.conftest import Forks
+from tests.scripts.conftest import Forks, Run
 
 PENALTIES = """
 import torch
@@ -48,14 +48,22 @@ HYBRID = {f"parallelism_config__parallelism_config_dp_{kind}_size": 2 for kind i
 """Rows and columns of ranks, of which each row holds a whole model."""
 
 
+@pytest.fixture(scope="module")
+def plain(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """What one process computes."""
+    folder = tmp_path_factory.mktemp("penalties")
+    script = folder / "train.py"
+    script.write_text(PENALTIES)
+    done = forks.run(script, folder / "plain")
+    assert done.codes == [0], done.err
+    return done
+
+
 @pytest.mark.parametrize(("ranks", "keys"), [(2, {}), (4, {}), (4, HYBRID)], ids=["2", "4", "2x2"])
 def test_penalties_on_parameters_with_fewer_rows_than_ranks_train_alike(
-    forks: Forks, tmp_path: Path, ranks: int, keys: dict[str, Any]
+    forks: Forks, plain: Run, tmp_path: Path, ranks: int, keys: dict[str, Any]
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(PENALTIES)
-    plain = forks.run(script, tmp_path / "plain")
-    assert plain.codes == [0], plain.err
+    script = plain.folder.parent / "train.py"
     many = forks.run(script, tmp_path / "many", ranks=ranks, launch__keep_global_batch=True, **keys)
     assert many.codes == [0] * ranks, many.err
     expected = [float(number) for number in plain.out[0].split()]

@@ -1,4 +1,4 @@
-"""Say what to do when the script computes with a shard and a whole tensor.
+"""Say what to do when the script computes something with a shard that torch can do with a whole tensor only.
 
 Needed because torch's words name neither the line of the script nor the reason: parameters are whole only inside
 the model's forward.
@@ -7,7 +7,13 @@ the model's forward.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_TORCH_SAYS = "got mixed torch.Tensor and DTensor"
+_TORCH_SAYS = (
+    "got mixed torch.Tensor and DTensor",
+    "does not have a sharding strategy registered",
+    "Cannot flatten unevenly sharded tensor",
+    "would remove or reshape sharded dimension",
+    "only accepts torch.Tensor but got <class 'torch.distributed.tensor.DTensor'>",
+)
 
 
 @contextmanager
@@ -16,7 +22,7 @@ def explaining_mixtures() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if _TORCH_SAYS in str(error):
+        if any(words in str(error) for words in _TORCH_SAYS):
             error.add_note(
                 "fsdplaunch: a sharded parameter is whole only while its model computes. Compute this in the "
                 "model's forward or in a method of the model that is given tensors,\nor shard in the script where "
