@@ -46,6 +46,23 @@ def test_script_that_shards_nothing_is_sharded_and_told(forks: Forks, tmp_path: 
     assert done.err[1] == ""
 
 
+def test_part_of_a_model_moved_first_leaves_the_whole_to_be_sharded(forks: Forks, tmp_path: Path) -> None:
+    body = """
+        model = Net()
+        model.layers[0].to("cpu")
+        model.layers.to("cpu")
+        model.to("cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    """
+    done = run(forks, tmp_path, body)
+    assert done.codes == [0, 0], done.err
+    assert [line for line in done.err[0].splitlines() if "sharded Net" in line]
+    assert {found["model"] for found in done.parameters[0]} == {"Net"}
+    assert all(found["sharded"] for found in done.parameters[0])
+
+
 def test_script_that_prepares_keeps_doing_so(forks: Forks, tmp_path: Path) -> None:
     body = """
         import fsdplaunch
