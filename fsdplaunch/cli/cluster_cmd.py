@@ -128,10 +128,9 @@ def _run_unmet(part: Part, plan: LaunchPlan, out: Output) -> int:
 
 
 def _meet(part: Part, plan: LaunchPlan, *, is_first: bool, out: Output) -> Link:
-    meeting.check_interface(part.loaded.config)  # before anybody is told to come here
-    findings = [finding for finding in find_obstacles(plan, part.hardware.gpus) if finding.fatal]
     config = part.loaded.config
-    if findings:  # try to tell the others, but not for long
+    obstacles = _obstacles(part, plan, is_first=is_first)
+    if obstacles:  # try to tell the others, but not for long
         launch = replace(config.launch, rendezvous_timeout_seconds=HOPELESS_SECONDS)
         config = replace(config, launch=launch)
     mine = meeting.Attendance(
@@ -139,7 +138,7 @@ def _meet(part: Part, plan: LaunchPlan, *, is_first: bool, out: Output) -> Link:
         place=part.place,
         target=part.target,
         workers=plan.workers,
-        obstacles=[f"{finding.message}\n{finding.hint}" for finding in findings],
+        obstacles=[f"{obstacle.message}\n{obstacle.hint}" for obstacle in obstacles],
         run_id=plan.run_id,
         fixed_run_id=has_fixed_name(os.environ),
     )
@@ -148,9 +147,26 @@ def _meet(part: Part, plan: LaunchPlan, *, is_first: bool, out: Output) -> Link:
     try:
         return meeting.meet(mine, _counter(out), out.note)
     except MachineError:
-        if findings:
-            raise MachineError(findings[0].message, hint=findings[0].hint) from None
+        if obstacles:
+            raise obstacles[0] from None
         raise
+
+
+def _obstacles(part: Part, plan: LaunchPlan, *, is_first: bool) -> list[MachineError]:
+    """What keeps this machine from starting.
+
+    Raises:
+        MachineError: Nobody could be told of it: this is machine 0, and not where it was said to be.
+    """
+    fatal = [finding for finding in find_obstacles(plan, part.hardware.gpus) if finding.fatal]
+    found = [MachineError(finding.message, hint=finding.hint) for finding in fatal]
+    try:
+        meeting.check_interface(part.loaded.config)
+    except MachineError as error:
+        if is_first:
+            raise
+        found.insert(0, error)
+    return found
 
 
 def _invite(part: Part, mine: meeting.Attendance, out: Output) -> None:

@@ -23,6 +23,7 @@ TWO = ("--num-machines", "2")
         (("--hostfile", "machines", "--kubernetes"), "--kubernetes hands the run over, and ssh.hostfile names"),
         (("--hosts", "a,b", "--num-machines", "3"), "num_machines is 3, but ssh names 2 machines"),
         (("--hosts", "a,b", "--machine-rank", "0"), "machine_rank is set (command line)"),
+        (("--hosts", "a,b,c", "--num-processes", "8"), "num_processes is 8, which cannot be split evenly"),
         (("--hosts", "a", "--nnodes", "2:3"), "launch.nodes is 2:3, but ssh names 1 machine"),
         (("--hostfile", "none"), "ssh.hostfile: none cannot be read: no such file or directory"),
         (("--hostfile", "empty"), "ssh.hostfile: empty names no machine"),

@@ -51,7 +51,7 @@ class Lab:
     """
 
     def __init__(self, size: int, number: int, *, hosts: Sequence[str] | None = None) -> None:
-        self.size, self.net = size, f"10.{100 + number}.{os.getpid() % 250}"
+        self.size, self.net = size, free_net(100 + number)
         self.bridge = f"flb{os.getpid() % 100000}n{number}"
         self.hosts = [f"{self.address(k)} host{k}" for k in range(size)] if hosts is None else list(hosts)
 
@@ -71,15 +71,30 @@ class Lab:
         ip("link", "set", self.bridge, "up")
         for machine in range(self.size):
             name = self.name(machine)
-            folder = Path("/etc/netns") / name
-            folder.mkdir(parents=True)
-            (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *self.hosts]) + "\n")
+            self.names(machine).parent.mkdir(parents=True)
+            self.names(machine).write_text("\n".join(["127.0.0.1 localhost", *self.hosts]) + "\n")
             ip("netns", "add", name)
             ip("link", "add", self.cable(machine), "type", "veth", "peer", "name", "eth0", "netns", name)
             ip("link", "set", self.cable(machine), "master", self.bridge, "up")
             ip("-n", name, "addr", "add", f"{self.address(machine)}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
             ip("-n", name, "link", "set", "lo", "up")
+
+    def names(self, machine: int) -> Path:
+        """A machine's name table."""
+        return Path("/etc/netns") / self.name(machine) / "hosts"
+
+    @contextlib.contextmanager
+    def as_debian_has_it(self) -> Iterator[None]:
+        """Each machine's own name is 127.0.1.1, as Debian and Ubuntu are installed."""
+        before = {machine: self.names(machine).read_text() for machine in range(self.size)}
+        try:
+            for machine, text in before.items():
+                self.names(machine).write_text(text.replace(f"{self.address(machine)} ", "127.0.1.1 "))
+            yield
+        finally:
+            for machine, text in before.items():
+                self.names(machine).write_text(text)
 
     def cable(self, machine: int) -> str:
         return f"v{os.getpid() % 100000}{self.bridge[-1]}{machine}"
@@ -123,6 +138,13 @@ class Lab:
             subprocess.run(["ip", "netns", "del", name])
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
         subprocess.run(["ip", "link", "del", self.bridge])
+
+
+def free_net(second: int) -> str:
+    """A net that no other lab on this machine has: two test runs may go on at once."""
+    shown = subprocess.run(["ip", "-o", "-4", "addr"], check=True, capture_output=True, text=True).stdout
+    nets = (f"10.{second}.{(os.getpid() + step) % 250}" for step in range(250))
+    return next(net for net in nets if f" {net}." not in shown)
 
 
 @contextlib.contextmanager

@@ -116,5 +116,7 @@ while not (stop := fsdplaunch.should_stop()):
     if step % 5 == 0:
         fsdplaunch.save_checkpoint(step=step, **state)
 fsdplaunch.save_checkpoint(step=step, **state)
+if dist.get_rank() == 0:
+    print("saved at step", step)
 """
 """A sharded model: each step takes 1/1024 from every weight, so that every start can tell what was loaded."""

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import time
 from pathlib import Path
 
 from tests.cluster.lab import Lab, finish
@@ -35,17 +36,20 @@ def test_host_whose_link_is_cut_is_dropped_and_one_that_returns_joins(three: Lab
     try:
         wait_until(lambda: saved() >= 10, 120)
         three.cut(2)
-        at_cut = saved()
+        at_cut, cut = saved(), time.monotonic()
         wait_until(lambda: len(starts()) == 2, 120)
         code, _, err = finish(runs.pop())
         assert code == 3
         assert "lost machine 0 at host0:29500: no word for 3 s" in err
+        assert time.monotonic() - cut < 20
         wait_until(lambda: saved() > starts()[1][0], 120)
         three.mend(2)
         runs.append(start(2))
         wait_until(lambda: len(starts()) == 3, 120)
-        runs[0].send_signal(signal.SIGTERM)
+        stopped = time.monotonic()
+        runs[1].send_signal(signal.SIGTERM)  # `ip netns exec` and `unshare` have become the launcher
         ends = [finish(run) for run in runs]
+        assert time.monotonic() - stopped < 10
     finally:
         three.mend(2)
         for run in runs:
@@ -58,7 +62,9 @@ def test_host_whose_link_is_cut_is_dropped_and_one_that_returns_joins(three: Lab
     assert at_cut <= steps[1] <= at_cut + 5  # without host2 no step was possible; a save may have been under way
     assert steps[1] < steps[2] <= saved()
     assert wrong == (0, 0, 0)  # weights that are not those of the step
-    err = ends[0][2]
+    out, err = ends[0][1:]
+    assert f"saved at step {saved()}" in out
+    assert "stopped by SIGTERM" in err
     assert f"lost host2 ({three.address(2)}): no word for 3 s; 2 machines go on from the last checkpoint" in err
     joined = rf"host2 \({re.escape(three.address(2))}\) joins as machine [12]: all workers start again"
     assert re.search(joined, err), err  # its number is that of the order they came in

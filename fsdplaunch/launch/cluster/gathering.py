@@ -3,11 +3,13 @@
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fsdplaunch.errors import MachineError
 from fsdplaunch.launch.cluster.greeting import Trouble, assign_ranks, find_troubles
 from fsdplaunch.launch.cluster.group import Agreement, Counter
 from fsdplaunch.launch.cluster.messages import Message
+from fsdplaunch.launch.cluster.network import is_loopback
 from fsdplaunch.launch.cluster.reception import Reception, Seat, Terms
 from fsdplaunch.launch.cluster.roster import check_reach, roster_of, unreachable
 
@@ -31,6 +33,7 @@ class Gathering(Reception):
             self._await_machines(counter)
         finally:
             counter.end()
+        self._learn_address()
         troubles = find_troubles(self._greetings, most=self.terms.most)
         if not any(trouble.fatal for trouble in troubles):
             self._number()
@@ -55,6 +58,14 @@ class Gathering(Reception):
                 self._said = now
                 self._broadcast(kind="waiting", here=here, of=self.terms.least)
             self._turn()
+
+    def _learn_address(self) -> None:
+        """Be known by the address the others came to, which the workers can reach as well."""
+        found = next(
+            (seat.came_to for seat in self._present if seat.came_to and not is_loopback(seat.came_to)), None
+        )
+        if found and self._own.greeting and not self.terms.address_said:
+            self._own.greeting = replace(self._own.greeting, address=found)
 
     def _missing(self) -> Trouble:
         names = ", ".join(one.name for one in self._greetings)

@@ -88,6 +88,7 @@ class Guest:
             kind="hello", protocol=PROTOCOL, greeting=greeting.to_message(), time_ns=time.time_ns(), run_id=run_id
         )
         start, self._heard, answered = time.monotonic(), 0.0, False
+        patience = min(ANSWER_SECONDS, 2 * self._seconds)
         try:
             while counter.seconds < self._seconds + ANSWER_SECONDS:
                 for message in self._turn():
@@ -95,7 +96,7 @@ class Guest:
                     if (done := self._negotiate(message, greeting, counter)) is not None:
                         self.agreement = done
                         return done
-                if not self._connection.open or (not answered and time.monotonic() - start > ANSWER_SECONDS):
+                if not self._connection.open or (not answered and time.monotonic() - start > patience):
                     break
         except StrangerError:
             pass

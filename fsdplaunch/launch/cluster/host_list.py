@@ -49,6 +49,9 @@ def _contradictions(
         words = f"num_processes is {config.num_processes}, but the hostfile's slots are {sum(slots)}"
         yield words, "leave num_processes out"
     asked = config.launch.workers_per_node
+    if isinstance(config.num_processes, int) and not slots and asked is None and config.num_processes % count:
+        words = f"num_processes is {config.num_processes}, which cannot be split evenly, but {named}"
+        yield words, "leave num_processes out, or say each machine's workers in a hostfile: NAME slots=N"
     other = next((host for host in hosts if host.slots and host.slots != asked), None)
     if other is not None and (who := said("launch", "workers_per_node")):
         words = f"launch.workers_per_node is {asked} ({who}), but {other.name} has slots={other.slots}"

@@ -56,17 +56,26 @@ def meet(mine: Attendance, counter: Counter, tell: Tell) -> Link:
     Raises:
         MachineError: They cannot run together, or did not come.
     """
-    if is_machine_0(mine.place):
-        return _as_host(mine, counter, tell)
-    return _as_guest(mine, counter, tell)
+    place = mine.place
+    if not is_machine_0(place):
+        return _as_guest(mine, counter, tell)
+    if place.host is not None and network.own_address_of(place.host) is None:
+        if network.answers(place.host, place.port):  # it is another machine: have it say so, to both
+            return _as_guest(mine, counter, tell)
+        tell(
+            f"this is machine 0, but {place.host} is no address of its own: right behind address translation only"
+        )
+    return _as_host(mine, counter, tell)
 
 
 def own_address(mine: Attendance) -> str:
     """The address others are to reach this machine by, when it is machine 0."""
     said = _said_address(mine.config)
     found = network.own_address_of(mine.place.host) if mine.place.host else None
-    if said or found or mine.place.host is None:
-        return said or found or network.own_address()
+    if said or mine.place.host is None:
+        return said or network.own_address()
+    if found:  # Debian gives a machine's own name to 127.0.1.1
+        return network.own_address() if network.is_loopback(found) else found
     return network.address_towards(mine.place.host) or network.own_address()
 
 
@@ -79,8 +88,8 @@ def _as_host(mine: Attendance, counter: Counter, tell: Tell) -> Link:
         msg = f"the machines are to meet at port {place.port} of this machine, which is in use by {holder}"
         hint = "set main_process_port to a free port, the same on every machine; or end that program"
         raise MachineError(msg, hint=hint) from None
-    address = own_address(mine)
-    beacon = network.Beacon(_bindable(address))
+    address, said = own_address(mine), _said_address(mine.config) is not None
+    beacon = network.Beacon(_bindable(address) if said else "")
     greeting = greet(replace_rank(mine, 0), address, beacon)
     terms = Terms(
         run_id=mine.run_id,
@@ -92,6 +101,7 @@ def _as_host(mine: Attendance, counter: Counter, tell: Tell) -> Link:
         grace=launch.shutdown_grace_seconds,
         store_port=store_port(place.port),
         expected=place.names,
+        address_said=said,
     )
     host = Host(listener, greeting, terms, tell)
     try:

@@ -13,6 +13,7 @@ _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses for documentation: asking for the way to them sends nothing."""
 _BACKLOG = 256
 _PROBE_SECONDS = 5.0
+_GLANCE_SECONDS = 1.0
 
 
 def interfaces() -> dict[str, str]:
@@ -139,6 +140,15 @@ def reach(address: str, port: int, word: str) -> str | None:
     except OSError as error:
         return reason(error)
     return None if answer.decode(errors="replace") == word else "another machine answers there"
+
+
+def answers(host: str, port: int) -> bool:
+    """Whether anything listens somewhere."""
+    try:
+        with socket.create_connection((host, port), timeout=_GLANCE_SECONDS):
+            return True
+    except OSError:
+        return False
 
 
 def reason(error: OSError) -> str:

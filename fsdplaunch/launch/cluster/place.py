@@ -127,11 +127,7 @@ def _check_rank(rank: int, most: int, host: str | None) -> None:
 
 
 def is_machine_0(place: Place) -> bool:
-    """Whether the others come to this machine.
-
-    Raises:
-        UsageError: It is said to be machine 0, but machine 0's address is another machine's.
-    """
+    """Whether the others come to this machine: it is said to be machine 0, or machine 0's address is its own."""
     if place.host is None or place.rank == 0:
         return True
     return place.rank is None and network.own_address_of(place.host) is not None

@@ -19,6 +19,7 @@ class Seat:
     """A machine that has arrived; machine 0's own has no connection.
 
     Attributes:
+        came_to: The address of ours that it came to.
         heard: When it last said something, on the monotonic clock.
         offset_ns: What to add to its clock to get ours.
         reached: The machines it could not reach, once it has tried.
@@ -28,6 +29,7 @@ class Seat:
 
     connection: Connection | None
     came_from: str = ""
+    came_to: str = ""
     heard: float = field(default_factory=time.monotonic)
     greeting: Greeting | None = None
     rank: int = -1
@@ -56,6 +58,7 @@ class Terms:
         grace: Seconds workers get to end.
         store_port: Where torch's store will listen on this machine.
         expected: The machines' names by number, where a scheduler or a list said them.
+        address_said: This machine's address is not the one the others come to, but one that was configured.
     """
 
     run_id: str
@@ -67,6 +70,7 @@ class Terms:
     grace: float = 30.0
     store_port: int
     expected: Sequence[str] = ()
+    address_said: bool = False
 
 
 class Reception:
@@ -116,7 +120,8 @@ class Reception:
             sock, place = self._listener.accept()
         except OSError:
             return
-        self._seats.append(Seat(connection=Connection(sock), came_from=str(place[0]).removeprefix("::ffff:")))
+        came_from, came_to = (str(end[0]).removeprefix("::ffff:") for end in (place, sock.getsockname()))
+        self._seats.append(Seat(connection=Connection(sock), came_from=came_from, came_to=came_to))
 
     def _serve(self, seat: Seat, events: int) -> None:
         connection = seat.connection
