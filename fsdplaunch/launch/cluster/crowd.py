@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdplaunch.launch.cluster.ssh import READY, to_line
+from fsdplaunch.launch.cluster.ssh import READY, SSH_FAILED, to_line
 
 _KEPT_LINES = 5
 POLL_SECONDS = 0.05
@@ -171,8 +171,7 @@ class Crowd:
                 left = len(self.clients) - len(self._failed)
                 if client is self.clients[0] or left < self._needed:
                     return client
-                words = client.said or [f"ended with {client.process.returncode}"]
-                self._show(client.host, f"{words[-1]}; {left} machines go on")
+                self._show(client.host, f"{_last_words(client)}; {left} machines go on")
         return None
 
     def hang_up(self) -> None:
@@ -186,3 +185,9 @@ class Crowd:
         """End the clients themselves."""
         for client in self.clients:
             client.process.kill()
+
+
+def _last_words(client: Client) -> str:
+    if client.ready and client.process.returncode == SSH_FAILED:
+        return "the connection was lost"
+    return client.said[-1] if client.said else f"ended with {client.process.returncode}"
