@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import report
 from fsdplaunch.runtime.checks import naming
+from fsdplaunch.runtime.fitting import fit_gradients
 from fsdplaunch.runtime.left_out import LeftOut
 from fsdplaunch.runtime.settings import Settings
 from fsdplaunch.runtime.weights import Aligner
@@ -54,6 +55,7 @@ def shard(
         fully_shard(model, **common, mp_policy=root_policy, reshard_after_forward=reshard)
     if settings.forward_prefetch:
         _prefetch_forward([unit for unit in (model, *units.values()) if isinstance(unit, FSDPModule)])
+    fit_gradients(model)
     return model
 
 

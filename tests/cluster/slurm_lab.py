@@ -124,10 +124,17 @@ class Slurm:
 
     def freeze_launcher(self, machine: int) -> None:
         """SLURM's daemon on a machine answers, and what it was told to run there does nothing any more."""
-        for pid in self._processes(machine):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if b"fsdplaunch" in words and b"launch" in words:
-                os.kill(pid, signal.SIGSTOP)
+        for pid in self.launchers(machine):
+            os.kill(pid, signal.SIGSTOP)
+
+    def kill_daemon(self, machine: int) -> None:
+        """slurmd is gone at once; what it started goes on."""
+        (pid,) = (pid for pid in self._processes(machine) if _words_of(pid)[0] == b"slurmd")
+        os.kill(pid, signal.SIGKILL)
+
+    def launchers(self, machine: int) -> list[int]:
+        """Processes of fsdplaunch, its agent and its workers."""
+        return [pid for pid in self._processes(machine) if b"fsdplaunch" in b" ".join(_words_of(pid))]
 
     def _processes(self, machine: int) -> list[int]:
         words = ["ip", "netns", "pids", self.lab.name(machine)]
@@ -180,17 +187,11 @@ class Slurm:
         shutil.rmtree(self.state, ignore_errors=True)
 
 
-def end(pid: int) -> None:
-    """End a daemon that we started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            return
-        for _ in range(20):
-            if not Path(f"/proc/{pid}").exists():
-                return
-            time.sleep(0.05)
+def _words_of(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except FileNotFoundError:
+        return [b""]
 
 
 def wait_until(true, seconds: float = 30, about=lambda: "") -> None:

@@ -1,6 +1,7 @@
 """A real SLURM: inside an allocation, submitted, followed, cancelled, warned, requeued after a failure."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -29,22 +30,24 @@ def result(part: Path) -> dict:
     return json.loads((part / "result.json").read_text())
 
 
-def test_srun_says_everything_inside_an_allocation(slurm: Slurm, folder: Path):
-    program = [sys.executable, "-P", "-m", "fsdplaunch", "launch", *ALL, "sum.py", *ODD]
-    done = slurm.run("srun", "-N2", "--ntasks-per-node=1", *program, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert f"rank 0 of 2 on host0 sum 3.0 {ODD!r}" in done.stdout
-    assert f"rank 1 of 2 on host1 sum 3.0 {ODD!r}" in done.stdout
+def test_batch_script_without_srun_starts_a_launcher_on_every_machine(slurm: Slurm, folder: Path):
+    command = shlex.join([sys.executable, "-P", "-m", "fsdplaunch", "launch", *ALL, "sum.py", *ODD])
+    (folder / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -N2\n#SBATCH -o out.txt\n{command}\n")
+    job = slurm.run("sbatch", "--parsable", "job.sh", cwd=folder).stdout.strip()
+    slurm.wait_for_end(job, about=(folder / "out.txt").read_text)
+    said = (folder / "out.txt").read_text()
+    assert f"rank 0 of 2 on host0 sum 3.0 {ODD!r}" in said
+    assert f"rank 1 of 2 on host1 sum 3.0 {ODD!r}" in said
     assert not (folder / "evaluated").exists()
 
 
 @campaign
-def test_batch_script_without_srun_starts_a_launcher_on_every_machine(slurm: Slurm, folder: Path):
-    command = f"{sys.executable} -P -m fsdplaunch launch {' '.join(ALL)} sum.py"
-    (folder / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -N2\n#SBATCH -o out.txt\n{command}\n")
-    job = slurm.run("sbatch", "--parsable", "job.sh", cwd=folder).stdout.strip()
-    wait_until(lambda: slurm.job_state(job) == "COMPLETED", 60, (folder / "out.txt").read_text)
-    assert "rank 1 of 2 on host1 sum 3.0" in (folder / "out.txt").read_text()
+def test_srun_says_everything_inside_an_allocation(slurm: Slurm, folder: Path):
+    program = [sys.executable, "-P", "-m", "fsdplaunch", "launch", *ALL, "sum.py"]
+    done = slurm.run("srun", "-N2", "--ntasks-per-node=1", *program, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 2 on host0 sum 3.0" in done.stdout
+    assert "rank 1 of 2 on host1 sum 3.0" in done.stdout
 
 
 def test_launcher_per_worker_is_refused(slurm: Slurm, folder: Path):
@@ -91,69 +94,116 @@ def test_dry_run_prints_the_script_that_would_be_submitted(slurm: Slurm, folder:
     assert not (folder / "runs").exists()
 
 
-def test_cancelled_run_ends(slurm: Slurm, folder: Path):
-    state = folder / "state.json"
-    job, run_dir = submit(slurm, folder, *PLAIN, "--num-machines", "2", "saves.py", STATE=str(state), EVERY="1")
-    wait_until(state.exists, 60, lambda: output(run_dir))
-    done = slurm.fsdplaunch("runs", "cancel", "latest", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    wait_until(lambda: slurm.job_state(job) == "CANCELLED")
-    assert "back into the queue" not in output(run_dir)
-    again = slurm.fsdplaunch("runs", "cancel", "latest", cwd=folder)
-    assert again.returncode == 2
-    assert "is not running: cancelled" in again.stderr
-
-
-def test_warning_saves_requeues_and_resumes(slurm: Slurm, folder: Path):
-    state = folder / "state.json"
+def test_warned_run_saves_goes_back_into_the_queue_goes_on_and_can_be_cancelled(slurm: Slurm, folder: Path):
+    state = folder / "state"
     words = (*PLAIN, "--num-machines", "2", "saves.py")
-    job, run_dir = submit(slurm, folder, *words, STATE=str(state), EVERY="1", STEPS="60")
-    wait_until(state.exists, 60, lambda: output(run_dir))
+    job, run_dir = submit(slurm, folder, *words, STATE=str(state))
+    wait_until(lambda: "start at step 0 of world 2" in output(run_dir), 60, lambda: output(run_dir))
     slurm.run("scancel", "--batch", "--signal=USR1", job, cwd=folder)  # as --signal=B:USR1@120 does
     wait_until(lambda: "back into the queue" in output(run_dir), 30, lambda: output(run_dir))
-    assert "saved at step" in output(run_dir)
-    slurm.wait_for_end(job, about=lambda: output(run_dir))
-    assert "start at step 0" in output(run_dir)
-    assert output(run_dir).count("start at step") == 2
-    assert "done at step 60" in output(run_dir)
+    step = json.loads(state.read_text())["step"]
+    assert f"saved at step {step}\n" in output(run_dir)
     assert result(run_dir / "try0")["exit_code"] == 75
+    again = f"start at step {step} of world 2"
+    wait_until(lambda: again in output(run_dir), 60, lambda: output(run_dir) + slurm.logs())
+    cancelled = slurm.fsdplaunch("runs", "cancel", "latest", cwd=folder)
+    assert cancelled.returncode == 0, cancelled.stderr
+    wait_until(lambda: slurm.job_state(job) == "CANCELLED", 30, slurm.logs)
+    cancelled = slurm.fsdplaunch("runs", "cancel", "latest", cwd=folder)
+    assert cancelled.returncode == 2
+    assert "is not running: cancelled" in cancelled.stderr
+    assert output(run_dir).count("back into the queue") == 1  # and not after it was cancelled
+
+
+@campaign
+def test_warning_comes_from_slurm_ahead_of_the_time_limit(slurm: Slurm, folder: Path):
+    state = folder / "state"
+    limit = ("--slurm.time", "1", "--slurm.signal-seconds", "20")  # it may come half a minute earlier
+    job, run_dir = submit(slurm, folder, *PLAIN, "--num-machines", "2", *limit, "saves.py", STATE=str(state))
+    wait_until(lambda: "back into the queue" in output(run_dir), 60, lambda: output(run_dir) + slurm.logs())
+    assert f"SLURM announces the end of job {job}: asking the workers to save" in output(run_dir)
+    again = f"start at step {json.loads(state.read_text())['step']} of world 2"
+    wait_until(lambda: again in output(run_dir), 60, lambda: output(run_dir) + slurm.logs())
+    slurm.run("scancel", job, cwd=folder)
+
+
+TRAINS = (
+    *("--use-cpu", "--nproc-per-node", "1", "--num-machines", "2", "--machine-timeout-seconds", "3"),
+    *("--fsdp-auto-wrap-policy", "SIZE_BASED_WRAP", "--fsdp-min-num-params", "1", "trains_by_steps.py"),
+)
+
+
+def start_training(slurm: Slurm, folder: Path) -> tuple[str, Path]:
+    """Submit a sharded training of 40 steps on host0 and host1; wait for its second checkpoint."""
+    job, run_dir = submit(slurm, folder, *TRAINS, STEPS="40")
+    wait_until((folder / "checkpoints" / "checkpoint-10").exists, 60, lambda: output(run_dir) + slurm.logs())
+    return job, run_dir
+
+
+def last_step(folder: Path) -> int:
+    return max(int(path.name.partition("-")[2]) for path in (folder / "checkpoints").glob("checkpoint-*"))
+
+
+def end_training(slurm: Slurm, job: str, run_dir: Path, *, last: int, machines: str) -> str:
+    """Wait for the end; the second start went on from the last checkpoint. Returns the first start's output."""
+    slurm.wait_for_end(job, about=lambda: output(run_dir))
+    first, second = (output(run_dir).partition(f"-try{number}  ")[2] for number in (0, 1))
+    assert "begins after step 0\n" in first
+    assert f"machines {machines}\n" in second
+    assert f"begins after step {last}\n" in second
+    assert f"loss {loss_of_trains(40):.4f}" in second  # weights and momentum were those of the checkpoint
     assert result(run_dir / "try1")["exit_code"] == 0
+    return first
 
 
 def test_machine_that_dies_puts_the_run_back_and_it_resumes_from_its_last_checkpoint(slurm: Slurm, folder: Path):
-    words = ("--use-cpu", "--fsdp-auto-wrap-policy", "SIZE_BASED_WRAP", "--fsdp-min-num-params", "1")
-    words = (
-        *words,
-        "--nproc-per-node",
-        "1",
-        "--num-machines",
-        "2",
-        "--machine-timeout-seconds",
-        "3",
-        "trains_by_steps.py",
-    )
-    job, run_dir = submit(slurm, folder, *words, STEPS="40")
-    wait_until((folder / "checkpoints" / "checkpoint-10").exists, 60, lambda: output(run_dir))
+    (host0, host1, host2) = (f"host{number} ({slurm.lab.address(number)})" for number in range(3))
+    job, run_dir = start_training(slurm, folder)
     slurm.kill_machine(1)
     try:
         wait_until((run_dir / "try0" / "lost").exists, 30, lambda: output(run_dir))
-        last = max(int(path.name.partition("-")[2]) for path in (folder / "checkpoints").glob("checkpoint-*"))
-        slurm.wait_for_end(job, about=lambda: output(run_dir))
+        last = last_step(folder)
+        first = end_training(slurm, job, run_dir, last=last, machines=f"{host0}, {host2}")
     finally:
         slurm.start_machine(1)
-    first, second = (output(run_dir).partition(f"-try{number}  ")[2] for number in (0, 1))
-    assert "machines host0 " in first
-    assert "begins after step 0\n" in first
-    assert f"error: lost host1 ({slurm.lab.address(1)}): its launcher has gone" in first
-    assert f"machines host0 ({slurm.lab.address(0)}), host2 ({slurm.lab.address(2)})" in second
-    assert f"begins after step {last}\n" in second
-    assert f"loss {loss_of_trains(40):.4f}" in second
+    assert f"error: lost {host1}: its launcher has gone" in first
     assert result(run_dir / "try0")["exit_code"] == 3
-    assert result(run_dir / "try1")["exit_code"] == 0
+
+
+@campaign
+def test_machine_of_the_batch_script_that_dies_puts_the_run_back_as_well(slurm: Slurm, folder: Path):
+    job, run_dir = start_training(slurm, folder)
+    slurm.kill_machine(0)
+    try:
+        wait_until((run_dir / "try0" / "node1" / "lost").exists, 30, lambda: output(run_dir))
+        machines = ", ".join(f"host{number} ({slurm.lab.address(number)})" for number in (1, 2))
+        end_training(slurm, job, run_dir, last=last_step(folder), machines=machines)
+    finally:
+        slurm.start_machine(0)
+    assert not (run_dir / "try0" / "result.json").exists()
+
+
+@campaign
+def test_workers_of_a_machine_whose_slurmd_died_end_before_the_run_goes_on(slurm: Slurm, folder: Path):
+    state = folder / "state"
+    words = (*PLAIN, "--num-machines", "2", "--machine-timeout-seconds", "3", "saves.py")
+    job, run_dir = submit(slurm, folder, *words, STATE=str(state), EVERY="1", STEPS="400")
+    wait_until(state.exists, 60, lambda: output(run_dir))
+    slurm.kill_daemon(1)
+    try:
+        wait_until(lambda: slurm.job_state(job) == "PENDING", 60, slurm.logs)
+        wait_until(lambda: not slurm.launchers(1), 4, lambda: output(run_dir))
+        wait_until(lambda: output(run_dir).count("start at step") == 2, 60, lambda: output(run_dir) + slurm.logs())
+    finally:
+        slurm.start_machine(1)
+        slurm.run("scancel", job, cwd=folder)
+    begun = [line for line in output(run_dir).splitlines() if line.startswith("start at step")]
+    assert begun[0] == "start at step 0 of world 2"
+    assert int(begun[1].split()[3]) > 20
 
 
 def test_array_is_one_run_whose_tasks_are_warned_shown_and_cancelled_one_by_one(slurm: Slurm, folder: Path):
-    words = (*PLAIN, "--num-machines", "1", "--slurm.array", "0-1", "saves.py")
+    words = (*PLAIN, "--num-machines", "2", "--slurm.array", "0-1", "saves.py")
     job, run_dir = submit(slurm, folder, *words, STATE=str(folder / "state"), EVERY="1")
     about = lambda: output(run_dir) + slurm.logs()  # noqa: E731
     wait_until(lambda: (folder / "state0").exists() and (folder / "state1").exists(), 60, about)
@@ -168,7 +218,7 @@ def test_array_is_one_run_whose_tasks_are_warned_shown_and_cancelled_one_by_one(
     shown = {task: slurm.fsdplaunch("runs", "logs", f"latest/task{task}", cwd=folder).stdout for task in (0, 1)}
     assert "saved at step" in shown[1]
     assert f"the end of job {job}_1: asking the workers to save" in shown[1]
-    assert "start at step 0 of world 1" in shown[0]
+    assert "start at step 0 of world 2" in shown[0]  # on the same machines as the other
     assert "asking the workers" not in shown[0]
     assert result(run_dir / "task1" / "try0")["exit_code"] == 75
     assert slurm.fsdplaunch("runs", "cancel", "latest/task1", cwd=folder).returncode == 0

@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from fsdplaunch.runtime.auto.arithmetic import computing_whole
 from fsdplaunch.runtime.auto.births import recording
 from fsdplaunch.runtime.auto.data import dividing_loaders
 from fsdplaunch.runtime.auto.draws import drawing_whole
 from fsdplaunch.runtime.auto.job import Job
+from fsdplaunch.runtime.auto.moves import keeping_hooks
 from fsdplaunch.runtime.auto.norms import clipping_whole
 from fsdplaunch.runtime.auto.randomness import seeding_by_rank
 from fsdplaunch.runtime.auto.readings import reading_whole
@@ -24,12 +26,14 @@ def hooks(job: Job) -> Iterator[Job]:
         sharding_on_move(job),
         sharding_on_compile(job),
         building_in_host_memory(job),
+        keeping_hooks(job),
         training_shards(job),
         dividing_loaders(job),
         seeding_by_rank(job.streams),
         drawing_whole(job),
         clipping_whole(job),
         reading_whole(job),
+        computing_whole(job),
         saving_whole(job),
         loading_whole(job),
     )

@@ -1,0 +1,63 @@
+"""Penalties and statistics that a script computes from sharded parameters are those of the whole ones."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.scripts.conftest import Forks
+
+PENALTIES = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+def train(rows, accumulate):
+    torch.manual_seed(8)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, rows))
+    model[0].weight.requires_grad_(False)
+    model = model.to("cpu")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    x = torch.randn(16, 6)
+    for step in range(2 * accumulate):
+        loss = F.mse_loss(model(x), x[:, :1].expand(16, rows))
+        loss = loss + 1e-2 * sum(p.pow(2).sum() for p in model.parameters()) + 1e-2 * model[0].bias.abs().sum()
+        loss = loss + 3 * sum(F.mse_loss(p, before[name]) for name, p in model.named_parameters())
+        for p in model.parameters():
+            loss += 1e-2 * torch.norm(p) + 1e-2 * torch.sum(torch.abs(p))
+        (loss / accumulate).backward()
+        if (step + 1) % accumulate == 0:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            largest = max(p.grad.abs().max().item() for p in model.parameters() if p.grad is not None)
+            print(f"{loss.item():.6f} {norm:.6f} {largest:.6f}")
+            optimizer.step()
+            optimizer.zero_grad()
+            model[0].weight.requires_grad_(True)
+    for p in model.parameters():
+        print(f"{p.sum():.6f} {p.max():.6f} {torch.min(p).item():.6f} {p.norm(float('inf')):.6f} {p.mean():.6f}")
+    weight = model[2].weight
+    print(f"{weight.norm(dim=0).sum():.6f} {F.smooth_l1_loss(weight, weight * 2).item():.6f}")
+
+train(1, accumulate=1)
+train(2, accumulate=2)
+train(5, accumulate=1)
+"""
+
+HYBRID = {f"parallelism_config__parallelism_config_dp_{kind}_size": 2 for kind in ("replicate", "shard")}
+"""Rows and columns of ranks, of which each row holds a whole model."""
+
+
+@pytest.mark.parametrize(("ranks", "keys"), [(2, {}), (4, {}), (4, HYBRID)], ids=["2", "4", "2x2"])
+def test_penalties_on_parameters_with_fewer_rows_than_ranks_train_alike(
+    forks: Forks, tmp_path: Path, ranks: int, keys: dict[str, Any]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PENALTIES)
+    plain = forks.run(script, tmp_path / "plain")
+    assert plain.codes == [0], plain.err
+    many = forks.run(script, tmp_path / "many", ranks=ranks, launch__keep_global_batch=True, **keys)
+    assert many.codes == [0] * ranks, many.err
+    expected = [float(number) for number in plain.out[0].split()]
+    for out in many.out:
+        assert [float(number) for number in out.split()] == pytest.approx(expected, abs=1e-5)
