@@ -54,7 +54,15 @@ class Client:
     def has_failed(self) -> bool:
         """Whether it has ended, and not well."""
         status = self.process.poll()
+        if status is not None:
+            self.hear_out()
         return self.late or (status is not None and (status != 0 or not self.ready))
+
+    def hear_out(self) -> None:
+        """Read the last of what it said, READY perhaps among it. Once: a shared connection may keep it open."""
+        if self.reader is not None:
+            self.reader.join(timeout=1)
+            self.reader = None
 
     def send(self, order: Mapping[str, Any]) -> None:
         """Give the far side an order."""
@@ -142,8 +150,7 @@ class Crowd:
                     self.kill()
             time.sleep(POLL_SECONDS)
         for client in self.clients:
-            if client.reader is not None:
-                client.reader.join(timeout=1)
+            client.hear_out()
         return bad or self._look()
 
     def _speak(self, now: float) -> None:
