@@ -24,7 +24,14 @@ from fsdplaunch.launch.cluster.crowd import Crowd, Part
 from fsdplaunch.launch.cluster.host_list import check_list
 from fsdplaunch.launch.cluster.order import Order
 from fsdplaunch.launch.cluster.runs import write_job
-from fsdplaunch.launch.cluster.ssh import SshHost, client_words, explain_end, network_name, read_hosts
+from fsdplaunch.launch.cluster.ssh import (
+    SshHost,
+    check_client,
+    client_words,
+    explain_end,
+    network_name,
+    read_hosts,
+)
 from fsdplaunch.launch.plan import Target
 from fsdplaunch.launch.run_folder import CONFIG
 from fsdplaunch.launch.run_name import GROUP_RUN, fresh_run_id
@@ -46,6 +53,7 @@ def launch_over_ssh(loaded: Loaded, target: Target, wishes: Wishes, out: Output)
     run_dir = Path(config.launch.log_dir).absolute() / run_id
     hosts = read_hosts(config.ssh)
     check_list(config, hosts, loaded.origins)
+    check_client()
     placed = _placed(config, hosts, run_id)
     python = config.ssh.python or sys.executable
     silence, module_path = config.launch.machine_timeout_seconds, os.environ.get("PYTHONPATH")
