@@ -63,6 +63,7 @@ def _work(config: Config, target: Target) -> None:
         if leaving.code not in (None, 0):
             raise
     _finish_saves()
+    _tell_end()
     if config.distributed_type == "FSDP" and config.launch.shard != "off":
         from fsdplaunch.runtime.watch import check_sharded
 
@@ -108,6 +109,12 @@ def _finish_saves() -> None:
     saving = sys.modules.get("fsdplaunch.runtime.saving")
     if saving is not None:
         saving.finish_saves()
+
+
+def _tell_end() -> None:
+    stuck = sys.modules.get("fsdplaunch.runtime.stuck")
+    if stuck is not None:
+        stuck.tell_end()
 
 
 def _abandon() -> None:

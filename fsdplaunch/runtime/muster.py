@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import report
-from fsdplaunch.runtime.stuck import MOVING, place_key, store
+from fsdplaunch.runtime.stuck import MOVING, place_key, store, tell_place
 
 NOTICE_SECONDS = 5.0
 """How late a rank may be before it is mentioned."""
@@ -24,11 +24,12 @@ _SHOWN = 8
 _calls: dict[str, int] = {}
 
 
-def muster(call: str) -> None:
+def muster(call: str, hint: str | None = None) -> None:
     """Wait until every rank is in this call.
 
     Args:
-        call: The function's name.
+        call: The function's name, with what else must be the same on all ranks.
+        hint: What to do when some ranks did not call it.
 
     Raises:
         CheckpointError: The missing ranks wait elsewhere for the ones that are here, or for longer than the
@@ -43,7 +44,8 @@ def muster(call: str) -> None:
     meeting.set(f"{room}/{dist.get_rank()}", "here")
     if meeting.add(f"{room}/count", 1) == size:
         meeting.set(f"{room}/all", "here")
-    start, pause, said, stuck_since = time.monotonic(), _SHORT, False, 0.0
+    start, pause, stuck_since = time.monotonic(), _SHORT, 0.0
+    said = told = False
     while not meeting.check([f"{room}/all"]):
         time.sleep(pause)
         pause = min(2 * pause, _LONG)
@@ -52,15 +54,18 @@ def muster(call: str) -> None:
             continue
         missing = [rank for rank in range(size) if not meeting.check([f"{room}/{rank}"])]
         said = said or _notice(call, missing)
+        told = told or tell_place()  # those missing may wait in another call for this rank
         places = _places(missing)
         stuck_since = (stuck_since or waited) if missing and len(places) == len(missing) else 0.0
         if stuck_since and waited - stuck_since > CONFIRM_SECONDS:
             _withdraw(call, room)
-            raise _alone(call, missing, places, size)
+            raise _alone(call, missing, places, size, hint)
         if waited > _timeout():
             _withdraw(call, room)
             raise _absent(call, missing, waited)
         time.sleep(0.5)
+    if told:
+        tell_place(MOVING)
     _forget(call, number - 1)
 
 
@@ -77,14 +82,16 @@ def _notice(call: str, missing: Sequence[int]) -> bool:
     return bool(missing)
 
 
-def _alone(call: str, missing: Sequence[int], places: dict[int, str], size: int) -> CheckpointError:
+def _alone(
+    call: str, missing: Sequence[int], places: dict[int, str], size: int, hint: str | None
+) -> CheckpointError:
     here = [rank for rank in range(size) if rank not in missing]
     whose = f" (rank {missing[0]})" if len(missing) > 1 else ""
     msg = (
         f"{call} was called on {name_ranks(here)} only: {name_ranks(missing)} went on, waiting for"
         f" {name_ranks(here)} at {places[missing[0]]}{whose}"
     )
-    return CheckpointError(msg, hint=f"call {call} on all ranks; take it out of `if rank == 0:`")
+    return CheckpointError(msg, hint=hint or f"call {call} on all ranks; take it out of `if rank == 0:`")
 
 
 def _absent(call: str, missing: Sequence[int], waited: float) -> CheckpointError:

@@ -7,7 +7,6 @@ code for some seconds does it write to the process group's store; a run that mak
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -56,18 +55,29 @@ def _watch() -> None:
         mark = None if frame is None else (id(frame), frame.f_lasti)
         if mark != seen or frame is None:
             seen, since = mark, now
-            told = told and not _tell(MOVING)
+            told = told and not tell_place(MOVING)
         elif not told and now - since > STILL_SECONDS and _in_torch(frame):
-            told = _tell(_user_line(frame))
+            told = tell_place(_user_line(frame))
         del frame
 
 
-def _tell(place: str) -> bool:
-    """Write to the store; a run that is ending may have none any more."""
-    with suppress(Exception):
-        store().set(place_key(dist.get_rank()), place)
-        return True
-    return False
+def tell_place(place: str | None = None) -> bool:
+    """Say that this rank waits for others at a place, the line that is running when left out, or that it goes on.
+
+    Returns:
+        Whether it could be said; a run that is ending may have no store any more.
+    """
+    try:
+        store().set(place_key(dist.get_rank()), place or _user_line(sys._getframe(1)))
+    except (RuntimeError, ValueError, AssertionError):  # of a closed store, a destroyed group, none at all
+        return False
+    return True
+
+
+def tell_end() -> None:
+    """Say that this rank's script has ended: those that wait for it in a call learn that it will not come."""
+    if _watching:
+        tell_place("the end of the script")
 
 
 def _in_torch(frame: FrameType) -> bool:

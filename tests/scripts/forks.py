@@ -6,7 +6,6 @@ Libraries take seconds to import and the scripts less than one to run. A rank's 
 worker does, at the bootstrap's `main`, and leaves behind what its parameters are at the end.
 """
 
-import contextlib
 import json
 import os
 import runpy
@@ -16,12 +15,14 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 FACTS = "facts.json"
 
 
 def serve() -> None:
+    import torch._dynamo.backends.registry
+    import torch._functorch.aot_autograd  # noqa: F401
     import transformers  # noqa: F401
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: F401
 
@@ -59,9 +60,17 @@ def _fork(request: dict[str, Any], rank: int, port: int) -> int:
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        _leave(status)
+
+
+def _leave(status: int) -> NoReturn:
+    """End this child, whatever happens: it must never go on as the server. Output that is lost is a failure."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):  # full, or closed by the script: python's own status for that
+        status = status or 120
+    finally:
         os._exit(status)
 
 

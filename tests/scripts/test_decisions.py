@@ -170,6 +170,50 @@ def test_ranks_draw_their_own_batches_from_one_order(forks: Forks, tmp_path: Pat
     assert [out.splitlines()[2] for out in done.out] == ["6 True", "6 True"]
 
 
+def test_samplers_of_the_script_are_divided_without_a_gap_or_a_double(forks: Forks, tmp_path: Path) -> None:
+    body = """
+        from torch.utils.data import Sampler, SubsetRandomSampler
+        class Buckets(Sampler):
+            def __init__(self, n):
+                self.n = n
+            def __iter__(self):
+                order = torch.randperm(self.n).tolist()
+                return iter([order[i : i + 4] for i in range(0, self.n, 4)])
+            def __len__(self):
+                return self.n // 4
+        model = Net().to("cpu")
+        subset = DataLoader(torch.arange(16), batch_size=4, sampler=SubsetRandomSampler(range(8)))
+        buckets = DataLoader(torch.arange(16), batch_sampler=Buckets(16))
+        single = DataLoader(torch.arange(16), batch_size=None)
+        for loader in (subset, buckets, single):
+            print(len(loader), [x for batch in loader for x in batch.reshape(-1).tolist()])
+    """
+    done = run(forks, tmp_path, body)
+    assert done.codes == [0, 0], done.err
+    for index, (length, items) in enumerate([(1, 8), (2, 16), (8, 16)]):
+        lines = [out.splitlines()[index] for out in done.out]
+        assert all(line.startswith(f"{length} [") for line in lines)
+        parts = [line[line.index("[") + 1 : -1].split(", ") for line in lines]
+        assert sorted(int(x) for part in parts for x in part) == list(range(items))
+    assert "Buckets: rank 0 draws its batches, ranks take turns" in done.err[0]
+
+
+def test_model_built_without_a_seed_is_rank_0s_everywhere(forks: Forks, tmp_path: Path) -> None:
+    body = """
+        torch.seed()
+        model = Net()
+        print(model.layers[0].weight.sum().item())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        print(model.layers[0].weight.sum().item())
+    """
+    done = run(forks, tmp_path, body)
+    assert done.codes == [0, 0], done.err
+    (before, after), (other, same) = (out.splitlines() for out in done.out)
+    assert before != other
+    assert after == same
+    assert float(after) == pytest.approx(float(before), abs=1e-5)
+
+
 def test_parameters_of_no_module_stay_equal(forks: Forks, tmp_path: Path) -> None:
     body = """
         import torch.distributed as dist

@@ -1,6 +1,5 @@
 """Ordinary one-process scripts, unchanged: over several ranks they compute and write what one process does."""
 
-import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,11 +13,7 @@ from tests.scripts.conftest import PROGRAMS, Forks, Run
 
 TOLERANCE = 1e-4
 NAMES = sorted(path.stem for path in PROGRAMS.glob("*.py"))
-CAMPAIGN = (
-    pytest.mark.slow,
-    pytest.mark.skipif("FSDPLAUNCH_CAMPAIGN" not in os.environ, reason="long together: scripts/campaigns/scripts"),
-)
-ON_FOUR_ALWAYS = ("lora", "nano_gpt", "vit")
+RANKS = (2, 4)
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +30,8 @@ def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     return run
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [(name, 2) for name in NAMES]
-    + [(name, 4) if name in ON_FOUR_ALWAYS else pytest.param(name, 4, marks=CAMPAIGN) for name in NAMES],
-)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", NAMES)
 def test_program_over_ranks_computes_and_writes_what_one_process_does(
     forks: Forks, alone: Callable[[str], Run], tmp_path: Path, name: str, ranks: int
 ) -> None:

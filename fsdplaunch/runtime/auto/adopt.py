@@ -39,7 +39,6 @@ def adopt(model: nn.Module, job: Job, *, what: str) -> None:
         ways = "or call fsdplaunch.prepare(model, optimizer) in the script where it should be"
         raise ShardingError(msg, hint=f"{error.hint}; {ways}" if error.hint else ways) from error
     settle(model, job, line)
-    job.streams.part()
 
 
 def settle(model: nn.Module, job: Job, line: str) -> None:
@@ -53,7 +52,7 @@ def settle(model: nn.Module, job: Job, line: str) -> None:
     job.models[model] = line
     allow_copies(model, job)
     save_whole(model, job)
-    job.complete[model] = Visits(model, line).check
+    job.complete[model] = Visits(model, line, job.streams.part).check
 
 
 def _check_unsharded(model: nn.Module, job: Job, line: str) -> None:

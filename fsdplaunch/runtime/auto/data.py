@@ -56,6 +56,8 @@ class _Loaders:
             if not self._are_ours(loader):
                 return original(loader)
             _check_batch(loader, self.job)
+            if self.job.models and not self.job.evaluating():
+                self.job.streams.part()  # before the loader's processes get their seeds
             if isinstance(loader.dataset, IterableDataset):
                 return _read_stream(loader, original, self.job)
             return original(loader)

@@ -1,18 +1,20 @@
-"""Random numbers: one stream all workers share, for order and initial values, and one of each worker's own.
+"""Random numbers: streams that all workers share, for order and evaluation, and one of each worker's own.
 
 Needed because all workers run the same script with the same seed: they must agree on the shuffled order of the
-data and on initial values, and must not draw the same batches, noise and dropout.
+data and on initial values, and must not draw the same batches, noise and dropout. What they draw while the script
+evaluates is the same again: validation losses, and what is decided by them, are then equal on all of them.
 """
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fsdplaunch.runtime.auto.patching import replaced
 
@@ -28,15 +30,21 @@ class Streams:
         rank: Rank 0 goes on as one process would; the others part from it.
         kept: All ranks go on alike, for a run that computes what one process would.
         parted: Whether they have parted.
+        evaluating: Whether the script evaluates.
     """
 
     rank: int
     kept: bool
     parted: bool = False
+    evaluating: bool = False
+    _aside: dict[str, Any] = field(default_factory=dict)
     _shared: dict[str, Any] = field(default_factory=dict)
 
     def part(self) -> None:
-        """From now on give each rank draws of its own, derived from the script's seed and the rank."""
+        """From now on give each rank draws of its own, derived from the script's seed and the rank.
+
+        When training begins, and not before: data that is made or split by drawing is the same on all ranks.
+        """
         if self.kept or self.parted:
             return
         box = [_states()]
@@ -56,10 +64,20 @@ class Streams:
 
     def seeded(self, seed: int) -> int:
         """What a seed that the script sets means on this rank; the shared stream begins anew with it."""
-        if not self.parted:
+        if not self.parted or self.evaluating:
             return seed
         self._shared["torch"] = torch.Generator().manual_seed(seed).get_state()
         return (seed + self.rank * _STRIDE) % 2**63
+
+    def evaluate(self, *, now: bool) -> None:
+        """Draw alike on all ranks while the script evaluates, and then go on where each rank was.
+
+        A stream apart from the shared one: what only some ranks evaluate does not part the order of the data.
+        """
+        if self.parted and now != self.evaluating:
+            self.evaluating = now
+            others, self._aside = self._aside or dict(self._shared), _states()
+            _set_states(others)
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -92,6 +110,23 @@ def _set_states(states: dict[str, Any]) -> None:
     random.setstate(states["python"])
     if "numpy" in states:
         sys.modules["numpy"].random.set_state(states["numpy"])
+
+
+@contextmanager
+def drawing_alike_in_evaluation(streams: Streams, models: Iterable[nn.Module]) -> Iterator[None]:
+    """Notice when `model.eval()` and `model.train()` turn all sharded models to evaluation, or one to training."""
+
+    def turn(original: Any) -> Any:
+        def train(self: nn.Module, mode: bool = True) -> Any:
+            result = original(self, mode)
+            if streams.parted:
+                streams.evaluate(now=not any(model.training for model in list(models)))
+            return result
+
+        return train
+
+    with replaced(nn.Module, "train", turn):
+        yield
 
 
 @contextmanager

@@ -7,7 +7,6 @@ workers, only rank 0 keeps and writes them, and the others go on when the file i
 import contextlib
 import io
 import os
-import pickle
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
@@ -17,77 +16,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import report
 from fsdplaunch.runtime.agreement import together
 from fsdplaunch.runtime.auto.copies import plain_copy
+from fsdplaunch.runtime.auto.gathering import Gathering, Walk, gathered, tensors_of
 from fsdplaunch.runtime.auto.job import Job
 from fsdplaunch.runtime.auto.patching import replaced
-
-
-class Gathering:
-    """Gathers sharded tensors on all workers; the whole ones are kept where they are wanted."""
-
-    def __init__(self, *, keep: bool) -> None:
-        self.keep = keep
-        self.count = 0
-        self._whole: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def whole(self, tensor: DTensor) -> torch.Tensor:
-        """The whole tensor in host memory, or an empty one where it is not wanted. Collective."""
-        self.count += 1
-        local = tensor.to_local()
-        key = (local.untyped_storage()._cdata, local.storage_offset(), tuple(tensor.shape), tensor.dtype)
-        if key not in self._whole:  # tied tensors stay tied
-            detached: Any = tensor.detach()
-            full = detached.full_tensor()
-            # The shard is kept as well: its storage's address must not be given to another while this one counts.
-            self._whole[key] = local, full.cpu() if self.keep else full.new_empty(0)
-        whole = self._whole[key][1]
-        return nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
-
-    @contextmanager
-    def pickling(self) -> Iterator[None]:
-        """Pickle sharded tensors as whole ones, and sharded models as what they were before."""
-
-        def reduce_tensor(tensor: DTensor, protocol: int) -> Any:
-            return self.whole(tensor).__reduce_ex__(protocol)
-
-        def reduce_model(model: Any, _protocol: int) -> Any:
-            # Protocol 1 names the class in a way that need not be the pickled object's own.
-            return plain_copy(model, _itself, _tensors_of(model)).__reduce_ex__(1)
-
-        with (
-            replaced(DTensor, "__reduce_ex__", lambda _: reduce_tensor),
-            replaced(FSDPModule, "__reduce_ex__", lambda _: reduce_model),
-        ):
-            yield
-
-
-def _itself(param: nn.Parameter) -> Any:
-    return param
-
-
-def _tensors_of(model: nn.Module) -> dict[int, Any]:
-    """A memo for copying a model without its buffers."""
-    return {id(buffer): buffer for buffer in model.buffers()}
-
-
-class _Walk(pickle.Pickler):
-    """Goes through an object as torch.save does, in the same order, and writes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(_Nowhere(), protocol=2)
-
-    def persistent_id(self, obj: Any) -> Any:
-        return "storage" if isinstance(obj, torch.storage.TypedStorage | torch.UntypedStorage) else None
-
-
-class _Nowhere(io.RawIOBase):
-    def write(self, data: Any) -> int:
-        return len(data)
 
 
 @contextmanager
@@ -110,7 +47,7 @@ def _torch_save(save: Any, job: Job) -> Any:
             return
         everywhere = isinstance(f, io.BytesIO)  # the script goes on with the bytes
         write = _writer(save, obj, f, args, kwargs)
-        gathering = Gathering(keep=everywhere or job.rank == 0)
+        gathering = Gathering("torch.save", keep=everywhere or job.rank == 0)
         failure = _write_or_walk(write, obj, gathering)
         if gathering.count:
             _hint(job)
@@ -132,10 +69,12 @@ def _write_or_walk(write: Any, obj: Any, gathering: Gathering) -> Exception | No
         if gathering.keep:
             try:
                 write()
+            except CheckpointError:
+                raise  # the others are not here, or know of it
             except Exception as error:  # the others wait in the gathering; they learn of it after
                 failure = error
         if failure is not None or not gathering.keep:
-            _Walk().dump(obj)
+            Walk().dump(obj)
     return failure
 
 
@@ -191,19 +130,12 @@ def _hint(job: Job) -> None:
         )
 
 
-def gathered(tensors: Mapping[str, Any], gathering: Gathering) -> dict[str, Any]:
-    """The same mapping with whole tensors."""
-    return {
-        name: gathering.whole(value) if isinstance(value, DTensor) else value for name, value in tensors.items()
-    }
-
-
 def _save_file(save: Any, job: Job) -> Any:
     def save_file_once(tensors: Mapping[str, Any], filename: Any, *args: Any, **kwargs: Any) -> None:
         if not job.ownership.ours:
             save(tensors, filename, *args, **kwargs)
         elif any(isinstance(value, DTensor) for value in tensors.values()):
-            whole = gathered(tensors, Gathering(keep=job.rank == 0))
+            whole = gathered(tensors, Gathering("save_file", keep=job.rank == 0))
             with together(f"write {filename}"):
                 if job.rank == 0:
                     save({name: value.detach() for name, value in whole.items()}, filename, *args, **kwargs)
@@ -218,7 +150,7 @@ def _save_model(save: Any, job: Job) -> Any:
         if model not in job.models:
             save(model, filename, *args, **kwargs)
             return
-        plain = whole_copy(model, job)
+        plain = whole_copy(model, job, "save_model")
         with together(f"write {filename}"):
             if job.rank == 0:
                 save(plain, filename, *args, **kwargs)
@@ -226,14 +158,14 @@ def _save_model(save: Any, job: Job) -> Any:
     return save_model_once
 
 
-def whole_copy(model: nn.Module, job: Job) -> nn.Module:
+def whole_copy(model: nn.Module, job: Job, call: str) -> nn.Module:
     """The model as one process would have it, in host memory on rank 0, elsewhere empty. Collective."""
-    gathering = Gathering(keep=job.rank == 0)
+    gathering = Gathering(call, keep=job.rank == 0)
 
     def whole(param: nn.Parameter) -> Any:
         return gathering.whole(param) if isinstance(param, DTensor) else param
 
-    return plain_copy(model, whole, _tensors_of(model))
+    return plain_copy(model, whole, tensors_of(model))
 
 
 def save_whole(model: Any, job: Job) -> None:
@@ -242,7 +174,7 @@ def save_whole(model: Any, job: Job) -> None:
         return
 
     def save_pretrained(*args: Any, **kwargs: Any) -> None:
-        plain: Any = whole_copy(model, job)
+        plain: Any = whole_copy(model, job, "save_pretrained")
         with together("write what save_pretrained was given"):
             if job.rank == 0:
                 plain.save_pretrained(*args, **kwargs)

@@ -7,6 +7,7 @@ takes no notice of parameters that appear later.
 import functools
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ _CHANGES = ("set", "load", "update", "init", "reset", "copy", "tie", "freeze", "
 class Visits:
     """One model's calls."""
 
-    def __init__(self, model: nn.Module, line: str) -> None:
+    def __init__(self, model: nn.Module, line: str, begin_training: Callable[[], None]) -> None:
         self.depth = 0
+        self.begin_training: Callable[[], None] | None = begin_training
         self.model = weakref.ref(model)
         self.line = line
         self.known = {id(param) for param in model.parameters()}
@@ -35,9 +37,12 @@ class Visits:
         for name in _computing_methods(model):
             self._gather_around(model, name)
 
-    def _enter(self, _model: nn.Module, _args: Any) -> None:
+    def _enter(self, model: nn.Module, _args: Any) -> None:
         if not self.checked:
             self._check_first()
+        if self.begin_training is not None and model.training and torch.is_grad_enabled():
+            torch._dynamo.disable(self.begin_training)()  # a compiled model's hooks are traced
+            self.begin_training = None
         self.depth += 1
 
     def _check_first(self) -> None:

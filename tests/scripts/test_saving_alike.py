@@ -1,0 +1,112 @@
+"""What decides about saving: validation losses are equal on all ranks; a save of some ranks only is an error."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.scripts.conftest import Forks
+
+IMPATIENT = """
+from fsdplaunch.runtime import muster, stuck
+muster.NOTICE_SECONDS, muster.CONFIRM_SECONDS, stuck.STILL_SECONDS = 0.5, 0.5, 0.5
+"""
+
+HEAD = """
+import os, torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)).to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+x, held_out = torch.utils.data.random_split(torch.randn(64, 4), [0.8, 0.2])
+x, held_out = x[:], held_out[:]
+
+def batch(x=x):
+    chosen = x[torch.randint(len(x), (8,))]
+    return chosen, chosen.sum(1, keepdim=True) ** 2
+
+def step():
+    inputs, wanted = batch()
+    loss = nn.functional.mse_loss(model(inputs), wanted)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+"""
+
+BEST_OF_VALIDATION = """
+@torch.no_grad()
+def validate():
+    model.eval()
+    batches = [batch(held_out), batch(held_out)]
+    loss = sum(nn.functional.mse_loss(model(inputs), wanted).item() for inputs, wanted in batches)
+    model.train()
+    return loss
+
+best = float("inf")
+for epoch in range(3):
+    train, now = step(), validate()
+    print(f"{train:.6f} {now:.6f} {now < best} {x.sum():.6f}")
+    if now < best:
+        best = now
+        torch.save(model.state_dict(), "best.pt")
+"""
+
+BEST_OF_TRAINING = """
+best = float("inf")
+for epoch in range(20):
+    loss = step()
+    if loss < best:
+        best = loss
+        torch.save(model.state_dict(), "best.pt")
+"""
+
+GUARDED = """
+step()
+if os.environ.get("RANK", "0") == "0":
+    torch.save({"model": model.state_dict(), "done": True}, "last.pt")
+"""
+
+IN_TWO_PLACES = """
+if os.environ["RANK"] == "0":
+    torch.save(model.state_dict(), "one.pt")
+else:
+    torch.save(model.state_dict(), "other.pt")
+"""
+
+
+def test_splits_and_validation_losses_are_equal_on_all_ranks_and_draws_are_not(
+    forks: Forks, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + BEST_OF_VALIDATION)
+    done = forks.run(script, tmp_path / "run", ranks=2)
+    assert done.codes == [0, 0], done.err
+    first, second = ([line.split() for line in out.splitlines()] for out in done.out)
+    assert [line[1:] for line in first] == [line[1:] for line in second]
+    assert all(one[0] != other[0] for one, other in zip(first[1:], second[1:], strict=True))
+    assert len({line[1] for line in first}) == 3
+    assert (done.folder / "best.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "file", "where"),
+    [
+        (BEST_OF_TRAINING, "best.pt", "at train.py:"),
+        (GUARDED, "last.pt", "at the end of the script"),
+        (IN_TWO_PLACES, "one.pt", "at train.py:"),
+    ],
+    ids=["best training loss", "rank 0 at the end", "two places"],
+)
+def test_save_of_some_ranks_only_ends_soon_with_the_line(
+    forks: Forks, tmp_path: Path, body: str, file: str, where: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(IMPATIENT + HEAD + body)
+    done = forks.run(script, tmp_path / "run", ranks=2, timeout=30)
+    line = next(n for n, text in enumerate(script.read_text().splitlines(), 1) if "torch.save" in text)
+    said = next(err for err in done.err if "was called on rank" in err and f"train.py:{line} was" in err)
+    assert f"torch.save at train.py:{line} was called on rank" in said
+    assert f" went on, waiting for rank {0 if 'rank 0 only' in said else 1} {where}" in said
+    assert "hint: save on all ranks or on none" in said
+    assert "all_reduce" in said
+    assert -9 not in done.codes
