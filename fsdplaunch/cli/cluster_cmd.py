@@ -5,7 +5,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from fsdplaunch.cli import launch_cmd
 from fsdplaunch.cli.output import Output
@@ -20,7 +19,7 @@ from fsdplaunch.launch.cluster.slurm import in_job, srun_words
 from fsdplaunch.launch.plan import LaunchPlan, Target
 from fsdplaunch.launch.preflight import find_obstacles
 from fsdplaunch.launch.result import RunResult
-from fsdplaunch.launch.variables import GROUP_RUN
+from fsdplaunch.launch.run_name import GROUP_RUN, has_fixed_name, run_name
 from fsdplaunch.probe.hardware import Hardware
 
 HOPELESS_SECONDS = 5.0
@@ -93,9 +92,10 @@ def _start_on_every_machine(part: Part, out: Output) -> int:
 
 
 def _plan(part: Part, loaded: Loaded, *, rank: int, agreement: Agreement | None = None) -> LaunchPlan:
-    run_id, home = launch_cmd.run_name(os.environ)
+    run_id, home = run_name(os.environ)
     if agreement:
-        run_id, home = agreement.run_id, home if GROUP_RUN in os.environ else Path(agreement.run_id)
+        run_id = agreement.run_id
+        home = home if has_fixed_name(os.environ) else home.with_name(run_id)
     plan = launch_cmd.plan_for_this_machine(
         loaded,
         part.hardware,
@@ -140,7 +140,7 @@ def _meet(part: Part, plan: LaunchPlan, *, is_first: bool, out: Output) -> Link:
         workers=plan.workers,
         obstacles=[f"{obstacle.message}\n{obstacle.hint}" for obstacle in obstacles],
         run_id=plan.run_id,
-        fixed_run_id=GROUP_RUN in os.environ,
+        fixed_run_id=has_fixed_name(os.environ),
     )
     if is_first:
         _invite(part, mine, out)

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from fsdplaunch.cli import launch_cmd
 from fsdplaunch.cli.launch_cmd import Wishes
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.route_cmd import make_run_folder, plan_elsewhere, show_sent, snapshot
@@ -12,6 +11,7 @@ from fsdplaunch.launch.cluster.kubernetes import CONFIG_FOLDER, CONFIG_KEY, PROG
 from fsdplaunch.launch.cluster.order import Order
 from fsdplaunch.launch.cluster.runs import write_job
 from fsdplaunch.launch.plan import Target
+from fsdplaunch.launch.run_name import fresh_run_id
 
 OBJECTS = "objects.yaml"
 
@@ -24,7 +24,7 @@ def launch_on_kubernetes(loaded: Loaded, target: Target, wishes: Wishes, out: Ou
     """
     import yaml
 
-    config, run_id = loaded.config, launch_cmd.fresh_run_id()
+    config, run_id = loaded.config, fresh_run_id()
     run_dir = Path(config.launch.log_dir).absolute() / run_id
     order = Order(target=target, config=f"{CONFIG_FOLDER}/{CONFIG_KEY}", allow_unsharded=wishes.allow_unsharded)
     text = snapshot(config, log_dir=Path(config.launch.log_dir))

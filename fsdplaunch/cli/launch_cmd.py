@@ -1,12 +1,10 @@
 """`fsdplaunch launch`: load -> plan -> (check, dry run) -> run -> report."""
 
 import os
-import secrets
 import shlex
 import signal
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from fsdplaunch.launch.plan import LaunchPlan, Machine, Target, build_plan
 from fsdplaunch.launch.ports import find_holder, meeting_port
 from fsdplaunch.launch.preflight import Finding, find_obstacles, torch_version
 from fsdplaunch.launch.result import RunResult
-from fsdplaunch.launch.variables import GROUP_RUN
+from fsdplaunch.launch.run_name import run_name
 from fsdplaunch.probe.cluster import read_cluster
 from fsdplaunch.probe.hardware import Hardware, read_hardware
 
@@ -125,18 +123,6 @@ def check_script(script: str) -> None:
     if not path.exists():
         msg = f"script not found: {script}"
         raise UsageError(msg, hint=f"looked in {Path.cwd()}")
-
-
-def fresh_run_id() -> str:
-    """A name for a run: when it was started, and a few characters of its own."""
-    return f"{time.strftime('%Y-%m-%d_%H%M%S')}-{secrets.token_hex(2)}"
-
-
-def run_name(environ: Mapping[str, str]) -> tuple[str, Path]:
-    """The run's name and its folder inside launch.log_dir: given by the script that started us, else fresh."""
-    given = environ.get(GROUP_RUN)
-    name = given.replace("/", "-") if given else fresh_run_id()
-    return name, Path(given or name)
 
 
 def plan_for_this_machine(

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.cli import launch_cmd
 from fsdplaunch.cli.launch_cmd import Wishes
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load import Loaded
@@ -19,6 +18,7 @@ from fsdplaunch.launch.cluster.order import Order
 from fsdplaunch.launch.cluster.runs import write_job
 from fsdplaunch.launch.plan import LaunchPlan, Machine, Target, build_plan
 from fsdplaunch.launch.run_folder import CONFIG, PLAN, write_json
+from fsdplaunch.launch.run_name import fresh_run_id
 from fsdplaunch.probe.cluster import count_gpus
 
 PROGRAM = ("-P", "-m", "fsdplaunch")
@@ -53,7 +53,7 @@ def launch_on_slurm(loaded: Loaded, target: Target, wishes: Wishes, out: Output)
     from fsdplaunch.launch.cluster.slurm import submit
     from fsdplaunch.launch.cluster.slurm_script import batch_script
 
-    run_id, run_dir = launch_cmd.fresh_run_id(), Path(loaded.config.launch.log_dir).absolute()
+    run_id, run_dir = fresh_run_id(), Path(loaded.config.launch.log_dir).absolute()
     run_dir = run_dir / run_id
     python = "python3" if loaded.config.slurm.container_image else sys.executable
     order = Order(target=target, config=str(run_dir / CONFIG), allow_unsharded=wishes.allow_unsharded)

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fsdplaunch.cli import launch_cmd
 from fsdplaunch.cli.launch_cmd import Wishes
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.route_cmd import make_run_folder, plan_elsewhere, show_sent, snapshot
@@ -25,10 +24,17 @@ from fsdplaunch.launch.cluster.crowd import Crowd, Part
 from fsdplaunch.launch.cluster.host_list import check_list
 from fsdplaunch.launch.cluster.order import Order
 from fsdplaunch.launch.cluster.runs import write_job
-from fsdplaunch.launch.cluster.ssh import SshHost, client_words, explain_end, network_name, read_hosts
+from fsdplaunch.launch.cluster.ssh import (
+    SshHost,
+    check_client,
+    client_words,
+    explain_end,
+    network_name,
+    read_hosts,
+)
 from fsdplaunch.launch.plan import Target
 from fsdplaunch.launch.run_folder import CONFIG
-from fsdplaunch.launch.variables import GROUP_RUN
+from fsdplaunch.launch.run_name import GROUP_RUN, fresh_run_id
 
 START_SECONDS = 30.0
 """How long a machine's login and Python may take to start."""
@@ -43,10 +49,11 @@ def launch_over_ssh(loaded: Loaded, target: Target, wishes: Wishes, out: Output)
     Raises:
         LaunchError: Before anything was started, or when a machine could not be started.
     """
-    run_id, config = launch_cmd.fresh_run_id(), loaded.config
+    run_id, config = fresh_run_id(), loaded.config
     run_dir = Path(config.launch.log_dir).absolute() / run_id
     hosts = read_hosts(config.ssh)
     check_list(config, hosts, loaded.origins)
+    check_client()
     placed = _placed(config, hosts, run_id)
     python = config.ssh.python or sys.executable
     silence, module_path = config.launch.machine_timeout_seconds, os.environ.get("PYTHONPATH")

@@ -7,8 +7,6 @@ from fsdplaunch.config.environment import ALLOW_UNSHARDED, RUN_DIR, encode
 from fsdplaunch.config.schema import Config
 from fsdplaunch.config.world import with_mesh
 
-GROUP_RUN = "FSDPLAUNCH_GROUP_RUN"
-"""Contract variable, not a key: the run's name, where the one who started all machines' launchers chose it."""
 LAUNCHER = "FSDPLAUNCH_LAUNCHER"
 """Contract variable, not a key: the process id of the launcher that its agent must not outlive."""
 RECORDED_EVENTS = "2000"

@@ -9,7 +9,8 @@ total = torch.full((4,), float(rank + 1))
 dist.all_reduce(total)
 line = f"rank {rank} of {dist.get_world_size()} on {socket.gethostname()} sum {total[0].item()} {sys.argv[1:]!r}"
 print(line, flush=True)
-if os.environ.get("FAIL") == str(rank):
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+if str(rank) in (os.environ.get("FAIL"), first and os.environ.get("FAIL_ONCE")):
     raise ValueError("no such luck")
 dist.barrier()
 dist.destroy_process_group()

@@ -15,20 +15,21 @@ def result(folder: Path, part: str = "") -> dict:
     return json.loads((folder / "runs" / "latest" / part / "result.json").read_text())
 
 
-def test_two_machines_without_numbers_or_names_sum_over_all_ranks(three: Lab, folder: Path):
-    here = ("--nproc-per-node", "2", "--show-ranks", "all", "sum.py", "a b", "$(id)")
+def test_two_machines_without_numbers_or_names_sum_over_all_ranks_twice_when_one_fails(three: Lab, folder: Path):
+    here = ("--nproc-per-node", "2", "--show-ranks", "all", "--max-restarts", "1", "sum.py", "a b", "$(id)")
     first = three.launch(1, *CPU, *here, cwd=folder)  # started on host1: that is machine 0
     line = first.stderr.readline() + first.stderr.readline()
     assert f"--set main_process_ip={three.address(1)} --set main_process_port=29500" in line
     poke(three, folder)
     there = ("--nproc-per-node", "1", "--main-process-ip", three.address(1), *here[2:])
-    other = three.launch(0, *CPU, *there, cwd=folder)
+    other = three.launch(0, *CPU, *there, cwd=folder, FAIL_ONCE="2")
     (code0, out0, err0), (code1, out1, err1) = finish(first), finish(other)
     assert (code0, code1) == (0, 0), err0 + err1
     # Machine 0's ranks come first, although its address sorts after the other's.
-    assert [f"rank {rank} of 3 on host1 sum 6.0 ['a b', '$(id)']" in out0 for rank in (0, 1)] == [True, True]
-    assert "rank 2 of 3 on host0 sum 6.0" in out1
+    assert [out0.count(f"rank {rank} of 3 on host1 sum 6.0 ['a b', '$(id)']") for rank in (0, 1)] == [2, 2]
+    assert out1.count("rank 2 of 3 on host0 sum 6.0") == 2
     assert "3 on 2 machines" in err0
+    assert len(result(folder)["attempts"]) == 2
     assert result(folder)["exit_code"] == result(folder, "node1")["exit_code"] == 0
 
 

@@ -26,40 +26,42 @@ def test_host_whose_link_is_cut_is_dropped_and_one_that_returns_joins(three: Lab
 
     def starts() -> list[list[int]]:
         file = folder / "starts"
-        return (
-            [[int(word) for word in line.split()] for line in file.read_text().splitlines()]
-            if file.exists()
-            else []
-        )
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [[int(word) for word in line.split()] for line in lines]
+
+    def goes_on(world: int, count: int = 1) -> bool:
+        """Whether that many machines have started, the last of so many starts, and saved what they trained."""
+        return len(starts()) >= count and starts()[-1][1] == world and saved() > starts()[-1][0]
 
     runs = [start(machine) for machine in range(3)]
     try:
-        wait_until(lambda: saved() >= 10, 120)
+        wait_until(lambda: goes_on(3), 120)
+        whole = len(starts())  # more than one where a machine was so late that torch began without it
         three.cut(2)
         at_cut, cut = saved(), time.monotonic()
-        wait_until(lambda: len(starts()) == 2, 120)
+        wait_until(lambda: goes_on(2, whole + 1), 120)
         code, _, err = finish(runs.pop())
         assert code == 3
         assert "lost machine 0 at host0:29500: no word for 3 s" in err
-        assert time.monotonic() - cut < 20
-        wait_until(lambda: saved() > starts()[1][0], 120)
+        assert time.monotonic() - cut < 30
         three.mend(2)
         runs.append(start(2))
-        wait_until(lambda: len(starts()) == 3, 120)
+        wait_until(lambda: goes_on(3, whole + 2), 120)
         stopped = time.monotonic()
         runs[1].send_signal(signal.SIGTERM)  # `ip netns exec` and `unshare` have become the launcher
         ends = [finish(run) for run in runs]
-        assert time.monotonic() - stopped < 10
+        assert time.monotonic() - stopped < 20
     finally:
         three.mend(2)
         for run in runs:
             if run.poll() is None:
                 run.kill()
     assert [code for code, _, _ in ends] == [75, 75, 75], ends
-    steps, worlds, wrong = zip(*starts(), strict=True)
+    steps, worlds, wrong = zip(*starts()[whole - 1 :], strict=True)
     assert worlds == (3, 2, 3)
-    assert steps[0] == 0
-    assert at_cut <= steps[1] <= at_cut + 5  # without host2 no step was possible; a save may have been under way
+    assert (
+        steps[0] < at_cut <= steps[1] <= at_cut + 5
+    )  # without host2 no step was possible; a save may have been under way
     assert steps[1] < steps[2] <= saved()
     assert wrong == (0, 0, 0)  # weights that are not those of the step
     out, err = ends[0][1:]

@@ -107,7 +107,7 @@ def test_host_that_dies_in_training_is_lost_and_the_others_end(sshd: Sshd, folde
         sshd.lab.mend(2)
     assert code == 3
     assert f"lost host2 ({sshd.lab.address(2)}): no word for 3 s" in err
-    assert time.monotonic() - started < 12
+    assert time.monotonic() - started < 20
     wait_until(lambda: not workers(sshd, 1), 5)
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdplaunch.launch.cluster.ssh import READY, to_line
+from fsdplaunch.launch.cluster.ssh import READY, SSH_FAILED, to_line
 
 _KEPT_LINES = 5
 POLL_SECONDS = 0.05
@@ -54,7 +54,15 @@ class Client:
     def has_failed(self) -> bool:
         """Whether it has ended, and not well."""
         status = self.process.poll()
+        if status is not None:
+            self.hear_out()
         return self.late or (status is not None and (status != 0 or not self.ready))
+
+    def hear_out(self) -> None:
+        """Read the last of what it said, READY perhaps among it. Once: a shared connection may keep it open."""
+        if self.reader is not None:
+            self.reader.join(timeout=1)
+            self.reader = None
 
     def send(self, order: Mapping[str, Any]) -> None:
         """Give the far side an order."""
@@ -142,8 +150,7 @@ class Crowd:
                     self.kill()
             time.sleep(POLL_SECONDS)
         for client in self.clients:
-            if client.reader is not None:
-                client.reader.join(timeout=1)
+            client.hear_out()
         return bad or self._look()
 
     def _speak(self, now: float) -> None:
@@ -171,8 +178,7 @@ class Crowd:
                 left = len(self.clients) - len(self._failed)
                 if client is self.clients[0] or left < self._needed:
                     return client
-                words = client.said or [f"ended with {client.process.returncode}"]
-                self._show(client.host, f"{words[-1]}; {left} machines go on")
+                self._show(client.host, f"{_last_words(client)}; {left} machines go on")
         return None
 
     def hang_up(self) -> None:
@@ -186,3 +192,9 @@ class Crowd:
         """End the clients themselves."""
         for client in self.clients:
             client.process.kill()
+
+
+def _last_words(client: Client) -> str:
+    if client.ready and client.process.returncode == SSH_FAILED:
+        return "the connection was lost"
+    return client.said[-1] if client.said else f"ended with {client.process.returncode}"

@@ -12,8 +12,8 @@ from fsdplaunch.config.schema import Config, KubernetesSection
 from fsdplaunch.config.world import node_range
 from fsdplaunch.errors import EXIT_USAGE, UsageError
 from fsdplaunch.launch.ports import DEFAULT_PORT
+from fsdplaunch.launch.run_name import GROUP_RUN
 from fsdplaunch.launch.stop import EXIT_SAVED
-from fsdplaunch.launch.variables import GROUP_RUN
 
 Object = dict[str, Any]
 CONFIG_FOLDER = "/etc/fsdplaunch"
@@ -61,12 +61,12 @@ def objects(config: Config, words: Sequence[str], *, run_id: str, snapshot: str)
     meta = _meta(kube, name)
     settings = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {CONFIG_KEY: snapshot}}
     if kube.kind == "trainjob":
-        return [settings, _train_job(config, words, name=name)]
+        return [settings, _train_job(config, words, name=name, run_id=run_id)]
     parts = [settings]
     if least > 1:
         service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": name}}
         parts.append({"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": service})
-    return [*parts, _job(config, words, name=name)]
+    return [*parts, _job(config, words, name=name, run_id=run_id)]
 
 
 def _meta(kube: KubernetesSection, name: str) -> Object:
@@ -74,9 +74,14 @@ def _meta(kube: KubernetesSection, name: str) -> Object:
     return {"name": name, **space, "labels": {_LABEL: "fsdplaunch"}}
 
 
-def _job(config: Config, words: Sequence[str], *, name: str) -> Object:
+def _group(run_id: str) -> dict[str, str]:
+    """Each start of the pods gets a folder of its own in the run's: the cluster does not count them."""
+    return {GROUP_RUN: f"{run_id}/"}
+
+
+def _job(config: Config, words: Sequence[str], *, name: str, run_id: str) -> Object:
     kube, count = config.kubernetes, config.num_machines
-    env = {GROUP_RUN: name}
+    env = _group(run_id)
     if count > 1:
         env |= {
             variable_of("main_process_ip"): f"{name}-0.{name}",
@@ -182,13 +187,13 @@ def mounts(kube: KubernetesSection) -> list[Object]:
     return own + [{"name": f"volume-{number}", "mountPath": path} for number, path in enumerate(kube.volumes)]
 
 
-def _train_job(config: Config, words: Sequence[str], *, name: str) -> Object:
+def _train_job(config: Config, words: Sequence[str], *, name: str, run_id: str) -> Object:
     """A TrainJob: the operator makes the pods and the service; meeting and rendezvous stay ours (c10d)."""
     kube = config.kubernetes
     if kube.secrets:
         msg = "kubernetes.secrets cannot be said in a TrainJob"
         raise UsageError(msg, hint="give them to the ClusterTrainingRuntime's pods, or use kind: job")
-    container = _container(config, words, {GROUP_RUN: name})
+    container = _container(config, words, _group(run_id))
     trainer = {
         "image": kube.image,
         "command": container["command"],

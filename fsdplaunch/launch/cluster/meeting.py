@@ -59,7 +59,7 @@ def meet(mine: Attendance, counter: Counter, tell: Tell) -> Link:
     place = mine.place
     if not is_machine_0(place):
         return _as_guest(mine, counter, tell)
-    if place.host is not None and network.own_address_of(place.host) is None:
+    if place.host is not None and network.resolve(place.host) and network.own_address_of(place.host) is None:
         if network.answers(place.host, place.port):  # it is another machine: have it say so, to both
             return _as_guest(mine, counter, tell)
         tell(

@@ -45,11 +45,11 @@ def slurm_state(said: str | None, ended: Mapping[str, Any] | None) -> State:
     """
     if said is None:
         return (ended_state(ended) if ended else "unknown to SLURM"), False
-    word = said.split()[0]
+    word, _, reason = said.partition(" ")
     if word in slurm.UNFINISHED:
-        return said.lower(), True
+        return f"{word.lower()} {reason}".rstrip(), True
     if ended is None or (word.startswith(_FINISHED_BADLY) and not (word == "FAILED" and ended["exit_code"])):
-        return said.lower(), False
+        return word.lower(), False
     return ended_state(ended), False
 
 

@@ -14,8 +14,8 @@ from fsdplaunch.config.world import node_range
 from fsdplaunch.errors import UsageError
 from fsdplaunch.launch.cluster.slurm import one_launcher_each
 from fsdplaunch.launch.run_folder import LOST
+from fsdplaunch.launch.run_name import GROUP_RUN
 from fsdplaunch.launch.stop import EXIT_SAVED
-from fsdplaunch.launch.variables import GROUP_RUN
 
 OUTPUT, ARRAY_OUTPUT = "slurm-%j.out", "slurm-%A_%a.out"
 LOST_TIMES = 20

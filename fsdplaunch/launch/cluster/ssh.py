@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.config.schema import SshSection
-from fsdplaunch.errors import UsageError
+from fsdplaunch.errors import MachineError, UsageError
 
 FAR_SIDE = "fsdplaunch.cli.far_side"
 READY = "fsdplaunch: far side ready"
@@ -76,6 +77,17 @@ def _read_hostfile(path: Path) -> list[SshHost]:
         msg = f"ssh.hostfile: {path} names no machine"
         raise UsageError(msg)
     return hosts
+
+
+def check_client() -> None:
+    """There is an ssh to start the machines with.
+
+    Raises:
+        MachineError: There is none.
+    """
+    if shutil.which("ssh") is None:
+        msg = "this machine has no ssh, which would start the others"
+        raise MachineError(msg, hint="install OpenSSH's client, or type the same command on each machine")
 
 
 def client_words(

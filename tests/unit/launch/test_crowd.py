@@ -69,7 +69,7 @@ def test_machine_that_says_nothing_is_given_up_in_time():
 def test_elastic_run_goes_on_without_a_machine_while_enough_are_left():
     bad, _, shown = run(f"{UP} sleep 1", f"{UP} sleep 1", f"{UP} exit 255", needed=2)
     assert bad is None
-    assert shown == ["c: ended with 255; 2 machines go on"]
+    assert shown == ["c: the connection was lost; 2 machines go on"]
 
 
 @pytest.mark.parametrize("dead", [(0,), (1, 2)], ids=["first", "too-few"])

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from fsdplaunch.config.schema import Config, LaunchSection, SlurmSection, SshSection
-from fsdplaunch.errors import UsageError
+from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.cluster.order import Order
 from fsdplaunch.launch.cluster.place import assumed_settings, find_place
 from fsdplaunch.launch.cluster.slurm_script import batch_script
-from fsdplaunch.launch.cluster.ssh import client_words, explain_end, read_hosts, to_line
+from fsdplaunch.launch.cluster.ssh import check_client, client_words, explain_end, read_hosts, to_line
 from fsdplaunch.launch.plan import Target
 
 ODD = ("a b", "$(touch evaluated)", 'it\'s "quoted"', "two\nlines", "`id`", "$HOME", "\\", "*", "", "--x=1;2", "&")
@@ -164,6 +164,12 @@ def test_order_to_the_far_side_is_one_line_whatever_it_holds():
     line = to_line({"argv": list(ODD)})
     assert line.count(b"\n") == 1
     assert json.loads(line)["argv"] == list(ODD)
+
+
+def test_machine_without_ssh_is_told_so(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(MachineError, match="this machine has no ssh"):
+        check_client()
 
 
 def test_hostfile_is_read_with_its_slots(tmp_path: Path):

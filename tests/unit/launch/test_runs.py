@@ -147,10 +147,10 @@ def array(tmp_path: Path, monkeypatch) -> Path:
 
 def test_array_is_one_run_with_its_tasks(array: Path):
     run = find_run(array.parent, "r1")
-    assert run.state == "1 done, 1 failed (7), 1 running, 1 pending (resources)"
+    assert run.state == "1 done, 1 failed (7), 1 running, 1 pending (Resources)"
     assert [task.id for task in run.tasks] == [f"r1/task{number}" for number in range(4)]
     assert [task.unfinished for task in run.tasks] == [False, False, True, True]
-    assert [task["state"] for task in run.to_dict()["tasks"]][2:] == ["running", "pending (resources)"]
+    assert [task["state"] for task in run.to_dict()["tasks"]][2:] == ["running", "pending (Resources)"]
     assert status_of(run) == 7
 
 
