@@ -6,19 +6,30 @@ import pytest
 
 from tests.distributed.pool import RankPool
 
+MANY_THREADS = 60
+_pools = {size: RankPool(size) for size in (2, 4)}
+
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.stop()
+    yield _pools[2]
+    _pools[2].stop()
 
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[RankPool]:
-    pool = RankPool(4)
-    yield pool
-    pool.stop()
+    yield _pools[4]
+    _pools[4].stop()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Between files, end ranks that gathered threads, and after the last file all: idle they still cost time."""
+    if nextitem is not None and nextitem.path == item.path:
+        return
+    left = nextitem is None or nextitem.path.parent != item.path.parent
+    for pool in _pools.values():
+        if left or pool.threads() > MANY_THREADS:
+            pool.stop()
 
 
 @pytest.fixture

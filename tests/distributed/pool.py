@@ -62,6 +62,10 @@ class RankPool:
         """The ranks' processes."""
         return [process.pid for process, _ in self._workers]
 
+    def threads(self) -> int:
+        """How many threads a rank has: each group a test made leaves one, awake a hundred times a second."""
+        return max((len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in self.pids()), default=0)
+
     def _collect(self, deadline: float) -> dict[int, tuple[str, Any]]:
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers)}
         answers: dict[int, tuple[str, Any]] = {}
