@@ -46,6 +46,17 @@ def test_script_that_shards_nothing_is_sharded_and_told(forks: Forks, tmp_path: 
     assert done.err[1] == ""
 
 
+@pytest.mark.parametrize(("form", "notes"), [("SHARDED_STATE_DICT", 1), ("FULL_STATE_DICT", 0)])
+def test_whole_save_is_pointed_to_the_shards_where_they_are_asked_for(
+    forks: Forks, tmp_path: Path, form: str, notes: int
+) -> None:
+    save = 'torch.save(model.state_dict(), "model.pt")\n    ' * 2
+    done = run(forks, tmp_path, TRAIN + f"    {save}", fsdp_config__fsdp_state_dict_type=form)
+    assert done.codes == [0, 0], done.err
+    assert done.err[0].count("fsdplaunch.save_checkpoint writes every rank's shards") == notes
+    assert done.err[1] == ""
+
+
 def test_part_of_a_model_moved_first_leaves_the_whole_to_be_sharded(forks: Forks, tmp_path: Path) -> None:
     body = """
         model = Net()
