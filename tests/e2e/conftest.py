@@ -166,13 +166,13 @@ def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict
     """
 
     def run(job: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]]) -> dict[str, Future[Any]]:
-        def one(*case: Any) -> Any:
-            folder = tmp_path_factory.mktemp("case")
+        def one(folder: Path, *case: Any) -> Any:
             with starting(folder) as function:
                 return job(function, folder, *case)
 
+        folders = {name: tmp_path_factory.mktemp("case") for name in cases}  # pytest makes them, but not in threads
         with ThreadPoolExecutor(AT_A_TIME) as pool:
-            return {name: pool.submit(one, *case) for name, case in cases.items()}
+            return {name: pool.submit(one, folders[name], *case) for name, case in cases.items()}
 
     return run
 
