@@ -170,7 +170,7 @@ def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict
             with starting(folder) as function:
                 return job(function, folder, *case)
 
-        folders = {name: tmp_path_factory.mktemp("case") for name in cases}  # pytest makes them, but not in threads
+        folders = {name: tmp_path_factory.mktemp("case") for name in cases}  # not in threads: a race
         with ThreadPoolExecutor(AT_A_TIME) as pool:
             return {name: pool.submit(one, folders[name], *case) for name, case in cases.items()}
 
