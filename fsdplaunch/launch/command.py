@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+from fsdplaunch.config.keys import variable_of
 from fsdplaunch.config.schema import Config
 from fsdplaunch.errors import UsageError
+from fsdplaunch.launch.ports import DEFAULT_PORT
 
 BOOTSTRAP = "fsdplaunch.runtime.bootstrap"
 """The module that is every Python worker's entry."""
@@ -52,13 +54,15 @@ def _rendezvous(config: Config, name: str) -> list[str]:
             f"--local-addr={address}",
         ]
     if endpoint is None and config.main_process_ip:
-        endpoint = f"{config.main_process_ip}:{config.main_process_port or 29500}"
+        endpoint = f"{config.main_process_ip}:{config.main_process_port or DEFAULT_PORT}"
     if endpoint is None:
         msg = f"num_machines is {config.num_machines}, but nothing says where the machines meet"
         raise UsageError(msg, hint="set main_process_ip (and main_process_port) to machine 0's address")
     if config.machine_rank is None:
         msg = f"num_machines is {config.num_machines}, but nothing says which machine this is"
-        raise UsageError(msg, hint="set FSDPLAUNCH_MACHINE_RANK on each machine: 0 on the first, 1 on the next")
+        raise UsageError(
+            msg, hint=f"set {variable_of('machine_rank')} on each machine: 0 on the first, 1 on the next"
+        )
     local = [f"--local-addr={config.launch.local_address}"] if config.launch.local_address else []
     if config.rdzv_backend == "static":
         host, _, port_text = endpoint.rpartition(":")

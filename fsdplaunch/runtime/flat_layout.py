@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fsdplaunch.runtime.members import fsdp_modules
 from fsdplaunch.runtime.names import clean_name
 
 FLAT_PARAMETER = "_flat_param"  # torch's name of it in a local state dict
@@ -25,10 +24,9 @@ def flat_layout(model: nn.Module) -> dict[str, Any]:
         each as `[names, shape]`: a parameter with all its names, or padding without any. One that holds a
         parameter in another order than row by row is left out.
     """
-    units = {name: unit for name, unit in model.named_modules() if unit in set(fsdp_modules(model))}
     return {
         _joined(clean_name(name), FLAT_PARAMETER): told
-        for name, unit in units.items()
+        for name, unit in model.named_modules()
         if isinstance(unit, FullyShardedDataParallel) and (told := _describe(unit, clean_name(name))) is not None
     }
 

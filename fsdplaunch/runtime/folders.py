@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdplaunch.checkpoint.exchange import exchange
+from fsdplaunch.checkpoint.manifest import MANIFEST_NAME
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.manifest import (
-    MANIFEST,
     find_gap,
     is_complete,
     looks_like_checkpoint,
@@ -85,7 +85,7 @@ def _exchange(partial: Path, target: Path) -> None:
 
 def _carry_over(old: Path, new: Path) -> None:
     """Link into `new` what `old` holds beside the checkpoint itself."""
-    mine = {name.split("/")[0] for name in own_files(old)} | {MANIFEST}
+    mine = {name.split("/")[0] for name in own_files(old)} | {MANIFEST_NAME}
     for entry in old.iterdir():
         place = new / entry.name
         if entry.name in mine or place.exists():

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from fsdplaunch import __version__
+from fsdplaunch.checkpoint.manifest import MANIFEST_NAME
 from fsdplaunch.config.environment import decode
 from fsdplaunch.runtime.flat_layout import flat_layout
 from fsdplaunch.runtime.prepared import prepared_of
 
-MANIFEST = "fsdplaunch.json"
 FORMAT_VERSION = 1
 
 
@@ -68,7 +68,7 @@ def write_manifest(folder: Path, told: dict[str, Any], sequence: int) -> None:
     """
     files = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
     data = told | {"sequence": sequence, "files": dict(sorted(files.items())), "complete": True}
-    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+    with (folder / MANIFEST_NAME).open("w", encoding="utf-8") as file:
         json.dump(data, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
@@ -81,7 +81,7 @@ def _files(folder: Path) -> list[Path]:
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a folder; None if it has none that can be read."""
     try:
-        data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        data = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None
@@ -112,7 +112,7 @@ def find_gap(folder: Path) -> str | None:
     """
     manifest = read_manifest(folder)
     if manifest is None:
-        return "its manifest cannot be read" if (folder / MANIFEST).exists() else _find_foreign_gap(folder)
+        return "its manifest cannot be read" if (folder / MANIFEST_NAME).exists() else _find_foreign_gap(folder)
     files = manifest.get("files")
     if manifest.get("complete") is not True or not isinstance(files, dict):
         return "its manifest does not call it complete"
@@ -136,7 +136,7 @@ def _find_foreign_gap(folder: Path) -> str | None:
 
 def looks_like_checkpoint(folder: Path) -> bool:
     """Whether a folder itself, not one below it, holds a model in one of the layouts accelerate writes."""
-    if (folder / MANIFEST).exists() or (folder / "pytorch_model_fsdp.bin").exists():
+    if (folder / MANIFEST_NAME).exists() or (folder / "pytorch_model_fsdp.bin").exists():
         return True
     return (folder / "pytorch_model_fsdp_0" / ".metadata").exists() or any(
         folder.glob("pytorch_model_fsdp_rank*.bin")

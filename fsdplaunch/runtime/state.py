@@ -8,12 +8,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdplaunch.checkpoint.manifest import MANIFEST_NAME
 from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import report
 from fsdplaunch.runtime.agreement import from_rank_0, together
 from fsdplaunch.runtime.folders import find_checkpoint
-from fsdplaunch.runtime.manifest import MANIFEST, describe_run, read_manifest
+from fsdplaunch.runtime.manifest import describe_run, read_manifest
 from fsdplaunch.runtime.muster import muster
 from fsdplaunch.runtime.names import unwrapped
 from fsdplaunch.runtime.plain_files import packed, read_plain
@@ -150,7 +151,7 @@ def _found(root: Path) -> tuple[Path | None, str]:
     if found.skipped:
         report.say(f"loading {found.path}, the newest complete checkpoint")
     files = (path for path in found.path.rglob("*") if path.is_file())
-    mark = found.path / MANIFEST if (found.path / MANIFEST).exists() else min(files)
+    mark = found.path / MANIFEST_NAME if (found.path / MANIFEST_NAME).exists() else min(files)
     return found.path, str(mark.relative_to(found.path))
 
 

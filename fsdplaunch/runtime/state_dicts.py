@@ -209,9 +209,8 @@ def _local(model: nn.Module) -> Iterator[None]:
         msg = "LOCAL_STATE_DICT cannot be loaded back into this model"
         hint = "set fsdp_state_dict_type to SHARDED_STATE_DICT, or fsdp_use_orig_params to false under version 1"
         raise CheckpointError(msg, hint=hint)
-    if (
-        dist.get_world_size(model.process_group) < dist.get_world_size()
-    ):  # torch looks for ranks of its own group only
+    # Torch looks for ranks of one copy's group only.
+    if dist.get_world_size(model.process_group) < dist.get_world_size():
         msg = "LOCAL_STATE_DICT cannot hold a model with copies (HYBRID_SHARD)"
         raise CheckpointError(msg, hint="set fsdp_state_dict_type to SHARDED_STATE_DICT")
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):

@@ -25,7 +25,7 @@ def forked_workers(script: str, *, cwd: Path, ranks: int = 2, timeout: float = 6
 
     Args:
         script: Its file, in `cwd`.
-        cwd: The workers' folder; their output is kept beside it.
+        cwd: The workers' folder; their output is kept in it.
         ranks: How many.
         timeout: Seconds until those that are left are killed.
         env: Further variables.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdplaunch.config.schema import Config
-from fsdplaunch.launch.cause import Worker
+from fsdplaunch.launch.cause import Worker, own_signal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +49,8 @@ class Scene:
 
     @property
     def died_of(self) -> str:
-        """The signal that killed the worker, or nothing."""
-        return self.cause["signal"] or ""
+        """The signal that killed the worker, or nothing; not one that the launcher sent."""
+        return own_signal(self.cause) or ""
 
 
 def scene_of(record: Mapping[str, Any], config: Config | None, python: str) -> Scene | None:
