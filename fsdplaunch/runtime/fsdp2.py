@@ -20,7 +20,7 @@ from fsdplaunch.runtime.checks import naming
 from fsdplaunch.runtime.fitting import fit_gradients
 from fsdplaunch.runtime.left_out import LeftOut
 from fsdplaunch.runtime.settings import Settings
-from fsdplaunch.runtime.torch_internals import divide_gradients_before_gloo
+from fsdplaunch.runtime.torch_internals import mend_fsdp2_on_cpu
 from fsdplaunch.runtime.weights import Aligner
 from fsdplaunch.runtime.wrap import Units
 
@@ -41,7 +41,7 @@ def shard(
     full model on its device than one unit.
     """
     if mesh.device_type == "cpu":
-        divide_gradients_before_gloo()
+        mend_fsdp2_on_cpu()
     common = _common(settings, mesh, out)
     policy = _precision(settings, output=None)
     for name, unit in reversed(units.items()):

@@ -161,24 +161,32 @@ def first_chunk_only(chunk: Callable[..., Any]) -> Any:
     return patch.object(_fsdp_param, "_chunk_with_empty", chunk) if present else nullcontext()
 
 
-def divide_gradients_before_gloo() -> None:
-    """Let FSDP2 average gradients on the CPU by a sum and a division.
+def mend_fsdp2_on_cpu() -> None:
+    """Let FSDP2 of torch 2.7 compute on the CPU what it computes on a GPU; other versions do, and are left alone.
 
-    2.7: gloo takes the average for a sum in reduce_scatter, without a word, and refuses it in all_reduce. Others
-    average, and are left as they are.
+    2.7: gloo takes the average for a sum in reduce_scatter, without a word, and refuses it in all_reduce, so
+    gradients are divided before. And the check that replicas were reduced looks for an event, which a CPU has not.
     """
     if not torch.__version__.startswith("2.7."):
         return
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-    factors: Any = collectives._get_gradient_divide_factors
+    _fsdp_param_group: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
 
-    def factors_of(scatter: Any, reduce: Any, dtype: torch.dtype, device_type: str = "") -> Any:
+    factors: Any = _fsdp_collectives._get_gradient_divide_factors
+    reduce: Any = _fsdp_param_group.foreach_reduce
+
+    def divide(scatter_group: Any, reduce_group: Any, dtype: torch.dtype, device_type: str = "") -> Any:
         # torch divides by itself where a sum of fp16 could overflow
-        return factors(scatter, reduce, torch.float16 if device_type == "cpu" else dtype, device_type)
+        return factors(scatter_group, reduce_group, torch.float16 if device_type == "cpu" else dtype, device_type)
 
-    if getattr(factors, "__name__", "") != factors_of.__name__:
-        setattr(collectives, "_get_gradient_divide_factors", factors_of)  # noqa: B010
+    def reduce_with_event(*args: Any, **kwargs: Any) -> Any:
+        *before, reduced, event, partial = reduce(*args, **kwargs)
+        return (*before, reduced, object() if reduced is not None and event is None else event, partial)
+
+    if factors.__name__ != divide.__name__:
+        setattr(_fsdp_collectives, "_get_gradient_divide_factors", divide)  # noqa: B010
+        setattr(_fsdp_param_group, "foreach_reduce", reduce_with_event)  # noqa: B010
 
 
 # DTensor -------------------------------------------------------------------------------------------------------

@@ -29,14 +29,10 @@ def imported(tree: ast.AST) -> Iterator[str]:
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
             yield from (f"{node.module}: {name}" for name in names if private(name))
         elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.startswith("torch.") and any(map(private, alias.name.split("."))):
-                    yield alias.name
-        elif (
-            isinstance(node, ast.Constant) and isinstance(node.value, str) and re.match(r"torch\.\S*$", node.value)
-        ):
-            if any(map(private, node.value.split("."))):
-                yield node.value
+            names = [alias.name for alias in node.names if alias.name.startswith("torch.")]
+            yield from (name for name in names if any(map(private, name.split("."))))
+        elif isinstance(node, ast.Constant) and re.match(r"torch\.\S*$", str(node.value)):
+            yield from [node.value] if any(map(private, node.value.split("."))) else []
 
 
 def own_names(tree: ast.AST) -> set[str]:
