@@ -76,7 +76,8 @@ def launch_script(
         check_script(script)
     submitting = wishes.route is not None
     assumed = () if submitting else assumed_settings(os.environ)
-    loaded = load_config(file, overrides=overrides, assumed=assumed)
+    torch = None if submitting else torch_version.installed_numbers
+    loaded = load_config(file, overrides=overrides, assumed=assumed, torch=torch)
     if submitting or loaded.config.ssh.hosts or loaded.config.ssh.hostfile:
         from fsdplaunch.cli.route_cmd import launch_elsewhere
 
