@@ -82,6 +82,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(msg)
     from importlib import import_module
 
+    if home.startswith("fsdplaunch.runtime."):
+        from fsdplaunch.probe.torch_version import refuse_too_old
+
+        refuse_too_old()
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value

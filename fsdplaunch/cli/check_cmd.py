@@ -26,6 +26,7 @@ from fsdplaunch.launch.plan import LaunchPlan, Target
 from fsdplaunch.launch.result import RunResult
 from fsdplaunch.launch.runner import run_plan
 from fsdplaunch.probe.hardware import read_hardware
+from fsdplaunch.probe.torch_version import installed_numbers
 from fsdplaunch.vitals import read_heartbeat
 
 WORKERS = 2
@@ -74,7 +75,7 @@ def check(
         raise UsageError(msg, hint="fsdplaunch check train.py [its own arguments]")
     if not module:
         check_script(script)
-    loaded = load_config(file, overrides=overrides)
+    loaded = load_config(file, overrides=overrides, torch=installed_numbers)
     small, changed = shrunk(loaded.config)
     loaded = replace(loaded, config=small, notes=(*loaded.notes, *changed))
     hardware = replace(read_hardware(os.environ), gpus=(), notes=())

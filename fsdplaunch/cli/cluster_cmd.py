@@ -203,6 +203,8 @@ def _run(plan: LaunchPlan, loaded: Loaded, link: Link, part: Part, out: Output) 
     for note in agreement.notes:
         out.note(note)
     if agreement.rank == 0:
+        for note in launch_cmd.torch_notes():  # the machines agree on the version
+            out.note(note)
         launch_cmd.announce(plan, loaded, out)
         out.say(f"  machines {', '.join(agreement.names)}")
     else:

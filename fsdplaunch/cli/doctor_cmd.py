@@ -17,6 +17,7 @@ from fsdplaunch.doctor.examine import examine, status_of, summary
 from fsdplaunch.doctor.facts import Check, Facts
 from fsdplaunch.doctor.gather import gather
 from fsdplaunch.doctor.paste import paste_block
+from fsdplaunch.probe.torch_version import installed_numbers
 
 _MARKS = {"ok": "\u2713", "warning": "!", "problem": "\u2717", "skipped": "-"}
 _PLAIN_MARKS = {"ok": "ok     ", "warning": "warning", "problem": "problem", "skipped": "-      "}
@@ -64,7 +65,7 @@ def doctor(
 def _load(file: Path | None, overrides: Sequence[str]) -> tuple[Loaded | None, tuple[str, ...]]:
     """The configuration, or what is wrong with it: a doctor goes on where others stop."""
     try:
-        return load_config(file, overrides=overrides), ()
+        return load_config(file, overrides=overrides, torch=installed_numbers), ()
     except ConfigError as error:
         return None, tuple(str(problem).splitlines()[0] for problem in error.problems)
 

@@ -5,7 +5,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdplaunch import __version__
@@ -16,9 +16,10 @@ from fsdplaunch.launch.cluster.place import assumed_settings, find_place
 from fsdplaunch.launch.panel import end_line, failure_lines
 from fsdplaunch.launch.plan import LaunchPlan, Machine, Target, build_plan
 from fsdplaunch.launch.ports import find_holder, meeting_port
-from fsdplaunch.launch.preflight import Finding, find_obstacles, torch_version
+from fsdplaunch.launch.preflight import Finding, find_obstacles
 from fsdplaunch.launch.result import RunResult
 from fsdplaunch.launch.run_name import run_name
+from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.cluster import read_cluster
 from fsdplaunch.probe.hardware import Hardware, read_hardware
 
@@ -75,7 +76,8 @@ def launch_script(
         check_script(script)
     submitting = wishes.route is not None
     assumed = () if submitting else assumed_settings(os.environ)
-    loaded = load_config(file, overrides=overrides, assumed=assumed)
+    torch = None if submitting else torch_version.installed_numbers
+    loaded = load_config(file, overrides=overrides, assumed=assumed, torch=torch)
     if submitting or loaded.config.ssh.hosts or loaded.config.ssh.hostfile:
         from fsdplaunch.cli.route_cmd import launch_elsewhere
 
@@ -151,7 +153,7 @@ def plan_for_this_machine(
     machine = Machine(
         gpus=len(hardware.gpus),
         cpus=hardware.cpu_count,
-        torch_version=torch_version() or (2, 13),
+        torch_version=torch_version.installed_numbers() or torch_version.NEWEST,
         port_holder=find_holder(meeting_port(loaded.config)) if loaded.config.num_machines == 1 else None,
         environ=os.environ,
     )
@@ -169,6 +171,7 @@ def plan_for_this_machine(
 
 def show_plan(plan: LaunchPlan, loaded: Loaded, *, as_json: bool, out: Output) -> None:
     """Print the plan: one JSON object, or lines that a shell runs."""
+    plan = replace(plan, notes=(*plan.notes, *torch_notes()))
     if as_json:
         out.json({"config": str(loaded.path) if loaded.path else None, **plan.to_dict()})
         return
@@ -176,6 +179,12 @@ def show_plan(plan: LaunchPlan, loaded: Loaded, *, as_json: bool, out: Output) -
         out.note(note)
     assignments = (f"{name}={shlex.quote(value)}" for name, value in plan.env.items())
     out.data(" \\\n".join(["env", *(f"  {item}" for item in assignments), "  " + shlex.join(plan.argv)]))
+
+
+def torch_notes() -> list[str]:
+    """What is to be said of a torch outside of the tested range, where no check of this machine says it."""
+    found = torch_version.installed_mismatch()
+    return [found.note] if found else []
 
 
 def pass_checks(plan: LaunchPlan, hardware: Hardware, wishes: Wishes, out: Output) -> bool:

@@ -1,5 +1,6 @@
 """What the schema says about one configuration key beside its Python type and its default."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ class Key:
         noise: Written by accelerate and without any effect on FSDP training; read, and named in one note.
         pending: Why a value other than the default is refused for now, or None.
         pinned: The FSDP versions in which every new file says the key, because tools disagree about its default.
+        needs_torch: The oldest torch, `2.9`, that has what the key asks for; for single values, a table of them.
     """
 
     kind: Kind
@@ -31,11 +33,16 @@ class Key:
     noise: bool = False
     pending: str | None = None
     pinned: tuple[int, ...] = ()
+    needs_torch: str | Mapping[str, str] = ""
 
     @property
     def summary(self) -> str:
         """The first sentence of the text, without its full stop where it is the only one."""
         return self.text.split(". ", 1)[0].rstrip(".")
+
+    def torch_for(self, value: Any) -> str:
+        """The oldest torch that has what a value other than the default asks for; "" where all have it."""
+        return self.needs_torch if isinstance(self.needs_torch, str) else self.needs_torch.get(str(value), "")
 
 
 def key(kind: Kind, default: Any, text: str, **remarks: Any) -> Any:

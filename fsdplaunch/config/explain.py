@@ -39,6 +39,14 @@ def default_text(spec: KeySpec) -> str:
     return flow_text(plain_value(spec, spec.default))
 
 
+def needs_torch(spec: KeySpec) -> str:
+    """Which torch the key needs, in words: `torch 2.9 or newer`; "" where every one will do."""
+    needed = spec.key.needs_torch
+    if isinstance(needed, str):
+        return f"torch {needed} or newer" if needed else ""
+    return ", ".join(f"torch {version} or newer for {value}" for value, version in needed.items())
+
+
 def describe(spec: KeySpec, loaded: Loaded | None = None) -> dict[str, Any]:
     """Return everything the schema says about a key; with a loaded file, its value and where that came from."""
     said: dict[str, Any] = {
@@ -52,6 +60,7 @@ def describe(spec: KeySpec, loaded: Loaded | None = None) -> dict[str, Any]:
         "aliases": list(spec.key.aliases),
         "not_supported_yet": spec.key.pending,
         "without_effect": spec.key.noise,
+        "needs_torch": needs_torch(spec),
     }
     if loaded is not None:
         said["value"] = plain_value(spec, value_at(loaded.config, spec.path))
@@ -69,6 +78,8 @@ def explain(spec: KeySpec, loaded: Loaded | None = None) -> str:
     facts = [("values", spec.key.kind.expects), ("env", spec.env)]
     if len(spec.key.versions) == 1:
         facts.append(("only", f"fsdp_version {spec.key.versions[0]}"))
+    if spec.key.needs_torch:
+        facts.append(("needs", needs_torch(spec)))
     if spec.key.aliases:
         facts.append(("also", ", ".join(spec.key.aliases)))
     if spec.key.pending:

@@ -5,7 +5,7 @@ Layers, later ones win: defaults, file, environment, command line.
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -14,7 +14,7 @@ from fsdplaunch.config.keys import all_keys, build_config, keys_by_path, value_a
 from fsdplaunch.config.layers import Layer, Origin, Said, env_layer, file_layer, flag_layer
 from fsdplaunch.config.problems import ConfigError, Place, Problem
 from fsdplaunch.config.resolve import keys_of_version_1, resolve
-from fsdplaunch.config.rules import Fault, View, find_faults, view_of
+from fsdplaunch.config.rules import Fault, TorchVersion, View, find_faults, view_of
 from fsdplaunch.config.schema import Config
 from fsdplaunch.config.yaml_text import MAX_BYTES, Text, read_text
 
@@ -63,6 +63,7 @@ def load_config(
     overrides: Sequence[str] = (),
     assumed: Sequence[str] = (),
     cwd: Path | None = None,
+    torch: TorchVersion | None = None,
 ) -> Loaded:
     """Read every layer and return the resolved configuration.
 
@@ -72,6 +73,7 @@ def load_config(
         overrides: `KEY=VALUE` texts, the key dotted or bare, the value as in YAML.
         assumed: The same, from the scheduler that started this process; every other layer wins over them.
         cwd: Where relative names start; the process's own when left out.
+        torch: Says which torch the run will have, where that is known: the run is for this machine.
 
     Raises:
         ConfigError: With every problem of every layer.
@@ -80,7 +82,7 @@ def load_config(
     cwd = Path.cwd() if cwd is None else cwd
     path = find_file(file, environ, cwd)
     text = Text("defaults") if path is None else read_file(path, cwd)
-    return stack(text, path=path, environ=environ, overrides=overrides, assumed=assumed)
+    return stack(text, path=path, environ=environ, overrides=overrides, assumed=assumed, torch=torch)
 
 
 def stack(
@@ -90,6 +92,7 @@ def stack(
     environ: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
     assumed: Sequence[str] = (),
+    torch: TorchVersion | None = None,
 ) -> Loaded:
     """Return the configuration that a text, an environment and overrides make together.
 
@@ -102,6 +105,7 @@ def stack(
     unread = path is not None and text.root is None and bool(text.problems)
     asked = build_config({key: one.value for key, one in _with_version(said).items()})
     view = View(asked=asked, config=resolve(asked), said=frozenset(said))
+    view = replace(view, torch=torch) if torch else view
     if not unread:
         problems += [
             _problem(rule, fault, said, text) for rule, fault in find_faults(view) if not broken & {*fault.about}

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from fsdplaunch.config.explain import default_text
+from fsdplaunch.config.explain import default_text, needs_torch
 from fsdplaunch.config.keys import KeySpec, all_keys, section_classes
 from fsdplaunch.config.problems import TEXT_PROBLEMS
 from fsdplaunch.config.rules import all_rules
@@ -41,6 +41,8 @@ def _key(spec: KeySpec) -> Iterator[str]:
     yield spec.key.text + "\n"
     yield f"* {spec.key.kind.expects}; default: `{default_text(spec)}`{only}"
     yield f"* environment: `{spec.env}`"
+    if spec.key.needs_torch:
+        yield f"* needs {needs_torch(spec)}"
     if spec.key.aliases:
         yield f"* also written {', '.join(f'`{alias}`' for alias in spec.key.aliases)}"
     if spec.key.pending:

@@ -11,6 +11,12 @@ from fsdplaunch.config.keys import KeySpec, Path, all_keys, value_at
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema import Config
 
+TorchVersion = Callable[[], tuple[int, int] | None]
+
+
+def _unknown() -> None:
+    """The run may be for another machine."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
@@ -20,11 +26,14 @@ class View:
         asked: As said; None where nobody said anything.
         config: The same, resolved.
         said: The keys that somebody said.
+        torch: Called where it matters, says major and minor version of the torch that the run will have, or None
+            where that cannot be known here.
     """
 
     asked: Config
     config: Config
     said: frozenset[Path]
+    torch: TorchVersion = _unknown
 
     @property
     def version(self) -> int:
@@ -110,6 +119,22 @@ def _pending(view: View) -> Iterator[Fault]:
     for spec in all_keys():
         if spec.key.pending and view.says(spec):
             yield Fault(about=(spec.path,), message=spec.key.pending, hint="remove the key")
+
+
+@rule("newer-torch")
+def _newer_torch(view: View) -> Iterator[Fault]:
+    """A key has a value that the installed torch cannot honour, only a newer one; asked where the run starts."""
+    for spec in all_keys():
+        needed = spec.key.torch_for(value_at(view.asked, spec.path)) if spec.key.needs_torch else ""
+        if not needed or not view.says(spec) or view.config.ssh.hosts or view.config.ssh.hostfile:
+            continue
+        installed = view.torch()
+        if installed is not None and installed < tuple(map(int, needed.split("."))):
+            here = ".".join(map(str, installed))
+            value = shown_value(value_at(view.asked, spec.path))
+            message = f"{value} needs torch {needed} or newer, and torch {here} is installed"
+            hint = f"leave it out, or install torch {needed} or newer"
+            yield Fault(about=(spec.path,), message=message, hint=hint)
 
 
 def shown_value(value: Any) -> str:

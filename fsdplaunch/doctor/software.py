@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from fsdplaunch.doctor.facts import Check, Facts
-
-_OLDEST_TORCH = (2, 6)
+from fsdplaunch.probe.torch_version import mismatch, requirement
 
 
 def check_python(facts: Facts) -> Iterator[Check]:
@@ -19,12 +18,14 @@ def check_torch(facts: Facts) -> Iterator[Check]:
         yield Check(topic="torch", status="skipped", text="not asked (--no-torch)")
         return
     if torch.error:
-        hint = "pip install torch, or use the environment that has it"
+        hint = f"pip install '{requirement()}', or use the environment that has it"
         yield Check(topic="torch", status="problem", text=f"cannot be used: {torch.error}", hint=hint)
         return
-    if numbers(torch.version) < _OLDEST_TORCH:
-        hint = "pip install 'torch>=2.6'"
-        yield Check(topic="torch", status="problem", text=f"{torch.version} is too old", hint=hint)
+    found = mismatch(torch.version)
+    if found is not None:
+        yield Check(
+            topic="torch", status="problem" if found.is_fatal else "warning", text=found.message, hint=found.hint
+        )
     elif not (torch.has_distributed and torch.has_gloo):
         lacks = "torch.distributed" if not torch.has_distributed else "gloo"
         yield Check(

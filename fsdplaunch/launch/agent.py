@@ -28,7 +28,7 @@ from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE
 from fsdplaunch.launch.cause import failure_status, signal_name
 from fsdplaunch.launch.command import BOOTSTRAP
 from fsdplaunch.launch.crew import Crew
-from fsdplaunch.launch.departure import register_last, skip_shared_destructors
+from fsdplaunch.launch.departure import noting_status, register_last, skip_shared_destructors
 from fsdplaunch.launch.job import Job, is_warm, make_job
 from fsdplaunch.launch.newborn import Order
 from fsdplaunch.launch.nursery import Nursery, open_nursery
@@ -62,7 +62,8 @@ def main(argv: Sequence[str]) -> None:
         skip_shared_destructors()
         sys.path.insert(0, "")  # the place of the script's folder, which the bootstrap knows
         # By name: to the launcher, what workers run is a program and not a library.
-        importlib.import_module(BOOTSTRAP).main(list(hatched.argv))
+        with noting_status():
+            importlib.import_module(BOOTSTRAP).main(list(hatched.argv))
         return
     # Nothing that torch started in this process is needed any more, and taking it apart takes time.
     run_dir = Path(os.environ[RUN_DIR])

@@ -14,6 +14,7 @@ from fsdplaunch.config.schema import Config
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.command import BOOTSTRAP, agent_command
 from fsdplaunch.launch.variables import worker_variables
+from fsdplaunch.probe.torch_version import NEWEST, Numbers
 
 CPU_WORKERS = 2
 """Workers for `auto` on a machine without GPUs: the smallest number that really shards."""
@@ -119,7 +120,7 @@ class Machine:
     gpus: int
     cpus: int
     python: str = sys.executable
-    torch_version: tuple[int, int] = (2, 13)
+    torch_version: Numbers = NEWEST
     port_holder: str | None = None
     environ: Mapping[str, str]
 

@@ -5,12 +5,10 @@ Each check looks at one thing and yields findings; none raises, prints or starts
 
 import importlib.util
 import os
-import re
 import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from fsdplaunch.config.schema import Config
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.launch.plan import LaunchPlan, Target
 from fsdplaunch.launch.ports import describe_process, find_holder, meeting_port, opens_port
+from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.gpus import Gpu
 
 MIB = 1024**2
@@ -107,25 +106,13 @@ def _check_source(file: Path) -> Iterator[Finding]:
 
 
 def check_torch() -> Iterator[Finding]:
-    """There is a torch to import, and it is not too old."""
-    version = torch_version()
+    """There is a torch to import, and it is in the tested range."""
+    version = torch_version.installed()
     if version is None:
-        yield Finding(message=f"{sys.executable} has no torch", hint="pip install torch, or use its environment")
-    elif version < (2, 6):
-        text = ".".join(map(str, version))
-        yield Finding(message=f"torch {text} is too old", hint="pip install 'torch>=2.6'")
-
-
-def torch_version() -> tuple[int, int] | None:
-    """Major and minor version of the installed torch, read without importing it; None when there is none."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
-        return None
-    with suppress(OSError):
-        text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
-        if match := re.search(r"^__version__ *= *['\"](\d+)\.(\d+)", text, re.MULTILINE):
-            return int(match[1]), int(match[2])
-    return None
+        hint = f"pip install '{torch_version.requirement()}', or use the environment that has it"
+        yield Finding(message=f"{sys.executable} has no torch", hint=hint)
+    elif (found := torch_version.mismatch(version)) is not None:
+        yield Finding(message=found.message, hint=found.hint, fatal=found.is_fatal)
 
 
 def check_gpus(config: Config, gpus: Sequence[Gpu], chosen: Sequence[str]) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""What this machine offers a training run: GPUs, processors, memory, the installed torch. Never imports torch."""
+"""What this machine offers a training run: GPUs, processors, memory. Never imports torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,16 +25,6 @@ class Hardware:
     cpu_count: int = 1
     memory_bytes: int | None = None
     notes: tuple[str, ...] = ()
-
-    @property
-    def torch_version(self) -> str | None:
-        """Version of the torch installed here, or None; read when asked for, without importing it."""
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            return version("torch")
-        except PackageNotFoundError:
-            return None
 
     @property
     def gpu_memory_bytes(self) -> int | None:

@@ -1,6 +1,7 @@
 """`prepare`: shard models, and make optimizers, loaders and schedulers fit them."""
 
 import os
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -10,7 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from fsdplaunch.config.environment import RUN_DIR
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.probe.torch_version import mismatch
+from fsdplaunch.runtime import report
 from fsdplaunch.runtime.loader import shard_loader
 from fsdplaunch.runtime.loading.load import load_weights
 from fsdplaunch.runtime.loading.pretrained import pretrained_for
@@ -60,12 +64,14 @@ def prepare(
         place; FSDP1 returns a wrapper around them.
 
     Raises:
+        MachineError: This torch is too old.
         ShardingError: A model cannot be sharded as asked, or an optimizer trains parameters of no prepared model.
         CheckpointError: The weights cannot be read, or are of another model; raised on every rank.
         UsageError: An environment variable holds none of its key's values, or weights are given for no model or
             for several.
     """
     watch_main_thread()
+    _check_torch()
     chosen = plugin or ambient_plugin()
     place = place_for(chosen.settings(), mesh=mesh, process_group=process_group, device=device)
     ready: dict[int, Any] = {}
@@ -86,6 +92,16 @@ def prepare(
             ready[id(item)] = _fit(item, place)
     results = tuple(ready[id(item)] for item in objects)
     return results[0] if len(results) == 1 else results
+
+
+@cache
+def _check_torch() -> None:
+    """Refuse a torch that is too old, and tell of one that was not tested, unless the launcher has."""
+    found = mismatch(torch.__version__)
+    if found is not None:
+        found.raise_if_fatal()
+        if RUN_DIR not in os.environ:
+            report.say(found.note)
 
 
 def _of(objects: tuple[Any, ...], kind: type) -> list[Any]:

@@ -21,7 +21,7 @@ from fsdplaunch.launch.cluster.place import Place, host_name, is_machine_0
 from fsdplaunch.launch.cluster.reception import Terms
 from fsdplaunch.launch.plan import Target
 from fsdplaunch.launch.ports import find_holder, is_free
-from fsdplaunch.launch.preflight import torch_version
+from fsdplaunch.probe.torch_version import installed_numbers
 
 LAST_CALL_SECONDS = 10.0
 """How long an elastic run waits for more machines once it has the least."""
@@ -141,7 +141,7 @@ def replace_rank(mine: Attendance, rank: int) -> Attendance:
 
 def greet(mine: Attendance, address: str, beacon: network.Beacon) -> Greeting:
     """How this machine presents itself."""
-    version = torch_version()
+    version = installed_numbers()
     return Greeting(
         host=host_name(),
         address=address,

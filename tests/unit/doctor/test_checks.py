@@ -81,6 +81,7 @@ def test_any_problem_makes_exit_status_3():
         (None, "skipped", "not asked"),
         (TorchFacts(error="boom"), "problem", "cannot be used: boom"),
         (replace(CUDA_TORCH, version="2.5.1"), "problem", "2.5.1 is too old"),
+        (replace(CUDA_TORCH, version="9.9.9"), "warning", "9.9.9 is too new to have been tested"),
         (replace(CUDA_TORCH, has_gloo=False), "problem", "lacks gloo"),
     ],
 )

@@ -18,8 +18,8 @@ from fsdplaunch.launch.preflight import (
     check_space,
     check_target,
     check_weights,
-    torch_version,
 )
+from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.gpus import Gpu
 
 
@@ -72,18 +72,19 @@ def test_program_must_be_executable(tmp_path):
     assert messages(check_target(Target(name="true", is_python=False))) == []
 
 
-def test_installed_torch_is_known_without_importing_it():
-    import importlib.metadata
-
-    major, minor = importlib.metadata.version("torch").split(".")[:2]
-    assert torch_version() == (int(major), int(minor))
-
-
-def test_missing_and_old_torch_are_refused(monkeypatch):
-    monkeypatch.setattr(preflight, "torch_version", lambda: None)
-    assert "has no torch" in messages(preflight.check_torch())[0]
-    monkeypatch.setattr(preflight, "torch_version", lambda: (2, 5))
-    assert messages(preflight.check_torch()) == ["torch 2.5 is too old"]
+@pytest.mark.parametrize(
+    ("version", "said", "fatal"),
+    [
+        (None, "has no torch", True),
+        ("2.5.1+cpu", "torch 2.5.1+cpu is too old: fsdplaunch is tested with torch 2.7 to ", True),
+        ("9.9.9", "torch 9.9.9 is too new to have been tested: fsdplaunch is tested with torch 2.7 to ", False),
+    ],
+)
+def test_missing_and_old_torch_are_refused_and_a_new_one_is_told(monkeypatch, version, said, fatal):
+    monkeypatch.setattr(torch_version, "installed", lambda: version)
+    (finding,) = preflight.check_torch()
+    assert (said in finding.message, finding.fatal) == (True, fatal)
+    assert "pip install 'torch>=2." in finding.hint
 
 
 def gpu(index, *, capability=(9, 0), busy=()):

@@ -54,14 +54,10 @@ def test_hardware_without_gpus_has_no_gpu_memory_and_no_bf16():
     assert describe_hardware(bare) == "no NVIDIA GPU   24 GiB of memory   2 processors"
 
 
-def test_read_hardware_imports_no_torch_and_reports_its_version():
+def test_read_hardware_imports_no_torch():
     code = (
         "import os, sys; from fsdplaunch.probe.hardware import read_hardware; found = read_hardware(os.environ);"
-        "print(found.torch_version); assert found.cpu_count >= 1; print('torch' in sys.modules)"
+        "assert found.cpu_count >= 1; print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    version, imported = done.stdout.split()
-    from importlib.metadata import version as installed
-
-    assert version == installed("torch")
-    assert imported == "False"
+    assert done.stdout == "False\n"

@@ -1,0 +1,143 @@
+"""Which torch is installed, and whether it is in the range this release was tested with. Never imports torch."""
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from fsdplaunch.errors import MachineError
+
+Numbers = tuple[int, int]
+"""Major and minor version."""
+
+OLDEST: Numbers = (2, 7)
+NEWEST: Numbers = (2, 15)
+"""The oldest and the newest torch that the tests passed with. pyproject.toml declares the same range."""
+TESTED_ON = "2026-11-22"
+"""When they did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """A torch outside of the tested range.
+
+    Attributes:
+        message: The installed version and the range, in one line.
+        hint: What to install instead.
+        is_fatal: It is too old to work; a newer one is tried.
+    """
+
+    message: str
+    hint: str
+    is_fatal: bool
+
+    @property
+    def note(self) -> str:
+        """Both in one line, for runs that go on."""
+        return f"{self.message}; {self.hint}"
+
+    def raise_if_fatal(self) -> None:
+        """Raise when this torch is too old.
+
+        Raises:
+            MachineError: It is.
+        """
+        if self.is_fatal:
+            raise MachineError(self.message, hint=self.hint)
+
+
+def requirement() -> str:
+    """The range as pip reads it: `torch>=2.7,<2.16`."""
+    return f"torch>={_text(OLDEST)},<{_text((NEWEST[0], NEWEST[1] + 1))}"
+
+
+def parse(version: str) -> Numbers | None:
+    """Read major and minor version: `2.16.0a0+git1a2b3c` -> (2, 16); None where it does not begin with them.
+
+    What follows does not count: a nightly build, a release candidate and a local build of 2.16 have the interfaces
+    of 2.16, or most of them.
+    """
+    found = re.match(r"v?(\d+)\.(\d+)(?!\d)", version.strip())
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def installed() -> str | None:
+    """The version of the torch that `import torch` would import here; None when there is none.
+
+    It is read from the file that torch reads it from, so that it is right for a source tree on PYTHONPATH, too,
+    and from the package's metadata where there is no such file.
+    """
+    place = _folder()
+    if place is None:
+        return None
+    try:
+        text = (place / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    found = re.search(r"^__version__(?: *: *\w+)? *= *['\"]([^'\"]+)", text, re.MULTILINE)
+    return found[1] if found else _from_metadata()
+
+
+def installed_numbers() -> Numbers | None:
+    """Major and minor version of the installed torch; None when there is none, or they cannot be read."""
+    version = installed()
+    return parse(version) if version else None
+
+
+def mismatch(version: str) -> Mismatch | None:
+    """Compare a version of torch with the tested range; None when it is inside.
+
+    Args:
+        version: As torch writes it.
+    """
+    numbers = parse(version)
+    if numbers is not None and OLDEST <= numbers <= NEWEST:
+        return None
+    tested = f"{_text(OLDEST)} to {_text(NEWEST)}"
+    is_fatal = numbers is not None and numbers < OLDEST
+    what = "is too old" if is_fatal else "is too new to have been tested" if numbers else "cannot be compared"
+    return Mismatch(
+        message=f"torch {version} {what}: fsdplaunch is tested with torch {tested}",
+        hint=f"pip install '{requirement()}'",
+        is_fatal=is_fatal,
+    )
+
+
+def installed_mismatch() -> Mismatch | None:
+    """Compare the installed torch with the tested range; None when it is inside, or when there is none."""
+    version = installed()
+    return mismatch(version) if version else None
+
+
+@cache
+def refuse_too_old() -> None:
+    """Raise where the installed torch is too old; what imports it next might fail less clearly.
+
+    Raises:
+        MachineError: It is.
+    """
+    if (found := installed_mismatch()) is not None:
+        found.raise_if_fatal()
+
+
+def _folder() -> Path | None:
+    """The folder of the torch that would be imported."""
+    try:
+        found = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        return None
+    return Path(found.origin).parent if found is not None and found.origin is not None else None
+
+
+def _from_metadata() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _text(numbers: Numbers) -> str:
+    return ".".join(map(str, numbers))
