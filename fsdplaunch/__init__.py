@@ -9,57 +9,44 @@ __version__ = "0.1.0"
 
 # Where each public name lives; module __getattr__ (PEP 562) imports it on first use.
 _HOMES = {
-    "FullyShardedDataParallelPlugin": "fsdplaunch.runtime.plugin",
-    "prepare": "fsdplaunch.runtime.prepare",
-    "describe": "fsdplaunch.runtime.description",
-    "clip_grad_norm_": "fsdplaunch.runtime.gradients",
-    "clip_grad_value_": "fsdplaunch.runtime.gradients",
-    "no_sync": "fsdplaunch.runtime.gradients",
-    "apply": "fsdplaunch.runtime.full_parameters",
-    "summon_full_params": "fsdplaunch.runtime.full_parameters",
-    "fsdp_modules": "fsdplaunch.runtime.members",
-    "named_buffers": "fsdplaunch.runtime.members",
-    "named_parameters": "fsdplaunch.runtime.members",
-    "params_with_grad": "fsdplaunch.runtime.members",
-    "state_dict_type": "fsdplaunch.runtime.state_kind",
+    "FullyShardedDataParallelPlugin": "fsdplaunch.runtime.plugin.plugin",
+    "prepare": "fsdplaunch.runtime.api.prepare",
+    "describe": "fsdplaunch.runtime.inspection.describe",
+    "clip_grad_norm_": "fsdplaunch.runtime.api.gradients",
+    "clip_grad_value_": "fsdplaunch.runtime.api.gradients",
+    "no_sync": "fsdplaunch.runtime.api.gradients",
+    "apply": "fsdplaunch.runtime.api.summon_full_params",
+    "summon_full_params": "fsdplaunch.runtime.api.summon_full_params",
+    "fsdp_modules": "fsdplaunch.runtime.inspection.accessors",
+    "named_buffers": "fsdplaunch.runtime.inspection.accessors",
+    "named_parameters": "fsdplaunch.runtime.inspection.accessors",
+    "params_with_grad": "fsdplaunch.runtime.inspection.accessors",
+    "state_dict_type": "fsdplaunch.runtime.state_dict.state_dict_type",
     "load_weights": "fsdplaunch.runtime.loading.load",
-    "save_checkpoint": "fsdplaunch.runtime.state",
-    "load_checkpoint": "fsdplaunch.runtime.state",
-    "should_stop": "fsdplaunch.runtime.stopping",
-    "merge_fsdp_weights": "fsdplaunch.checkpoint.merge",
-    "DistModule": "fsdplaunch.runtime.reference",
-    "apply_fsdp2": "fsdplaunch.runtime.reference",
-    "disable_fsdp_ram_efficient_loading": "fsdplaunch.runtime.reference",
-    "enable_fsdp_ram_efficient_loading": "fsdplaunch.runtime.reference",
-    "fsdp2_load_full_state_dict": "fsdplaunch.runtime.reference",
-    "fsdp2_prepare_auto_wrap_policy": "fsdplaunch.runtime.reference",
-    "fsdp2_prepare_model": "fsdplaunch.runtime.reference",
-    "fsdp2_switch_optimizer_parameters": "fsdplaunch.runtime.reference",
-    "load_state_dict": "fsdplaunch.runtime.reference",
-    "full_optim_state_dict": "fsdplaunch.runtime.optim_states",
-    "rekey_optim_state_dict": "fsdplaunch.runtime.optim_states",
-    "scatter_full_optim_state_dict": "fsdplaunch.runtime.optim_states",
-    "shard_full_optim_state_dict": "fsdplaunch.runtime.optim_states",
+    "save_checkpoint": "fsdplaunch.runtime.saving.save_load",
+    "load_checkpoint": "fsdplaunch.runtime.saving.save_load",
+    "should_stop": "fsdplaunch.runtime.should_stop",
+    "merge_fsdp_weights": "fsdplaunch.checkpoint.merge.merge",
+    "DistModule": "fsdplaunch.runtime.api.accelerate_names",
+    "apply_fsdp2": "fsdplaunch.runtime.api.accelerate_names",
+    "disable_fsdp_ram_efficient_loading": "fsdplaunch.runtime.api.accelerate_names",
+    "enable_fsdp_ram_efficient_loading": "fsdplaunch.runtime.api.accelerate_names",
+    "fsdp2_load_full_state_dict": "fsdplaunch.runtime.api.accelerate_names",
+    "fsdp2_prepare_auto_wrap_policy": "fsdplaunch.runtime.api.accelerate_names",
+    "fsdp2_prepare_model": "fsdplaunch.runtime.api.accelerate_names",
+    "fsdp2_switch_optimizer_parameters": "fsdplaunch.runtime.api.accelerate_names",
+    "load_state_dict": "fsdplaunch.runtime.api.accelerate_names",
+    "full_optim_state_dict": "fsdplaunch.runtime.state_dict.optim_state_dict",
+    "rekey_optim_state_dict": "fsdplaunch.runtime.state_dict.optim_state_dict",
+    "scatter_full_optim_state_dict": "fsdplaunch.runtime.state_dict.optim_state_dict",
+    "shard_full_optim_state_dict": "fsdplaunch.runtime.state_dict.optim_state_dict",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604  (names of the lazy table)
 
 if TYPE_CHECKING:
-    from fsdplaunch.checkpoint.merge import merge_fsdp_weights
-    from fsdplaunch.runtime.description import describe
-    from fsdplaunch.runtime.full_parameters import apply, summon_full_params
-    from fsdplaunch.runtime.gradients import clip_grad_norm_, clip_grad_value_, no_sync
-    from fsdplaunch.runtime.loading.load import load_weights
-    from fsdplaunch.runtime.members import fsdp_modules, named_buffers, named_parameters, params_with_grad
-    from fsdplaunch.runtime.optim_states import (
-        full_optim_state_dict,
-        rekey_optim_state_dict,
-        scatter_full_optim_state_dict,
-        shard_full_optim_state_dict,
-    )
-    from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
-    from fsdplaunch.runtime.prepare import prepare
-    from fsdplaunch.runtime.reference import (
+    from fsdplaunch.checkpoint.merge.merge import merge_fsdp_weights
+    from fsdplaunch.runtime.api.accelerate_names import (
         DistModule,
         apply_fsdp2,
         disable_fsdp_ram_efficient_loading,
@@ -70,9 +57,27 @@ if TYPE_CHECKING:
         fsdp2_switch_optimizer_parameters,
         load_state_dict,
     )
-    from fsdplaunch.runtime.state import load_checkpoint, save_checkpoint
-    from fsdplaunch.runtime.state_kind import state_dict_type
-    from fsdplaunch.runtime.stopping import should_stop
+    from fsdplaunch.runtime.api.gradients import clip_grad_norm_, clip_grad_value_, no_sync
+    from fsdplaunch.runtime.api.prepare import prepare
+    from fsdplaunch.runtime.api.summon_full_params import apply, summon_full_params
+    from fsdplaunch.runtime.inspection.accessors import (
+        fsdp_modules,
+        named_buffers,
+        named_parameters,
+        params_with_grad,
+    )
+    from fsdplaunch.runtime.inspection.describe import describe
+    from fsdplaunch.runtime.loading.load import load_weights
+    from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin
+    from fsdplaunch.runtime.saving.save_load import load_checkpoint, save_checkpoint
+    from fsdplaunch.runtime.should_stop import should_stop
+    from fsdplaunch.runtime.state_dict.optim_state_dict import (
+        full_optim_state_dict,
+        rekey_optim_state_dict,
+        scatter_full_optim_state_dict,
+        shard_full_optim_state_dict,
+    )
+    from fsdplaunch.runtime.state_dict.state_dict_type import state_dict_type
 
 
 def __getattr__(name: str) -> Any:

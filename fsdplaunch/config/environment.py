@@ -7,9 +7,9 @@ Config. Runs in the CLI (encode) and in every worker (decode).
 import os
 from collections.abc import Mapping
 
-from fsdplaunch.config.keys import Path, all_keys, build_config, keys_by_path, value_at
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema import Config
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.schema.walk import Path, all_keys, build_config, keys_by_path, value_at
 from fsdplaunch.errors import UsageError
 
 RUN_DIR = "FSDPLAUNCH_RUN_DIR"

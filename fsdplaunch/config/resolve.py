@@ -6,9 +6,9 @@ A resolved Config says everything that has a meaning; resolving it again changes
 from dataclasses import replace
 from typing import Any, get_args
 
-from fsdplaunch.config.keys import KeySpec, all_keys, value_at
-from fsdplaunch.config.schema import Config, FsdpConfig, ParallelismConfig, PrecisionSection
-from fsdplaunch.config.values import DtypeName, StrategyName
+from fsdplaunch.config.schema.config import Config, FsdpConfig, ParallelismConfig, PrecisionSection
+from fsdplaunch.config.schema.kinds import DtypeName, StrategyName
+from fsdplaunch.config.schema.walk import KeySpec, all_keys, value_at
 
 REST = -1
 """A mesh size that means: what the other sizes leave."""

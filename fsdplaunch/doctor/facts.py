@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fsdplaunch.config.schema import Config
+from fsdplaunch.config.schema.config import Config
 from fsdplaunch.probe.gpus import Gpu
 
 Status = Literal["ok", "warning", "problem", "skipped"]
@@ -93,7 +93,7 @@ class Disk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interface:
+class NetworkInterface:
     """A network interface that is up.
 
     Attributes:
@@ -108,7 +108,7 @@ class Interface:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class MachineFacts:
     """Everything that checks look at.
 
     Attributes:
@@ -145,7 +145,7 @@ class Facts:
     open_files: tuple[int, int] = (-1, -1)
     locked_memory: int = -1
     disks: tuple[Disk, ...] = ()
-    interfaces: tuple[Interface, ...] = ()
+    interfaces: tuple[NetworkInterface, ...] = ()
     hostname: str = ""
     own_address: str = ""
     port_holder: str | None = None

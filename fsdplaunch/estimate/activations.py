@@ -5,8 +5,8 @@ An approximation that holds for the families of `architecture`; the exact way is
 
 from dataclasses import dataclass
 
-from fsdplaunch.estimate.families.parts import Shape
-from fsdplaunch.estimate.setup import Setup
+from fsdplaunch.estimate.families.parts import ActivationShape
+from fsdplaunch.estimate.training_setup import TrainingSetup
 
 _FP32 = 4
 _STEPS_OF_GELU = 5
@@ -30,7 +30,7 @@ class Activations:
     loss: int
 
 
-def activations_of(shape: Shape, setup: Setup, width: int) -> Activations:
+def activations_of(shape: ActivationShape, setup: TrainingSetup, width: int) -> Activations:
     """Count activations.
 
     Args:
@@ -52,7 +52,7 @@ def activations_of(shape: Shape, setup: Setup, width: int) -> Activations:
     return Activations(block=block, kept=kept + entry, logits=logits, loss=scores * 2 * wide)
 
 
-def _per_token(shape: Shape, width: int) -> float:
+def _per_token(shape: ActivationShape, width: int) -> float:
     h, q, kv = shape.hidden, shape.heads, shape.keys
     norm = (_FP32 * h + width * h if width < _FP32 else 2 * width * h) if shape.full_norm else width * h
     head_norm = (_FP32 + width) * (q + kv) if width < _FP32 else 2 * width * (q + kv)
@@ -72,7 +72,7 @@ def _per_token(shape: Shape, width: int) -> float:
     )
 
 
-def _weights(shape: Shape, setup: Setup, width: int) -> int:
+def _weights(shape: ActivationShape, setup: TrainingSetup, width: int) -> int:
     """Attention weights, where they are kept: scores, their softmax, and what dropout makes of it."""
     pairs = setup.batch_size * shape.eager * setup.length * setup.length
     each = _FP32 + (width if width < _FP32 else 0) + 2 * width if shape.capped else width + 2

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fsdplaunch.estimate.families.parts import Shape
-from fsdplaunch.estimate.need import Need, need_of
-from fsdplaunch.estimate.setup import Setup
-from fsdplaunch.estimate.sizes import Sizes
+from fsdplaunch.estimate.families.parts import ActivationShape
+from fsdplaunch.estimate.memory import MemoryNeed, memory_need
+from fsdplaunch.estimate.model_sizes import ModelSizes
+from fsdplaunch.estimate.training_setup import TrainingSetup
 
 Verdict = Literal["fits", "close", "does not fit", "unknown"]
 COMFORT = 0.9
@@ -31,7 +31,7 @@ def verdict_of(need: int, memory: int | None) -> Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class SetupChange:
     """One change to a run.
 
     Attributes:
@@ -46,22 +46,22 @@ class Change:
     option: str
     cost: str
     saves: int
-    need: Need
+    need: MemoryNeed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class MemoryCase:
     """A model, and a way to count what a setup of it needs."""
 
-    sizes: Sizes
-    shape: Shape | None
+    sizes: ModelSizes
+    shape: ActivationShape | None
 
-    def need(self, setup: Setup) -> Need:
+    def need(self, setup: TrainingSetup) -> MemoryNeed:
         """What a setup needs."""
-        return need_of(self.sizes, self.shape, setup)
+        return memory_need(self.sizes, self.shape, setup)
 
 
-def changes(case: Case, yours: Setup) -> list[Change]:
+def changes(case: MemoryCase, yours: TrainingSetup) -> list[SetupChange]:
     """Return the single changes that save memory on the GPU, the largest saving first.
 
     Args:
@@ -73,11 +73,11 @@ def changes(case: Case, yours: Setup) -> list[Change]:
     for what, option, cost, setup in _candidates(case, yours):
         need = case.need(setup)
         if need.gpu < now:
-            found.append(Change(what=what, option=option, cost=cost, saves=now - need.gpu, need=need))
+            found.append(SetupChange(what=what, option=option, cost=cost, saves=now - need.gpu, need=need))
     return sorted(found, key=lambda change: -change.saves)
 
 
-def _candidates(case: Case, yours: Setup) -> Iterator[tuple[str, str, str, Setup]]:
+def _candidates(case: MemoryCase, yours: TrainingSetup) -> Iterator[tuple[str, str, str, TrainingSetup]]:
     if not yours.checkpointing and case.shape is not None:
         yield (
             "activation checkpointing",
@@ -127,7 +127,7 @@ def _candidates(case: Case, yours: Setup) -> Iterator[tuple[str, str, str, Setup
         yield f"{more.world} ranks instead of {yours.world}", f"num_processes={more.world}", "more GPUs", more
 
 
-def resized(yours: Setup, world: int) -> Setup:
+def resized(yours: TrainingSetup, world: int) -> TrainingSetup:
     """The same run with another number of ranks, sharded in the same way."""
     inside = yours.strategy.startswith("HYBRID")
     per_node = min(yours.per_node, world)
@@ -135,7 +135,7 @@ def resized(yours: Setup, world: int) -> Setup:
     return replace(yours, world=max(world, shards), per_node=per_node, shards=min(shards, world))
 
 
-def fewest_ranks(case: Case, yours: Setup, memory: int) -> int | None:
+def fewest_ranks(case: MemoryCase, yours: TrainingSetup, memory: int) -> int | None:
     """Return the smallest number of ranks with which the run fits, or None when no number is enough.
 
     Ranks beyond one machine come in whole machines.
@@ -160,7 +160,7 @@ def fewest_ranks(case: Case, yours: Setup, memory: int) -> int | None:
     return machines * yours.per_node if machines else None
 
 
-def largest_batch(case: Case, yours: Setup, memory: int) -> int | None:
+def largest_batch(case: MemoryCase, yours: TrainingSetup, memory: int) -> int | None:
     """Return the largest batch per rank with which the run fits; 0 for none, None when activations are unknown.
 
     Args:
@@ -178,7 +178,7 @@ def largest_batch(case: Case, yours: Setup, memory: int) -> int | None:
     return _LARGEST_BATCH if first is None else first - 1
 
 
-def _fits(case: Case, setup: Setup, memory: int) -> bool:
+def _fits(case: MemoryCase, setup: TrainingSetup, memory: int) -> bool:
     return verdict_of(case.need(setup).gpu, memory) == "fits"
 
 

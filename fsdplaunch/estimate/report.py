@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdplaunch.estimate.advice import (
-    Case,
-    Change,
+    MemoryCase,
+    SetupChange,
     Verdict,
     changes,
     fewest_ranks,
     largest_batch,
     verdict_of,
 )
-from fsdplaunch.estimate.exact import Trace
-from fsdplaunch.estimate.need import CONTEXT, MOMENTS, PARTS, Need
-from fsdplaunch.estimate.setup import Setup, alternatives
+from fsdplaunch.estimate.memory import CONTEXT, MOMENTS, PARTS, MemoryNeed
+from fsdplaunch.estimate.trace_client import StepTrace
+from fsdplaunch.estimate.training_setup import TrainingSetup, alternatives
 
 GIB = 1024**3
 
@@ -32,7 +32,7 @@ class Row:
     """
 
     name: str
-    need: Need
+    need: MemoryNeed
     verdict: Verdict
     is_yours: bool
 
@@ -59,16 +59,16 @@ class Report:
 
     title: str
     model: str
-    case: Case
-    setup: Setup
+    case: MemoryCase
+    setup: TrainingSetup
     memory: int | None
     memory_from: str
     host_memory: int | None
     rows: Sequence[Row]
-    changes: Sequence[Change]
+    changes: Sequence[SetupChange]
     fewest: int | None
     batch: int | None
-    exact: Trace | None
+    exact: StepTrace | None
     notes: Sequence[str]
 
     @property
@@ -97,7 +97,7 @@ class Report:
                 "blocks": self.case.sizes.depth,
                 "bytes": self.case.sizes.stored,
             },
-            "setup": {name: getattr(self.setup, name) for name in Setup.__dataclass_fields__},
+            "setup": {name: getattr(self.setup, name) for name in TrainingSetup.__dataclass_fields__},
             "gpu_memory": self.memory,
             "verdict": self.verdict,
             "fewest_ranks": self.fewest,
@@ -138,7 +138,7 @@ def row_data(row: Row) -> dict[str, Any]:
     }
 
 
-def exact_data(trace: Trace) -> dict[str, Any]:
+def exact_data(trace: StepTrace) -> dict[str, Any]:
     """A traced step as plain data; `parts` sum to `allocated`."""
     return {
         "allocated": trace.total,
@@ -152,15 +152,15 @@ def exact_data(trace: Trace) -> dict[str, Any]:
 
 
 def make_report(
-    case: Case,
-    setup: Setup,
+    case: MemoryCase,
+    setup: TrainingSetup,
     *,
     title: str,
     model: str,
     memory: int | None,
     memory_from: str = "",
     host_memory: int | None = None,
-    exact: Trace | None = None,
+    exact: StepTrace | None = None,
     notes: Sequence[str] = (),
 ) -> Report:
     """Compute everything an estimate says.
@@ -204,13 +204,13 @@ def make_report(
     )
 
 
-def name_of(setup: Setup) -> str:
+def name_of(setup: TrainingSetup) -> str:
     """A way to shard in a few words: `HYBRID_SHARD 2 x 8, offload`."""
     layout = f" {setup.copies} x {setup.shards}" if setup.copies > 1 and setup.shards > 1 else ""
     return f"{setup.strategy}{layout}{', offload' if setup.offload else ''}"
 
 
-def _own_notes(case: Case, need: Need, host_memory: int | None) -> list[str]:
+def _own_notes(case: MemoryCase, need: MemoryNeed, host_memory: int | None) -> list[str]:
     notes = []
     setup = need.setup
     if not need.has_activations:
@@ -234,7 +234,7 @@ def _own_notes(case: Case, need: Need, host_memory: int | None) -> list[str]:
     return notes
 
 
-def moment_words(need: Need) -> str:
+def moment_words(need: MemoryNeed) -> str:
     """When most is needed, in words."""
     return MOMENTS[need.moment]
 

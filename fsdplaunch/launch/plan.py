@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.config.schema import Config
+from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import MachineError, UsageError
-from fsdplaunch.launch.command import BOOTSTRAP, agent_command
-from fsdplaunch.launch.variables import worker_variables
+from fsdplaunch.launch.agent_command import BOOTSTRAP, agent_command
+from fsdplaunch.launch.worker_env import worker_variables
 from fsdplaunch.probe.torch_version import NEWEST, Numbers
 
 CPU_WORKERS = 2
@@ -21,7 +21,7 @@ CPU_WORKERS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class LaunchTarget:
     """What every rank runs.
 
     Attributes:
@@ -67,7 +67,7 @@ class LaunchPlan:
     run_dir: Path
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    target: Target
+    target: LaunchTarget
     workers: int
     nodes: int
     device: str
@@ -105,7 +105,7 @@ class LaunchPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class NodeFacts:
     """What a plan needs to know about the machine it is for.
 
     Attributes:
@@ -128,8 +128,8 @@ class Machine:
 def build_plan(
     config: Config,
     *,
-    machine: Machine,
-    target: Target,
+    machine: NodeFacts,
+    target: LaunchTarget,
     run_id: str,
     run_dir: Path,
     allow_unsharded: bool = False,
@@ -212,7 +212,7 @@ def workers_on_node(config: Config, *, gpus: int, cpus: int) -> int:
     return config.num_processes // config.num_machines
 
 
-def _chosen_gpus(config: Config, machine: Machine) -> tuple[str, ...]:
+def _chosen_gpus(config: Config, machine: NodeFacts) -> tuple[str, ...]:
     """GPUs left to this run: those `gpu_ids` names, or all visible ones."""
     if config.gpu_ids is None or config.gpu_ids.strip().lower() == "all":
         return tuple(map(str, range(machine.gpus)))
@@ -224,14 +224,14 @@ def _chosen_gpus(config: Config, machine: Machine) -> tuple[str, ...]:
     return tuple(wanted)
 
 
-def _with_a_free_port(config: Config, machine: Machine) -> Config:
+def _with_a_free_port(config: Config, machine: NodeFacts) -> Config:
     """One machine can meet itself on any port; several cannot agree on another one here."""
     if config.num_machines > 1 or machine.port_holder is None:
         return config
     return replace(config, main_process_port=0, launch=replace(config.launch, rendezvous_endpoint=None))
 
 
-def _notes(config: Config, machine: Machine, target: Target, device: str) -> list[str]:
+def _notes(config: Config, machine: NodeFacts, target: LaunchTarget, device: str) -> list[str]:
     said = []
     if device == "cpu" and not config.use_cpu:
         said.append("no GPU is visible: running on CPU with gloo")

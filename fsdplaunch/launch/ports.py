@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from fsdplaunch.config.schema import Config
+from fsdplaunch.config.schema.config import Config
 
 DEFAULT_PORT = 29500
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdplaunch.config.schema import Config
+from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.launch.plan import LaunchPlan, Target
+from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
 from fsdplaunch.launch.ports import describe_process, find_holder, meeting_port, opens_port
 from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.gpus import Gpu
@@ -59,7 +59,7 @@ def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
     ]
 
 
-def check_target(target: Target) -> Iterator[Finding]:
+def check_target(target: LaunchTarget) -> Iterator[Finding]:
     """What is to run can be found, and compiled or executed."""
     name = target.name
     if not target.is_python:
@@ -155,7 +155,7 @@ def check_weights(config: Config) -> Iterator[Finding]:
     """The pretrained weights are there and whole, as far as their headers and their index tell."""
     if config.checkpoint.weights is None:
         return
-    from fsdplaunch.checkpoint.weight_files import find_weight_files
+    from fsdplaunch.checkpoint.model_weights import find_weight_files
 
     try:
         find_weight_files(Path(config.checkpoint.weights))

@@ -11,17 +11,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fsdplaunch.agent.output import open_missing_streams
 from fsdplaunch.config.environment import ALLOW_UNSHARDED
-from fsdplaunch.config.render import render
-from fsdplaunch.launch.cause import shell_status, signal_name
-from fsdplaunch.launch.cluster.group import Link
-from fsdplaunch.launch.cluster.runs import write_job
-from fsdplaunch.launch.cluster.together import attach, settle
-from fsdplaunch.launch.diagnosis import diagnose
-from fsdplaunch.launch.diagnosis.scene import scene_of
+from fsdplaunch.config.write.render import render
+from fsdplaunch.launch.coordination.interfaces import RunControl
+from fsdplaunch.launch.coordination.run_control import attach, conclude_run
 from fsdplaunch.launch.plan import LaunchPlan
-from fsdplaunch.launch.result import RunResult, read_result
-from fsdplaunch.launch.run_folder import (
+from fsdplaunch.launch.report.diagnosis import diagnose
+from fsdplaunch.launch.report.diagnosis.facts import failure_facts
+from fsdplaunch.launch.report.root_cause import shell_status, signal_name
+from fsdplaunch.launch.report.run_result import RunResult, read_result
+from fsdplaunch.launch.runs.registry import write_job
+from fsdplaunch.launch.worker_env import LAUNCHER
+from fsdplaunch.run_dir import (
     AGENT_LOG,
     CONFIG,
     LOST,
@@ -33,8 +35,6 @@ from fsdplaunch.launch.run_folder import (
     read_tail,
     write_json,
 )
-from fsdplaunch.launch.streams import open_missing_streams
-from fsdplaunch.launch.variables import LAUNCHER
 
 PATIENCE = 2
 """Signals that are passed on before the agent is killed."""
@@ -45,7 +45,7 @@ def run_plan(
     *,
     output: int | None = None,
     on_signal: Callable[[int, int], None] = lambda *_: None,
-    link: Link | None = None,
+    link: RunControl | None = None,
 ) -> RunResult:
     """Start the plan's agent and wait for its end.
 
@@ -69,7 +69,7 @@ def run_plan(
         code = agent.wait()
         status, record = _read_record(plan, code, received)
         if link is not None:
-            status, record = settle(link, status, record)
+            status, record = conclude_run(link, status, record)
     result = _result(plan, status, record, round(time.monotonic() - start, 3))
     write_json(plan.run_dir / RESULT, result.to_dict())
     if result.failure is not None and result.failure.lost:
@@ -111,7 +111,7 @@ def _read_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> tuple[
 
 def _result(plan: LaunchPlan, status: int, record: Mapping[str, Any], seconds: float) -> RunResult:
     result = read_result(record, exit_code=status, seconds=seconds, gpus=plan.gpus)
-    scene = scene_of(record, plan.config, plan.argv[0]) if result.failure else None
+    scene = failure_facts(record, plan.config, plan.argv[0]) if result.failure else None
     return replace(result, diagnosis=diagnose(scene)) if scene is not None else result
 
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdplaunch.probe.cgroup_limits import usable_cpus, usable_memory
 from fsdplaunch.probe.gpus import Gpu, read_gpus
-from fsdplaunch.probe.limits import usable_cpus, usable_memory
 
 GIB = 1024**3
 

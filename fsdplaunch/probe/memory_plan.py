@@ -7,7 +7,7 @@ FSDP holds at once. Activations depend on batch and sequence length and are not 
 from dataclasses import dataclass
 
 from fsdplaunch.errors import UsageError
-from fsdplaunch.probe.model import ModelFacts
+from fsdplaunch.probe.model_folder import ModelFacts
 
 _BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _FULL_PRECISION = 4

@@ -14,13 +14,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from fsdplaunch.config.environment import REHEARSAL_STEPS, decode
-from fsdplaunch.config.schema import Config
-from fsdplaunch.lifeline import die_with_parent
-from fsdplaunch.runtime.auto.mixtures import explaining_mixtures
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.parent_death import die_with_parent
+from fsdplaunch.runtime.auto.dtensor.error_notes import explaining_mixtures
 from fsdplaunch.runtime.failure import conclude
 from fsdplaunch.runtime.heartbeat import start_heartbeat
-from fsdplaunch.runtime.process import rank
-from fsdplaunch.runtime.script import Target, parse_target, run_target
+from fsdplaunch.runtime.rank import rank
+from fsdplaunch.runtime.script import ScriptTarget, parse_target, run_target
 
 if TYPE_CHECKING:
     import torch
@@ -48,12 +48,12 @@ def main(argv: list[str]) -> None:
         sys.exit(status)
 
 
-def _work(config: Config, target: Target) -> None:
+def _work(config: Config, target: ScriptTarget) -> None:
     if config.distributed_type == "FSDP":
         _set_up(config, target)
     start_heartbeat()
     if steps := os.environ.get(REHEARSAL_STEPS):
-        from fsdplaunch.runtime.rehearsal import stop_after
+        from fsdplaunch.runtime.check_run import stop_after
 
         stop_after(int(steps))
     try:
@@ -65,21 +65,21 @@ def _work(config: Config, target: Target) -> None:
     _finish_saves()
     _tell_end()
     if config.distributed_type == "FSDP" and config.launch.shard != "off":
-        from fsdplaunch.runtime.watch import check_sharded
+        from fsdplaunch.runtime.sharding_watch import check_sharded
 
         check_sharded(os.path.basename(target.name))  # noqa: PTH119  (a module's name has no path)
 
 
-def _set_up(config: Config, target: Target) -> None:
+def _set_up(config: Config, target: ScriptTarget) -> None:
     """Prepare for sharding; other kinds of run own their set-up, as they do under torchrun."""
+    from fsdplaunch.runtime.compat.accelerate_cpu import adapt_accelerate_to_cpu
+    from fsdplaunch.runtime.compat.fsdp1_cpu import take_out_offload_to_cpu
     from fsdplaunch.runtime.device import choose_device, join_group
-    from fsdplaunch.runtime.peers.accelerate_cpu import adapt_accelerate_to_cpu
-    from fsdplaunch.runtime.peers.fsdp1_cpu import take_out_offload_to_cpu
-    from fsdplaunch.runtime.watch import watch_sharding
+    from fsdplaunch.runtime.sharding_watch import watch_sharding
 
     automatic = config.launch.shard == "auto"
     if automatic and not target.is_module:
-        from fsdplaunch.runtime.auto.device import see_own_gpu
+        from fsdplaunch.runtime.auto.data.visible_gpu import see_own_gpu
 
         see_own_gpu(target.name)
     device = choose_device(config)
@@ -94,11 +94,11 @@ def _set_up(config: Config, target: Target) -> None:
 
 def _install_hooks(config: Config, device: "torch.device") -> None:
     """Shard what the script does not; until the process ends, for exit handlers may save."""
+    from fsdplaunch.runtime.auto.context import context_of
     from fsdplaunch.runtime.auto.install import hooks
-    from fsdplaunch.runtime.auto.job import job_of
 
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    _installed.enter_context(hooks(job_of(config, device, rank=rank(), size=size)))
+    _installed.enter_context(hooks(context_of(config, device, rank=rank(), size=size)))
 
 
 _installed = ExitStack()
@@ -106,15 +106,15 @@ _installed = ExitStack()
 
 def _finish_saves() -> None:
     """Wait for a checkpoint that is still being written; a run whose last one failed has failed."""
-    saving = sys.modules.get("fsdplaunch.runtime.saving")
-    if saving is not None:
-        saving.finish_saves()
+    save_job = sys.modules.get("fsdplaunch.runtime.saving.save_job")
+    if save_job is not None:
+        save_job.finish_saves()
 
 
 def _tell_end() -> None:
-    stuck = sys.modules.get("fsdplaunch.runtime.stuck")
-    if stuck is not None:
-        stuck.tell_end()
+    hang_detector = sys.modules.get("fsdplaunch.runtime.collectives.hang_detector")
+    if hang_detector is not None:
+        hang_detector.report_end()
 
 
 def _abandon() -> None:

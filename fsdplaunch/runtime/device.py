@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdplaunch.config.schema import Config
+from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import MachineError
-from fsdplaunch.runtime import report
+from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.quiet_gloo import keep_gloo_quiet
 from fsdplaunch.runtime.torch_internals import mend_fsdp2_on_cpu
 
@@ -69,7 +69,7 @@ def tolerate_second_init() -> None:
     @functools.wraps(make)
     def make_unless_made(*args: Any, **kwargs: Any) -> None:
         if dist.is_initialized():
-            report.say("init_process_group: kept the process group that the launcher made")
+            messages.say("init_process_group: kept the process group that the launcher made")
             return
         make(*args, **kwargs)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fsdplaunch.errors import EXIT_FAILED, LaunchError
 from fsdplaunch.runtime.script import user_traceback
-from fsdplaunch.vitals import BEGIN_HIDDEN, END_HIDDEN, MARKED
+from fsdplaunch.worker_status import BEGIN_HIDDEN, END_HIDDEN, MARKED
 
 EXIT_INTERRUPTED = 130
 STUCK_SECONDS = 30.0

@@ -1,4 +1,4 @@
-"""Keep the numbers that `fsdplaunch.vitals` describes, and be ready to write this worker's stack."""
+"""Keep the numbers that `fsdplaunch.worker_status` describes, and be ready to write this worker's stack."""
 
 import faulthandler
 import mmap
@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.runtime.process import rank_folder
-from fsdplaunch.vitals import HEARTBEAT, LAYOUT, STACK, STACK_SIGNAL
+from fsdplaunch.runtime.rank import rank_folder
+from fsdplaunch.worker_status import HEARTBEAT, LAYOUT, STACK, STACK_SIGNAL
 
 _kept: list[Any] = []
 """Files that stay open for the life of the process."""

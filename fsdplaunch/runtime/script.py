@@ -21,7 +21,7 @@ from fsdplaunch.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class ScriptTarget:
     """What the command line names.
 
     Attributes:
@@ -35,17 +35,17 @@ class Target:
     arguments: tuple[str, ...]
 
 
-def parse_target(argv: list[str]) -> Target:
+def parse_target(argv: list[str]) -> ScriptTarget:
     """Read `[-m] SCRIPT_OR_MODULE [ARGS...]`; everything after the name belongs to the script."""
     is_module = argv[:1] == ["-m"]
     rest = argv[1:] if is_module else argv
     if not rest:
         msg = "no script to run"
         raise UsageError(msg, hint="name a script, or a module after -m")
-    return Target(name=rest[0], is_module=is_module, arguments=tuple(rest[1:]))
+    return ScriptTarget(name=rest[0], is_module=is_module, arguments=tuple(rest[1:]))
 
 
-def run_target(target: Target) -> None:
+def run_target(target: ScriptTarget) -> None:
     """Execute the target as `__main__`; whatever it raises, SystemExit included, comes out."""
     module, code = _module(target.name) if target.is_module else _script(target.name)
     sys.argv = [str(module.__file__) if target.is_module else target.name, *target.arguments]

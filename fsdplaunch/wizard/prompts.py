@@ -14,7 +14,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bin
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import Output, create_output
 
-from fsdplaunch.wizard.question import Choice
+from fsdplaunch.wizard.questions.question import Choice
 
 HOW_TO = "(Shift-Tab: back, ?: explain)"
 _EDGE = 8
@@ -22,14 +22,14 @@ _WIDEST = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PromptRequest:
     """Something else than an answer that a prompt was left with."""
 
     name: str
 
 
-BACK = Wish("back")
-EXPLAIN = Wish("explain")
+BACK = PromptRequest("back")
+EXPLAIN = PromptRequest("explain")
 
 
 class Prompts:
@@ -50,7 +50,7 @@ class Prompts:
         default: str | None = None,
         marks: dict[str, str] | None = None,
         filtered: bool = False,
-    ) -> str | Wish:
+    ) -> str | PromptRequest:
         """Let one of the choices be chosen.
 
         Args:
@@ -76,7 +76,7 @@ class Prompts:
 
     def line(
         self, text: str, *, default: str = "", remark: str = "", fault: Callable[[str], str | None]
-    ) -> str | Wish:
+    ) -> str | PromptRequest:
         """Let a line be typed.
 
         Args:
@@ -100,7 +100,7 @@ class Prompts:
         answer = self._ask(question, explains=False)
         return EXPLAIN if answer == "?" else answer
 
-    def _ask(self, question: questionary.Question, *, explains: bool) -> str | Wish:
+    def _ask(self, question: questionary.Question, *, explains: bool) -> str | PromptRequest:
         own = question.application.key_bindings
         question.application.key_bindings = merge_key_bindings([*([own] if own else []), _ways_out(explains)])
         question.application.ttimeoutlen = 0.05
@@ -108,7 +108,7 @@ class Prompts:
             answer = question.unsafe_ask()
         except EOFError:
             raise KeyboardInterrupt from None
-        return answer if isinstance(answer, Wish) else str(answer).strip()
+        return answer if isinstance(answer, PromptRequest) else str(answer).strip()
 
     def _shown(self, choice: Choice, mark: str) -> questionary.Choice:
         """The choice as a line no longer than the terminal is wide; what does not fit moves below the list."""
@@ -129,7 +129,7 @@ class Prompts:
 def _ways_out(explains: bool) -> KeyBindings:
     bindings = KeyBindings()
 
-    def leave(wish: Wish) -> Callable[[KeyPressEvent], None]:
+    def leave(wish: PromptRequest) -> Callable[[KeyPressEvent], None]:
         return lambda event: event.app.exit(result=wish)
 
     bindings.add(Keys.BackTab, eager=True)(leave(BACK))

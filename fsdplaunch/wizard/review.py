@@ -6,15 +6,15 @@ from difflib import unified_diff
 from pathlib import Path as FilePath
 from typing import Any
 
-from fsdplaunch.config.keys import Path, keys_by_path
-from fsdplaunch.config.scalars import flow_text, plain_value
+from fsdplaunch.config.schema.walk import Path, keys_by_path
+from fsdplaunch.config.write.yaml_scalars import flow_text, plain_value
+from fsdplaunch.wizard.auto_answers import answer_all
 from fsdplaunch.wizard.compose import compose
-from fsdplaunch.wizard.goals import GOAL, memory_words
-from fsdplaunch.wizard.question import KEEP
-from fsdplaunch.wizard.questions import QUESTIONS
-from fsdplaunch.wizard.situation import NEWEST, VERSION, Situation
+from fsdplaunch.wizard.questions.all import QUESTIONS
+from fsdplaunch.wizard.questions.question import KEEP
+from fsdplaunch.wizard.questions.sharding_goal import GOAL, memory_words
+from fsdplaunch.wizard.state import NEWEST, VERSION, WizardState
 from fsdplaunch.wizard.step_memory import step_words
-from fsdplaunch.wizard.unasked import answer_all
 
 DEFAULT_FILE = "fsdp.yaml"
 
@@ -33,17 +33,17 @@ def preview(old: str | None, new: str, path: FilePath) -> str:
     return "\n".join(lines) + "\n" if lines else f"{path}: nothing changes\n"
 
 
-def remarks(situation: Situation) -> list[str]:
+def remarks(state: WizardState) -> list[str]:
     """Return what to say below the text: the estimate, and what no key can say.
 
     Args:
-        situation: With all answers.
+        state: With all answers.
     """
-    goal = situation.answers.get(GOAL.name)
-    words, _ = memory_words(goal, situation) if goal and goal != KEEP else ("", None)
+    goal = state.answers.get(GOAL.name)
+    words, _ = memory_words(goal, state) if goal and goal != KEEP else ("", None)
     lines = [f"Estimate: {words}, before activations."] if words else []
-    lines += step_words(situation)
-    notes = [note for note in situation.suggestion.notes if note not in situation.facts.hardware.notes]
+    lines += step_words(state)
+    notes = [note for note in state.suggestion.notes if note not in state.facts.hardware.notes]
     return [*lines, *(f"Note: {note}" for note in notes)]
 
 
@@ -64,15 +64,15 @@ def closing_words(path: FilePath, command: str) -> str:
     )
 
 
-def repeat_command(situation: Situation, file: FilePath, *, overwrite: bool = False) -> str:
+def repeat_command(state: WizardState, file: FilePath, *, overwrite: bool = False) -> str:
     """Return the command that writes the same file without questions.
 
     Args:
-        situation: With all answers.
+        state: With all answers.
         file: The file.
         overwrite: Whether the command must replace a file.
     """
-    answers, settings = _said(situation)
+    answers, settings = _said(state)
     words = ["fsdplaunch", "config"]
     for question in QUESTIONS:
         if answers.get(question.name):
@@ -85,13 +85,13 @@ def repeat_command(situation: Situation, file: FilePath, *, overwrite: bool = Fa
     return shlex.join([*words, *(["--overwrite"] if overwrite else []), "--yes"])
 
 
-def _said(situation: Situation) -> tuple[dict[str, str], dict[Path, Any]]:
+def _said(state: WizardState) -> tuple[dict[str, str], dict[Path, Any]]:
     """The options and the `--set`s that lead to the same values when nobody is asked and no file is edited."""
-    answers = {name: text for name, text in situation.answers.items() if text != KEEP}
-    settings: dict[Path, Any] = {} if situation.version == NEWEST else {VERSION: situation.version}
-    target = compose(situation)
+    answers = {name: text for name, text in state.answers.items() if text != KEEP}
+    settings: dict[Path, Any] = {} if state.version == NEWEST else {VERSION: state.version}
+    target = compose(state)
     while True:
-        fresh = Situation(facts=situation.facts, settings=settings)
+        fresh = WizardState(facts=state.facts, settings=settings)
         missed = _differences(compose(answer_all(fresh, answers, yes=True)), target)
         if not missed:
             return answers, settings

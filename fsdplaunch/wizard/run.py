@@ -3,26 +3,26 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 
-from fsdplaunch.config.problems import ConfigError
+from fsdplaunch.config.load.problems import ConfigError
 from fsdplaunch.errors import UsageError
-from fsdplaunch.probe.cluster import describe_cluster, read_cluster
 from fsdplaunch.probe.hardware import describe_hardware, read_hardware
-from fsdplaunch.probe.model import describe_model
+from fsdplaunch.probe.model_folder import describe_model
+from fsdplaunch.probe.scheduler import describe_cluster, read_cluster
+from fsdplaunch.wizard.auto_answers import answer_all
 from fsdplaunch.wizard.compose import find_problems
-from fsdplaunch.wizard.questions import check_names
+from fsdplaunch.wizard.questions.all import check_names
+from fsdplaunch.wizard.questions.user_messages import UserMessages
 from fsdplaunch.wizard.result import WizardResult, conclude
 from fsdplaunch.wizard.review import DEFAULT_FILE
-from fsdplaunch.wizard.situation import Situation
-from fsdplaunch.wizard.source import read_overrides, read_source
-from fsdplaunch.wizard.suggest import Facts
-from fsdplaunch.wizard.talk import Talk
-from fsdplaunch.wizard.unasked import answer_all
+from fsdplaunch.wizard.starting_values import read_overrides, read_source
+from fsdplaunch.wizard.state import WizardState
+from fsdplaunch.wizard.suggest import SuggestionFacts
 
 
 def run_wizard(
     *,
-    facts: Facts,
-    out: Talk,
+    facts: SuggestionFacts,
+    out: UserMessages,
     path: FilePath = FilePath(DEFAULT_FILE),
     answers: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
@@ -52,36 +52,36 @@ def run_wizard(
     given = dict(answers or {})
     check_names(given)
     source = read_source(start_from) if start_from else None
-    situation = Situation(
+    state = WizardState(
         facts=facts,
         settings=read_overrides(overrides),
         base=source.values if source else {},
         editing=source is not None,
     )
     if interactive and not yes:
-        from fsdplaunch.wizard.dialogue import Dialogue  # imports questionary, 100 ms
+        from fsdplaunch.wizard.file_choice import FileChoice  # imports questionary, 100 ms
 
-        return Dialogue(situation, given=given, path=path, overwrite=overwrite, out=out).run()
+        return FileChoice(state, given=given, path=path, overwrite=overwrite, out=out).run()
     if path.exists() and not overwrite:
         msg = f"{path} exists"
         raise UsageError(msg, hint="--overwrite replaces it, --output FILE writes another one")
-    situation = answer_all(situation, given, yes=yes)
-    problems = find_problems(situation)
+    state = answer_all(state, given, yes=yes)
+    problems = find_problems(state)
     if problems:
         raise ConfigError(problems)
-    return conclude(situation, path=path, overwrite=overwrite)
+    return conclude(state, path=path, overwrite=overwrite)
 
 
-def read_facts(environ: Mapping[str, str]) -> Facts:
+def read_facts(environ: Mapping[str, str]) -> SuggestionFacts:
     """Look at this machine and at the job it runs in.
 
     Args:
         environ: The process's variables.
     """
-    return Facts(hardware=read_hardware(environ), cluster=read_cluster(environ))
+    return SuggestionFacts(hardware=read_hardware(environ), cluster=read_cluster(environ))
 
 
-def describe_facts(facts: Facts) -> str:
+def describe_facts(facts: SuggestionFacts) -> str:
     """Return what was found, one line per thing.
 
     Args:

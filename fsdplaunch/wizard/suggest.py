@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdplaunch.config.keys import Path, build_config
-from fsdplaunch.config.schema import Config
-from fsdplaunch.probe.cluster import Cluster
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.schema.walk import Path, build_config
 from fsdplaunch.probe.hardware import GIB, Hardware
 from fsdplaunch.probe.memory_plan import Sharding, plan_memory
-from fsdplaunch.probe.model import ModelFacts
+from fsdplaunch.probe.model_folder import ModelFacts
+from fsdplaunch.probe.scheduler import Cluster
 
 SPARE = 0.8
 """Part of a GPU's memory that a plan may fill; the rest is for activations."""
@@ -19,7 +19,7 @@ _HOST_SPARE = 0.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class SuggestionFacts:
     """Everything that is known before the first question.
 
     Attributes:
@@ -77,10 +77,10 @@ def suggest(hardware: Hardware, cluster: Cluster, model: ModelFacts | None = Non
         cluster: The job it runs in.
         model: The model to train, if known; decides whether host memory must help.
     """
-    return suggest_for(Facts(hardware=hardware, cluster=cluster, model=model))
+    return suggest_for(SuggestionFacts(hardware=hardware, cluster=cluster, model=model))
 
 
-def suggest_for(facts: Facts) -> Suggestion:
+def suggest_for(facts: SuggestionFacts) -> Suggestion:
     """Return the configuration that suits what is known.
 
     Args:
@@ -95,7 +95,7 @@ def suggest_for(facts: Facts) -> Suggestion:
     )
 
 
-def _places(facts: Facts) -> list[_Choice]:
+def _places(facts: SuggestionFacts) -> list[_Choice]:
     nodes, per_node = facts.num_nodes, facts.gpus_per_node
     places = [_Choice(("num_machines",), nodes, "machines of this run")] if nodes > 1 else []
     if per_node > 0:
@@ -110,7 +110,7 @@ def _places(facts: Facts) -> list[_Choice]:
     ]
 
 
-def _number_format(facts: Facts) -> list[_Choice]:
+def _number_format(facts: SuggestionFacts) -> list[_Choice]:
     if facts.hardware.all_have_bf16:
         return [_Choice(("mixed_precision",), "bf16", "every GPU here computes bf16")]
     unseen = facts.elsewhere or facts.gpus_per_node > 0
@@ -120,7 +120,7 @@ def _number_format(facts: Facts) -> list[_Choice]:
     return [_Choice(("mixed_precision",), "no", reason)]
 
 
-def _sharding(facts: Facts) -> list[_Choice]:
+def _sharding(facts: SuggestionFacts) -> list[_Choice]:
     section = "fsdp_config"
     chosen = [
         _Choice(("distributed_type",), "FSDP", "shard the model"),
@@ -141,7 +141,7 @@ def _sharding(facts: Facts) -> list[_Choice]:
     return chosen
 
 
-def full_shard(facts: Facts, *, offload: bool = False) -> Sharding:
+def full_shard(facts: SuggestionFacts, *, offload: bool = False) -> Sharding:
     """Return the default way of sharding here, as far as memory depends on it.
 
     Args:
@@ -153,14 +153,14 @@ def full_shard(facts: Facts, *, offload: bool = False) -> Sharding:
     return Sharding(ranks=ranks, compute=compute, offload=offload)
 
 
-def _needs_offload(facts: Facts) -> bool:
+def _needs_offload(facts: SuggestionFacts) -> bool:
     memory = facts.hardware.gpu_memory_bytes
     if memory is None or facts.model is None or facts.model.parameters is None:
         return False
     return plan_memory(facts.model, full_shard(facts)).gpu > SPARE * memory
 
 
-def _loads_too_often(facts: Facts) -> bool:
+def _loads_too_often(facts: SuggestionFacts) -> bool:
     memory = facts.hardware.memory_bytes
     if memory is None or facts.model is None:
         return False
@@ -168,7 +168,7 @@ def _loads_too_often(facts: Facts) -> bool:
     return workers > 1 and workers * facts.model.size_bytes > _HOST_SPARE * memory
 
 
-def _notes(facts: Facts) -> list[str]:
+def _notes(facts: SuggestionFacts) -> list[str]:
     notes = []
     seen, given = len(facts.hardware.gpus), facts.cluster.gpus_on_node
     if given and seen and seen != given:
@@ -180,7 +180,7 @@ def _notes(facts: Facts) -> list[str]:
     return notes
 
 
-def _offload_notes(facts: Facts) -> list[str]:
+def _offload_notes(facts: SuggestionFacts) -> list[str]:
     """Whether offloading is enough, on the GPU and on the host."""
     model, memory, host = facts.model, facts.hardware.gpu_memory_bytes, facts.hardware.memory_bytes
     if model is None or memory is None:

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema import Config
-from fsdplaunch.launch.cluster import network
-from fsdplaunch.launch.cluster.greeting import Greeting
-from fsdplaunch.launch.cluster.group import Counter
-from fsdplaunch.launch.cluster.guest import Guest
-from fsdplaunch.launch.cluster.host import Host
-from fsdplaunch.launch.cluster.meeting import config_texts
-from fsdplaunch.launch.cluster.reception import Terms
-from fsdplaunch.launch.plan import Machine, Target, build_plan
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.launch.coordination import network
+from fsdplaunch.launch.coordination.coordinator import Coordinator
+from fsdplaunch.launch.coordination.interfaces import JoinProgress
+from fsdplaunch.launch.coordination.join import config_texts
+from fsdplaunch.launch.coordination.node_client import NodeClient
+from fsdplaunch.launch.coordination.node_info import NodeInfo
+from fsdplaunch.launch.coordination.server import JoinRequirements
+from fsdplaunch.launch.plan import LaunchTarget, NodeFacts, build_plan
 
 TEXTS = config_texts(resolve(Config(num_machines=2)))
 WORKERS = 8
@@ -30,14 +30,14 @@ def silent(_text: str) -> None:
     pass
 
 
-def greeting(number: int, beacon: network.Beacon) -> Greeting:
-    return Greeting(
+def node_info(number: int, reachability_probe: network.ReachabilityProbe) -> NodeInfo:
+    return NodeInfo(
         host=f"host{number}",
         address="127.0.0.1",
         workers=WORKERS,
         config=TEXTS,
         command=("train.py",),
-        probe=(beacon.port, beacon.word),
+        probe=(reachability_probe.port, reachability_probe.word),
     )
 
 
@@ -45,39 +45,41 @@ def meet(count: int) -> tuple[float, float]:
     """Seconds and processor seconds until every one of `count` launchers may start."""
     listener = network.listen("127.0.0.1", 0)
     port = int(listener.getsockname()[1])
-    beacons = [network.Beacon("127.0.0.1") for _ in range(count)]
-    terms = Terms(run_id="bench", least=count, most=count, seconds=60, store_port=port + 1)
-    host = Host(listener, greeting(0, beacons[0]), terms, silent)
+    reachability_probes = [network.ReachabilityProbe("127.0.0.1") for _ in range(count)]
+    requirements = JoinRequirements(run_id="bench", least=count, most=count, seconds=60, store_port=port + 1)
+    host = Coordinator(listener, node_info(0, reachability_probes[0]), requirements, silent)
     done: list[Any] = []
 
     def come(number: int) -> None:
-        guest = Guest("127.0.0.1", port, seconds=60, grace=1, tell=silent)
-        guest.connect(Counter(say=silent))
-        done.append(guest.join(greeting(number, beacons[number]), Counter(say=silent)))
+        client = NodeClient("127.0.0.1", port, seconds=60, grace=1, tell=silent)
+        client.connect(JoinProgress(say=silent))
+        done.append(client.join(node_info(number, reachability_probes[number]), JoinProgress(say=silent)))
 
     threads = [threading.Thread(target=come, args=(number,)) for number in range(1, count)]
     start, cpu = time.monotonic(), time.process_time()
     for thread in threads:
         thread.start()
-    host.gather(Counter(say=silent))
+    host.gather(JoinProgress(say=silent))
     for thread in threads:
         thread.join()
     spent = time.monotonic() - start, time.process_time() - cpu
-    ranks = sorted(agreement.rank for agreement in done)
+    ranks = sorted(assignment.rank for assignment in done)
     if ranks != list(range(1, count)):
         raise SystemExit(f"the machines were numbered {ranks}")
     host.close()
-    for beacon in beacons:
-        beacon.close()
+    for reachability_probe in reachability_probes:
+        reachability_probe.close()
     return spent
 
 
 def plan(count: int) -> float:
     """Seconds to make one machine's plan of a run on `count` machines."""
     config = resolve(Config(num_machines=count, machine_rank=0, main_process_ip="10.0.0.1", use_cpu=True))
-    machine = Machine(gpus=0, cpus=64, environ=dict(os.environ))
+    machine = NodeFacts(gpus=0, cpus=64, environ=dict(os.environ))
     start = time.monotonic()
-    build_plan(config, machine=machine, target=Target(name="train.py"), run_id="bench", run_dir=Path("/nowhere"))
+    build_plan(
+        config, machine=machine, target=LaunchTarget(name="train.py"), run_id="bench", run_dir=Path("/nowhere")
+    )
     return time.monotonic() - start
 
 

@@ -11,12 +11,12 @@ import urllib.request
 
 import pytest
 
-from fsdplaunch.estimate.advice import Case
-from fsdplaunch.estimate.architecture import describe
-from fsdplaunch.estimate.exact import Trace
-from fsdplaunch.estimate.page import page_of
+from fsdplaunch.estimate.advice import MemoryCase
+from fsdplaunch.estimate.hf_config import describe
+from fsdplaunch.estimate.html_report import html_report
 from fsdplaunch.estimate.report import GIB, make_report
-from fsdplaunch.estimate.setup import Setup
+from fsdplaunch.estimate.trace_client import StepTrace
+from fsdplaunch.estimate.training_setup import TrainingSetup
 from tests.unit.estimate.conftest import LLAMA
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -88,8 +88,8 @@ def wait_for(base):
 
 def report_of(trace=None):
     described = describe(LLAMA, source="config.json")
-    setup = Setup(strategy="FULL_SHARD", world=16, per_node=8, shards=16, master=4, compute=2, reduce=4)
-    case = Case(sizes=described.sizes, shape=described.shape)
+    setup = TrainingSetup(strategy="FULL_SHARD", world=16, per_node=8, shards=16, master=4, compute=2, reduce=4)
+    case = MemoryCase(sizes=described.sizes, shape=described.shape)
     return make_report(
         case, setup, title="a <b> model", model="words", memory=8 * GIB, memory_from="here", exact=trace
     )
@@ -100,7 +100,7 @@ def traced():
     course = [("forward", n * GIB // 20) for n in range(60)] + [
         ("backward", (60 - n) * GIB // 10) for n in range(60)
     ]
-    return Trace(
+    return StepTrace(
         parts={"parameters": GIB, "activations": 5 * GIB}, host=0, phase="backward", module="model.layers.3",
         course=(*course, ("step", GIB)), sizes=report_of().case.sizes, said=(), seconds=3.0,
     )  # fmt: skip
@@ -112,7 +112,7 @@ def shown(browser, tmp_path):
 
     def show(report):
         path = tmp_path / "memory.html"
-        path.write_text(page_of(report), encoding="utf-8")
+        path.write_text(html_report(report), encoding="utf-8")
         browser.resize(1000)
         browser.ask("/url", {"url": path.as_uri()})
         return report

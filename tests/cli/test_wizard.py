@@ -13,22 +13,22 @@ from prompt_toolkit.data_structures import Size
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output.vt100 import Vt100_Output
 
-from fsdplaunch.probe.cluster import Cluster
 from fsdplaunch.probe.gpus import Gpu
 from fsdplaunch.probe.hardware import GIB, Hardware
-from fsdplaunch.wizard.dialogue import Dialogue
+from fsdplaunch.probe.scheduler import Cluster
+from fsdplaunch.wizard.file_choice import FileChoice
 from fsdplaunch.wizard.prompts import Prompts
-from fsdplaunch.wizard.questions import QUESTIONS
+from fsdplaunch.wizard.questions.all import QUESTIONS
 from fsdplaunch.wizard.run import run_wizard
-from fsdplaunch.wizard.situation import Situation
-from fsdplaunch.wizard.suggest import Facts
+from fsdplaunch.wizard.state import WizardState
+from fsdplaunch.wizard.suggest import SuggestionFacts
 
 pytestmark = pytest.mark.timeout(30)
 
 ENTER, UP, DOWN, BACK, BACK_TAB = "\r", "\x1b[A", "\x1b[B", "\x02", "\x1b[Z"
 CTRL_C, CTRL_D, CLEAR = "\x03", "\x04", "\x15"
 
-EIGHT = Facts(
+EIGHT = SuggestionFacts(
     hardware=Hardware(
         gpus=tuple(
             Gpu(index=i, name="NVIDIA H100", memory_bytes=80 * GIB, compute_capability=(9, 0)) for i in range(8)
@@ -38,7 +38,7 @@ EIGHT = Facts(
     ),
     cluster=Cluster(),
 )
-LAPTOP = Facts(hardware=Hardware(cpu_count=2, memory_bytes=24 * GIB), cluster=Cluster())
+LAPTOP = SuggestionFacts(hardware=Hardware(cpu_count=2, memory_bytes=24 * GIB), cluster=Cluster())
 
 
 @pytest.fixture(autouse=True)
@@ -75,8 +75,8 @@ def talk(*keys, facts=EIGHT, columns=100, answers=None, path="fsdp.yaml", settin
         keyboard.send_text(keys[0])
         typist = threading.Thread(target=type_when_at_rest, args=(keyboard, keys[1:], drawn), daemon=True)
         typist.start()
-        dialogue = Dialogue(
-            Situation(facts=facts, settings=settings or {}),
+        dialogue = FileChoice(
+            WizardState(facts=facts, settings=settings or {}),
             given=answers or {},
             path=Path(path),
             overwrite=overwrite,
@@ -387,7 +387,7 @@ def test_wizard_review_of_a_contradiction_cannot_be_written_until_changed():
 
 
 def test_wizard_every_question_can_be_explained():
-    from fsdplaunch.wizard.session import explanation
+    from fsdplaunch.wizard.conversation import explanation
 
     for question in QUESTIONS:
         text = explanation(question)
@@ -399,7 +399,7 @@ def test_config_command_has_one_option_per_question():
     import inspect
 
     from fsdplaunch.cli.signatures.config import config
-    from fsdplaunch.wizard.questions import flags
+    from fsdplaunch.wizard.questions.all import flags
 
     parameters = {name.replace("_", "-") for name in inspect.signature(config).parameters}
     assert {flag.name for flag in flags()} <= parameters

@@ -6,13 +6,13 @@ import pytest
 
 from fsdplaunch.config.environment import encode
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.probe.cluster import Cluster
 from fsdplaunch.probe.gpus import Gpu
 from fsdplaunch.probe.hardware import GIB, Hardware
+from fsdplaunch.probe.scheduler import Cluster
 from fsdplaunch.wizard.run import run_wizard
-from fsdplaunch.wizard.suggest import Facts
+from fsdplaunch.wizard.suggest import SuggestionFacts
 
-EIGHT = Facts(
+EIGHT = SuggestionFacts(
     hardware=Hardware(
         gpus=tuple(Gpu(index=i, name="H100", memory_bytes=80 * GIB, compute_capability=(9, 0)) for i in range(8)),
         cpu_count=96,

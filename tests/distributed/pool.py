@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "fsdplaunch.runtime.prepare"]
+PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "fsdplaunch.runtime.api.prepare"]
 GRACE_SECONDS = 5.0
 
 
@@ -121,7 +121,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
 
 
 def _answer(function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str]) -> tuple[str, Any]:
-    from fsdplaunch.runtime.plugin import ambient_plugin
+    from fsdplaunch.runtime.plugin.plugin import ambient_plugin
 
     before = dict(os.environ)
     os.environ.update(env)

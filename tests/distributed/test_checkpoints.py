@@ -174,13 +174,13 @@ def weight(seed: int) -> float:
 
 
 def save_and_die(folder: str, seed: int, step: int | None) -> None:
-    from fsdplaunch.runtime import saving
+    from fsdplaunch.runtime.saving import save_job
 
     def die(*_: Any) -> None:
         if dist.get_rank() == 1:
             os._exit(9)
 
-    saving.write_bytes = die
+    save_job.write_bytes = die
     save(folder, seed, step)
 
 
@@ -202,22 +202,22 @@ def test_killed_save_leaves_the_earlier_checkpoint(tmp_path: Path, step: int | N
 
 
 def save_and_fail(folder: str) -> str:
-    from fsdplaunch.runtime import saving
+    from fsdplaunch.runtime.saving import save_job
 
-    original = saving.write_bytes
+    original = save_job.write_bytes
 
     def fail(*args: Any) -> None:
         original(*args)
         if dist.get_rank() == 1:
             raise OSError(28, "No space left on device")
 
-    saving.write_bytes = fail
+    save_job.write_bytes = fail
     try:
         save(folder, 2, 1)
     except CheckpointError as error:
         return str(error)
     finally:
-        saving.write_bytes = original
+        save_job.write_bytes = original
     return "nothing was raised"
 
 
@@ -498,7 +498,7 @@ def compiled(folder: str, how: str, fields: dict[str, Any]) -> tuple[list[float]
     kept_on = train_sharded(model, optimizer, 3, first=2)
     model, optimizer = make(9)
     fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer)
-    from fsdplaunch.runtime.safe_reader import SafeReader
+    from fsdplaunch.runtime.saving.safe_dcp_reader import SafeReader
 
     sharded = path / "pytorch_model_fsdp_0"
     names = list(SafeReader(sharded).read_metadata().state_dict_metadata) if sharded.exists() else []

@@ -11,7 +11,7 @@ from torch import nn
 
 import fsdplaunch
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime import report
+from fsdplaunch.runtime import messages
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import build, plugin
 
@@ -24,11 +24,11 @@ def described(fields: dict[str, Any], options: dict[str, Any], frozen: bool = Fa
     if frozen:
         model.embed.weight.requires_grad_(False)
     notes: list[str] = []
-    say, report.say = report.say, notes.append
+    say, messages.say = messages.say, notes.append
     try:
         model = fsdplaunch.prepare(model, plugin=plugin(**fields))
     finally:
-        report.say = say
+        messages.say = say
     return fsdplaunch.describe(model), notes
 
 

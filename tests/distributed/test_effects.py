@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor
 
 import fsdplaunch
 from fsdplaunch import FullyShardedDataParallelPlugin
-from fsdplaunch.config import values
+from fsdplaunch.config.schema import kinds as value_kinds
 from fsdplaunch.errors import LaunchError
-from fsdplaunch.runtime import report
+from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.torch_internals import mixed_precision_of, param_groups
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import Norm, TinyLM, adamw, batch, loss_of, my_part
@@ -427,8 +427,8 @@ def effect(row: Row, version: int) -> dict[str, Any] | str:
         fields["use_orig_params"] = False
     notes: list[str] = []
     sent: list[int] = []
-    say, broadcast = report.say, dist.broadcast
-    report.say = notes.append
+    say, broadcast = messages.say, dist.broadcast
+    messages.say = notes.append
     dist.broadcast = lambda *args, **kwargs: (sent.append(1), broadcast(*args, **kwargs))[1]
     try:
         model = fsdplaunch.prepare(model, plugin=FullyShardedDataParallelPlugin(**fields))
@@ -437,7 +437,7 @@ def effect(row: Row, version: int) -> dict[str, Any] | str:
     except LaunchError as error:
         return str(error)
     finally:
-        report.say, dist.broadcast = say, broadcast
+        messages.say, dist.broadcast = say, broadcast
 
 
 def effects(version: int) -> list[dict[str, Any] | str]:
@@ -484,10 +484,10 @@ def test_every_field_has_rows() -> None:
 
 
 CHOICES = {
-    "sharding_strategy": set(values.STRATEGY.choices),
-    "backward_prefetch": set(values.PREFETCH.choices),
-    "auto_wrap_policy": set(values.WRAP.choices),
-    "state_dict_type": set(values.STATE_DICT.choices),
+    "sharding_strategy": set(value_kinds.STRATEGY.choices),
+    "backward_prefetch": set(value_kinds.PREFETCH.choices),
+    "auto_wrap_policy": set(value_kinds.WRAP.choices),
+    "state_dict_type": set(value_kinds.STATE_DICT.choices),
     "mixed_precision_policy": {"bf16", "fp16", "fp32", "fp8"},
     "fsdp_version": {"1", "2"},
     **{

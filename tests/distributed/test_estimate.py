@@ -10,15 +10,15 @@ import torch
 
 import fsdplaunch
 from fsdplaunch import FullyShardedDataParallelPlugin
-from fsdplaunch.config.load import stack
-from fsdplaunch.config.yaml_text import Text
+from fsdplaunch.config.load.load import stack
+from fsdplaunch.config.load.yaml_reader import YamlText
 from fsdplaunch.errors import UsageError
-from fsdplaunch.estimate.architecture import describe, read_architecture
-from fsdplaunch.estimate.build import build_from_config, build_from_script, make_batch, taken_apart
-from fsdplaunch.estimate.exact import Trace, trace_step
+from fsdplaunch.estimate.build_model import build_from_config, build_from_script, make_batch, taken_apart
 from fsdplaunch.estimate.families import FAMILIES
-from fsdplaunch.estimate.need import Need, need_of
-from fsdplaunch.estimate.setup import setup_of
+from fsdplaunch.estimate.hf_config import describe, read_architecture
+from fsdplaunch.estimate.memory import MemoryNeed, memory_need
+from fsdplaunch.estimate.trace_client import StepTrace, trace_step
+from fsdplaunch.estimate.training_setup import training_setup
 from tests.distributed.pool import RankPool
 
 SMALL = {
@@ -72,10 +72,10 @@ def test_parameters_of_every_family_are_those_transformers_builds(kind: str) -> 
 
 
 def config_of(*overrides: str) -> Any:
-    return stack(Text("test"), overrides=overrides).config
+    return stack(YamlText("test"), overrides=overrides).config
 
 
-def both(path: Path, world: int, *overrides: str, function: str = "") -> tuple[Trace, Need | None]:
+def both(path: Path, world: int, *overrides: str, function: str = "") -> tuple[StepTrace, MemoryNeed | None]:
     """The traced and the calculated estimate of a run on CPU."""
     config = config_of("use_cpu=true", *overrides)
     trace = trace_step(
@@ -85,7 +85,7 @@ def both(path: Path, world: int, *overrides: str, function: str = "") -> tuple[T
     if function:
         return trace, None
     described = read_architecture(path)
-    setup = setup_of(
+    setup = training_setup(
         config,
         world=world,
         per_node=min(world, 8),
@@ -94,7 +94,7 @@ def both(path: Path, world: int, *overrides: str, function: str = "") -> tuple[T
         optimizer="adamw",
         on_gpu=False,
     )
-    return trace, need_of(described.sizes, described.shape, setup)
+    return trace, memory_need(described.sizes, described.shape, setup)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdplaunch
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.gradients import clip_grad_value_
+from fsdplaunch.runtime.api.gradients import clip_grad_value_
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import batch, build, loss_of, my_part, plugin
 

@@ -461,7 +461,7 @@ def test_weights_that_do_not_fit_are_refused_on_every_rank(two_ranks: RankPool, 
 def configured(folder: str) -> tuple[float, bool, str]:
     """What the configuration says, without a word in the script."""
     from fsdplaunch.errors import LaunchError
-    from fsdplaunch.runtime.watch import check_sharded
+    from fsdplaunch.runtime.sharding_watch import check_sharded
 
     model = fsdplaunch.prepare(on_meta())
     ids = torch.arange(12).reshape(2, 6)

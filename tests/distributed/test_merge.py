@@ -33,7 +33,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdplaunch.checkpoint.merge import MergeOptions, merge, merge_fsdp_weights
+from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge, merge_fsdp_weights
 from fsdplaunch.errors import CheckpointError
 
 TIMEOUT = 120
@@ -447,7 +447,8 @@ def test_merge_fsdp_weights_in_a_job_merges_once_and_fails_everywhere(tmp_path):
 
 def test_merge_never_imports_torch(two, tmp_path):
     script = (
-        "import json, sys; from pathlib import Path; from fsdplaunch.checkpoint.merge import MergeOptions, merge\n"
+        "import json, sys; from pathlib import Path\n"
+        "from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge\n"
         "merge(Path(sys.argv[1]), Path(sys.argv[2]), options=MergeOptions(verify=True))\n"
         "print(json.dumps(sorted(sys.modules)))"
     )

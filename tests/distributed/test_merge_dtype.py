@@ -9,9 +9,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from fsdplaunch.checkpoint.convert import convert
 from fsdplaunch.checkpoint.dtypes import DTYPES
-from fsdplaunch.checkpoint.merge import MergeOptions, merge
+from fsdplaunch.checkpoint.merge.cast_dtype import convert
+from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
 from fsdplaunch.errors import CheckpointError
 
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -107,7 +107,7 @@ def test_merge_with_dtype_needs_neither_torch_nor_the_memory_of_the_model(tmp_pa
     dcp.save({"model": {"w": torch.ones(40_000_000)}}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     script = (
         "import sys; from pathlib import Path\n"
-        "from fsdplaunch.checkpoint.merge import MergeOptions, merge\n"
+        "from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge\n"
         "merge(Path(sys.argv[1]), Path(sys.argv[2]), options=MergeOptions(dtype='bf16'))\n"
         "peak = next(line for line in open('/proc/self/status') if line.startswith('VmHWM'))\n"
         "print('torch' in sys.modules, peak.split()[1])"

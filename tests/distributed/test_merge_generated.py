@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsdplaunch.checkpoint.merge import MergeOptions, merge
+from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
 from tests.distributed.pool import RankPool
 
 DTYPES = {

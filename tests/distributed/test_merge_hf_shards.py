@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsdplaunch.checkpoint.merge import MergeOptions, merge, prepare_merge
+from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge, prepare_merge
 from fsdplaunch.errors import CheckpointError
 
 WORLD = 3

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, T5Config, T5ForConditionalGeneration
 
-from fsdplaunch.checkpoint.merge import MergeOptions, merge, merge_fsdp_weights
+from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge, merge_fsdp_weights
 from fsdplaunch.errors import UsageError
 
 SMALL = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from fsdplaunch.checkpoint.layout import AmbiguousError
-from fsdplaunch.checkpoint.merge import MergeOptions, merge
+from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
+from fsdplaunch.checkpoint.readers.find import AmbiguousError
 from fsdplaunch.errors import CheckpointError, UsageError
 
 OPTIMIZER = MergeOptions(optimizer=True)

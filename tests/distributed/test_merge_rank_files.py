@@ -24,7 +24,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdplaunch
-from fsdplaunch.checkpoint.merge import MergeOptions, merge
+from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
 from fsdplaunch.errors import CheckpointError
 from tests.distributed.pool import RankError, RankPool
 from tests.distributed.tiny import adamw, build, plugin, train_sharded

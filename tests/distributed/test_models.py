@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdplaunch
-from fsdplaunch.runtime.names import clean_name
+from fsdplaunch.runtime.inspection.parameter_names import clean_name
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import (
     VOCAB,
@@ -304,9 +304,9 @@ def by_function(version: int, kind: str) -> tuple[float, int]:
     model = build()
     fields = {"fsdp_version": version, "auto_wrap_policy": policies[kind]}
     model, optimizer = fsdplaunch.prepare(model, adamw(model.parameters()), plugin=plugin(**fields))
-    from fsdplaunch.runtime.prepared import prepared_of
+    from fsdplaunch.runtime.sharding.registry import registered
 
-    prepared = prepared_of(model)
+    prepared = registered(model)
     assert prepared is not None
     return largest_difference(alone, train_sharded(model, optimizer, STEPS)), len(prepared.units)
 

@@ -25,10 +25,10 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 
 from fsdplaunch import FullyShardedDataParallelPlugin
 from fsdplaunch.config.environment import decode, encode
-from fsdplaunch.config.keys import build_config
 from fsdplaunch.config.resolve import resolve
+from fsdplaunch.config.schema.walk import build_config
 from fsdplaunch.errors import ShardingError, UsageError
-from fsdplaunch.runtime.settings import settings_of
+from fsdplaunch.runtime.sharding.settings import settings_of
 from tests.distributed.tiny import Block, build
 
 

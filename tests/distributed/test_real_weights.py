@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fsdplaunch
-from fsdplaunch.checkpoint.merge import MergeOptions, merge
+from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import my_part, plugin
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from fsdplaunch.agent.elastic_agent import read_options
+from fsdplaunch.agent.main import split
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema import Config, LaunchSection
-from fsdplaunch.launch.agent import split
-from fsdplaunch.launch.elastic import read_options
-from fsdplaunch.launch.plan import Machine, Target, build_plan
+from fsdplaunch.config.schema.config import Config, LaunchSection
+from fsdplaunch.launch.plan import LaunchTarget, NodeFacts, build_plan
 
 SAID = LaunchSection(
     max_restarts=3,
@@ -27,9 +27,9 @@ SAID = LaunchSection(
 
 def torchs(config):
     """The plan's options as torch's LaunchConfig."""
-    machine = Machine(gpus=0, cpus=8, environ={})
+    machine = NodeFacts(gpus=0, cpus=8, environ={})
     plan = build_plan(
-        resolve(config), machine=machine, target=Target(name="t.py"), run_id="r1", run_dir=Path("/runs/r1")
+        resolve(config), machine=machine, target=LaunchTarget(name="t.py"), run_id="r1", run_dir=Path("/runs/r1")
     )
     return read_options(split(plan.argv[3:])[0])
 

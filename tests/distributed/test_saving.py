@@ -53,11 +53,11 @@ def test_checkpoint_written_beside_training_is_of_the_moment_it_was_asked_for(
 
 def save_while_blocked(folder: str) -> tuple[bool, bool, bool]:
     """Whether the first save had returned unwritten, whether a second waited for it, whether both are there."""
-    from fsdplaunch.runtime import saving
+    from fsdplaunch.runtime.saving import save_job
 
     model, optimizer = fresh()
-    gate, original = threading.Event(), saving.write_bytes
-    saving.write_bytes = lambda path, data: (gate.wait(20), original(path, data))
+    gate, original = threading.Event(), save_job.write_bytes
+    save_job.write_bytes = lambda path, data: (gate.wait(20), original(path, data))
     try:
         first = fsdplaunch.save_checkpoint(folder, model=model, optimizer=optimizer, step=1)
         returned_unwritten = not first.exists()
@@ -66,9 +66,9 @@ def save_while_blocked(folder: str) -> tuple[bool, bool, bool]:
         second = fsdplaunch.save_checkpoint(folder, model=model, optimizer=optimizer, step=2)
         waited = time.monotonic() - start > 0.8
         there = (first / "fsdplaunch.json").exists()
-        saving.finish_saves()
+        save_job.finish_saves()
     finally:
-        saving.write_bytes = original
+        save_job.write_bytes = original
     return returned_unwritten, waited, there and (second / "fsdplaunch.json").exists()
 
 
@@ -77,19 +77,19 @@ def test_second_save_waits_for_the_one_under_way(two_ranks: RankPool, tmp_path: 
 
 
 def fail_beside_training(folder: str) -> tuple[str, str, bool]:
-    from fsdplaunch.runtime import saving
+    from fsdplaunch.runtime.saving import save_job
 
     def fail(*_: Any) -> None:
         if dist.get_rank() == 1:
             raise OSError(28, "No space left on device")
 
     model, optimizer = fresh()
-    original, saving.write_bytes = saving.write_bytes, fail
+    original, save_job.write_bytes = save_job.write_bytes, fail
     try:
         at_once = words_of(fsdplaunch.save_checkpoint, folder, model=model, optimizer=optimizer, step=1)
         at_next = words_of(fsdplaunch.save_checkpoint, folder, model=model, optimizer=optimizer, step=2)
     finally:
-        saving.write_bytes = original
+        save_job.write_bytes = original
     dist.barrier()
     return at_once, at_next, any(Path(folder).iterdir())
 
@@ -325,16 +325,16 @@ def test_both_files_of_a_whole_model_hold_the_same(two_ranks: RankPool, tmp_path
 
 
 def save_whole_and_told(folder: str) -> str:
-    from fsdplaunch.runtime import saving
+    from fsdplaunch.runtime.saving import save_job
 
     model = fsdplaunch.prepare(build(tied=True), plugin=plugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT"))
-    said, limit = io.StringIO(), saving.LARGE_BYTES
-    saving.LARGE_BYTES = 1000
+    said, limit = io.StringIO(), save_job.LARGE_BYTES
+    save_job.LARGE_BYTES = 1000
     try:
         with contextlib.redirect_stderr(said):
             fsdplaunch.save_checkpoint(folder, model=model)
     finally:
-        saving.LARGE_BYTES = limit
+        save_job.LARGE_BYTES = limit
     return said.getvalue()
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import fsdplaunch
-from fsdplaunch.runtime.names import clean_name
+from fsdplaunch.runtime.inspection.parameter_names import clean_name
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import plugin
 
@@ -62,10 +62,10 @@ def test_pretrained_weights_reach_the_model_of_all_ranks(
 
 
 def units(version: int) -> tuple[list[str], float, float]:
-    from fsdplaunch.runtime.prepared import prepared_of
+    from fsdplaunch.runtime.sharding.registry import registered
 
     model = fsdplaunch.prepare(llama(), plugin=plugin(fsdp_version=version))
-    prepared = prepared_of(model)
+    prepared = registered(model)
     assert prepared is not None
     return list(prepared.units), loss(model), loss(llama())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.launch.numa import processors_for_ranks
+from fsdplaunch.agent.numa import processors_for_ranks
 
 SEEN = """
 import json, os, sys, signal

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.launch.nursery import CLOSE_SECONDS
+from fsdplaunch.agent.fork_server.client import CLOSE_SECONDS
 
 SCRIPT = """
 import os, subprocess, sys, time

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.launch.streams import copy_size
+from fsdplaunch.agent.output import copy_size
 
 RANK = "import os, sys, time; rank = int(os.environ['RANK'])\n"
 

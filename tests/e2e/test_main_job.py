@@ -6,7 +6,7 @@ import sys
 
 from safetensors import safe_open
 
-from fsdplaunch.checkpoint.merge import merge_fsdp_weights
+from fsdplaunch.checkpoint.merge.merge import merge_fsdp_weights
 
 
 def loss_after(text: str, words: str) -> float:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fsdplaunch.vitals import read_heartbeat
+from fsdplaunch.worker_status import read_heartbeat
 
 CRASHING = """
 import os
@@ -35,14 +35,14 @@ for step in range(done + 1, 7):
 
 LAST = """
 import sys, torch, fsdplaunch
-from fsdplaunch.runtime import saving
+from fsdplaunch.runtime.saving import save_job
 from torch import nn
 
 model = fsdplaunch.prepare(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))))
 if sys.argv[1] == "fails":
     def fail(*_):
         raise OSError(28, "No space left on device")
-    saving.write_bytes = fail
+    save_job.write_bytes = fail
 fsdplaunch.save_checkpoint("c", model=model, step=1)
 print("the script is over", flush=True)
 """

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from fsdplaunch.config.environment import encode
-from fsdplaunch.config.keys import build_config, keys_by_path
 from fsdplaunch.config.resolve import resolve
+from fsdplaunch.config.schema.walk import build_config, keys_by_path
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"

@@ -26,8 +26,8 @@ def serve() -> None:
     import transformers  # noqa: F401
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: F401
 
-    import fsdplaunch.runtime.auto.install
-    import fsdplaunch.runtime.prepare  # noqa: F401
+    import fsdplaunch.runtime.api.prepare
+    import fsdplaunch.runtime.auto.install  # noqa: F401
 
     for line in sys.stdin:
         request = json.loads(line)
@@ -103,8 +103,8 @@ def _parameters() -> list[dict[str, Any]]:
     """What every parameter of every model of the program is on this rank."""
     from torch.distributed.tensor import DTensor
 
-    from fsdplaunch.runtime.names import named_parameters
-    from fsdplaunch.runtime.prepared import _models
+    from fsdplaunch.runtime.inspection.parameter_names import named_parameters
+    from fsdplaunch.runtime.sharding.registry import _models
 
     return [
         {

@@ -7,8 +7,8 @@ import pytest
 from tests.scripts.conftest import Forks
 
 IMPATIENT = """
-from fsdplaunch.runtime import muster, stuck
-muster.NOTICE_SECONDS, muster.CONFIRM_SECONDS, stuck.STILL_SECONDS = 0.5, 0.5, 0.5
+from fsdplaunch.runtime.collectives import monitored_barrier, hang_detector
+monitored_barrier.NOTICE_SECONDS, monitored_barrier.CONFIRM_SECONDS, hang_detector.STILL_SECONDS = 0.5, 0.5, 0.5
 """
 
 HEAD = """

@@ -48,7 +48,7 @@ def test_worker_side_of_the_config_needs_only_the_standard_library():
 
 
 def test_merge_imports_no_torch():
-    assert "torch" not in modules_after("import fsdplaunch.checkpoint.merge")
+    assert "torch" not in modules_after("import fsdplaunch.checkpoint.merge.merge")
 
 
 def test_public_names_resolve_to_what_they_name():

@@ -35,11 +35,11 @@ def estimate(
     as_json: JsonOption = False,
 ) -> None:
     """Say how much memory a run needs on each GPU, whether it fits, and what to change."""
-    from fsdplaunch.cli.estimate_cmd import Wanted
-    from fsdplaunch.cli.estimate_cmd import estimate as run_estimate
+    from fsdplaunch.cli.estimate import EstimateRequest
+    from fsdplaunch.cli.estimate import estimate as run_estimate
     from fsdplaunch.cli.size_option import parse_size
 
-    wanted = Wanted(
+    wanted = EstimateRequest(
         source=source,
         world=world_size,
         gpu_memory=parse_size(gpu_memory, option="--gpu-memory") if gpu_memory else None,
@@ -65,7 +65,7 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Say what this machine has and what stands in the way of training; exit 3 if something does."""
-    from fsdplaunch.cli.doctor_cmd import doctor as run_doctor
+    from fsdplaunch.cli.doctor import doctor as run_doctor
 
     status = run_doctor(
         file=config,
@@ -89,7 +89,7 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Try a script with its configuration: two CPU workers, a few steps, one checkpoint there and back."""
-    from fsdplaunch.cli.check_cmd import check as run_check
+    from fsdplaunch.cli.check import check as run_check
 
     status = run_check(
         script,

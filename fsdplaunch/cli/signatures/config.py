@@ -46,7 +46,7 @@ def config(
     """Write fsdp.yaml: look at this machine, ask a few questions, show what will be written."""
     if context.invoked_subcommand is not None:
         return
-    from fsdplaunch.cli.wizard_cmd import write_config
+    from fsdplaunch.cli.config_wizard import write_config
 
     answers = {
         "where": where,
@@ -82,10 +82,10 @@ def config_show(
     as_json: JsonOption = False,
 ) -> None:
     """Print the effective values."""
-    from fsdplaunch.cli import config_cmd
+    from fsdplaunch.cli import config_files
 
     raise typer.Exit(
-        config_cmd.show(file=file, overrides=overrides or [], origin=origin, as_json=as_json, out=Output())
+        config_files.show(file=file, overrides=overrides or [], origin=origin, as_json=as_json, out=Output())
     )
 
 
@@ -95,9 +95,9 @@ def config_set(
     file: ConfigOption = None,
 ) -> None:
     """Change keys in the file; its comments and layout stay."""
-    from fsdplaunch.cli import config_cmd
+    from fsdplaunch.cli import config_files
 
-    raise typer.Exit(config_cmd.set_values(assignments, file=file, out=Output()))
+    raise typer.Exit(config_files.set_values(assignments, file=file, out=Output()))
 
 
 @config_app.command("validate")
@@ -106,9 +106,9 @@ def config_validate(
     as_json: JsonOption = False,
 ) -> None:
     """Report every problem of one or more files."""
-    from fsdplaunch.cli import config_cmd
+    from fsdplaunch.cli import config_files
 
-    raise typer.Exit(config_cmd.validate(files or [], as_json=as_json, out=Output()))
+    raise typer.Exit(config_files.validate(files or [], as_json=as_json, out=Output()))
 
 
 @config_app.command("explain")
@@ -119,17 +119,17 @@ def config_explain(
     as_json: JsonOption = False,
 ) -> None:
     """Say what a key does, its values, its default and yours."""
-    from fsdplaunch.cli import config_cmd
+    from fsdplaunch.cli import config_files
 
-    raise typer.Exit(config_cmd.explain(key, file=file, as_json=as_json, markdown=markdown, out=Output()))
+    raise typer.Exit(config_files.explain(key, file=file, as_json=as_json, markdown=markdown, out=Output()))
 
 
 @config_app.command("schema")
 def config_schema() -> None:
     """Print the JSON Schema of the file, for editors."""
-    from fsdplaunch.cli import config_cmd
+    from fsdplaunch.cli import config_files
 
-    raise typer.Exit(config_cmd.schema(out=Output()))
+    raise typer.Exit(config_files.schema(out=Output()))
 
 
 @config_app.command("presets")
@@ -137,9 +137,9 @@ def config_presets(
     name: Annotated[str | None, typer.Argument(help="Print this one")] = None, as_json: JsonOption = False
 ) -> None:
     """List ready-made configurations, or print one."""
-    from fsdplaunch.cli import config_cmd
+    from fsdplaunch.cli import config_files
 
-    raise typer.Exit(config_cmd.presets(name, as_json=as_json, out=Output()))
+    raise typer.Exit(config_files.presets(name, as_json=as_json, out=Output()))
 
 
 @config_app.command("convert")
@@ -151,9 +151,11 @@ def config_convert(
     as_json: JsonOption = False,
 ) -> None:
     """Convert a file, and name every key that changes or is dropped."""
-    from fsdplaunch.cli import config_cmd
+    from fsdplaunch.cli import config_files
 
-    raise typer.Exit(config_cmd.convert(source, target, to=to, overwrite=overwrite, as_json=as_json, out=Output()))
+    raise typer.Exit(
+        config_files.convert(source, target, to=to, overwrite=overwrite, as_json=as_json, out=Output())
+    )
 
 
 def to_fsdp2(
@@ -162,9 +164,9 @@ def to_fsdp2(
     overwrite: OverwriteOption = False,
 ) -> None:
     """Convert a file to FSDP2: what accelerate calls to-fsdp2."""
-    from fsdplaunch.cli import config_cmd
+    from fsdplaunch.cli import config_files
 
-    status = config_cmd.convert(
+    status = config_files.convert(
         source, target or source, to="fsdp2", overwrite=overwrite, as_json=False, out=Output()
     )
     raise typer.Exit(status)

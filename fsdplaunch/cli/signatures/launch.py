@@ -17,7 +17,7 @@ EPILOG = (
 
 def _print_all_options(wanted: bool) -> None:
     if wanted:
-        from fsdplaunch.cli.key_options import list_options
+        from fsdplaunch.cli.launch.key_options import list_options
 
         Output().data(list_options())
         raise typer.Exit
@@ -60,9 +60,9 @@ def launch(
     as_json: JsonOption = False,
 ) -> None:
     """Run a training script on every worker, sharded as the YAML says."""
-    from fsdplaunch.cli.launch_cmd import Wishes, launch_script, one_route
+    from fsdplaunch.cli.launch.single_node import LaunchOptions, launch_script, one_route
 
-    wishes = Wishes(
+    launch_options = LaunchOptions(
         module=module,
         no_python=no_python,
         dry_run=dry_run,
@@ -73,7 +73,7 @@ def launch(
         follow=follow,
     )
     status = launch_script(
-        script, context.args, file=config, overrides=overrides or [], wishes=wishes, out=Output()
+        script, context.args, file=config, overrides=overrides or [], launch_options=launch_options, out=Output()
     )
     raise typer.Exit(status)
 
@@ -82,7 +82,7 @@ def expanded(argv: list[str]) -> list[str]:
     """Turn configuration keys written as options of `launch` into `--set`; anything else stays."""
     if argv[:1] != ["launch"] or len(argv) < 2 or not argv[1].startswith("-"):  # noqa: PLR2004
         return argv
-    from fsdplaunch.cli.key_options import expand
+    from fsdplaunch.cli.launch.key_options import expand
 
     flags, options = own_options()
     return ["launch", *expand(argv[1:], own_flags=flags, own_options=options)]

@@ -25,9 +25,9 @@ def runs(
 ) -> None:
     """List runs, newest first, with their states."""
     if context.invoked_subcommand is None:
-        from fsdplaunch.cli import runs_cmd
+        from fsdplaunch.cli.launch import runs as run_commands
 
-        raise typer.Exit(runs_cmd.list_runs(config, log_dir, limit=limit, as_json=as_json, out=Output()))
+        raise typer.Exit(run_commands.list_runs(config, log_dir, limit=limit, as_json=as_json, out=Output()))
 
 
 @runs_app.command("logs")
@@ -40,10 +40,10 @@ def runs_logs(
     log_dir: LogDirOption = None,
 ) -> None:
     """Print a run's output."""
-    from fsdplaunch.cli import runs_cmd
+    from fsdplaunch.cli.launch import runs as run_commands
 
-    wanted = runs_cmd.Wanted(rank=rank, stream="stderr" if stderr else "stdout", follow=follow)
-    raise typer.Exit(runs_cmd.show_logs(run, config, log_dir, wanted=wanted, out=Output()))
+    wanted = run_commands.LogRequest(rank=rank, stream="stderr" if stderr else "stdout", follow=follow)
+    raise typer.Exit(run_commands.show_logs(run, config, log_dir, wanted=wanted, out=Output()))
 
 
 @runs_app.command("cancel")
@@ -53,6 +53,6 @@ def runs_cancel(
     log_dir: LogDirOption = None,
 ) -> None:
     """Ask a run to end; its workers may save first."""
-    from fsdplaunch.cli import runs_cmd
+    from fsdplaunch.cli.launch import runs as run_commands
 
-    raise typer.Exit(runs_cmd.cancel_run(run, config, log_dir, out=Output()))
+    raise typer.Exit(run_commands.cancel_run(run, config, log_dir, out=Output()))

@@ -59,8 +59,8 @@ def merge_weights(
     as_json: JsonOption = False,
 ) -> None:
     """Join a sharded checkpoint into safetensors."""
-    from fsdplaunch.checkpoint.merge import MergeOptions
-    from fsdplaunch.cli.merge_cmd import merge_command, parse_format, parse_rename
+    from fsdplaunch.checkpoint.merge.merge import MergeOptions
+    from fsdplaunch.cli.merge import merge_command, parse_format, parse_rename
     from fsdplaunch.cli.size_option import parse_size
 
     options = MergeOptions(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fsdplaunch.estimate.families.parts import Answer, Family, Reader, Shape, Shapes, linear
+from fsdplaunch.estimate.families.parts import ActivationShape, Answer, ConfigNumbers, Family, Shapes, linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Decoder:
 def decoder(traits: Decoder) -> Family:
     """Llama and what is built like it."""
 
-    def family(read: Reader, *, head: str) -> Answer:
+    def family(read: ConfigNumbers, *, head: str) -> Answer:
         h, vocab = read("hidden_size"), read("vocab_size")
         heads = read("num_attention_heads")
         size = read("head_dim", default=h // heads)
@@ -41,7 +41,7 @@ def decoder(traits: Decoder) -> Family:
             shapes["score.weight"] = (read.labels, h)
         active = read("num_experts_per_tok") if traits.experts else 1
         ffn = read("moe_intermediate_size", "intermediate_size") if traits.experts else read("intermediate_size")
-        shape = Shape(
+        shape = ActivationShape(
             hidden=h, layers=layers, heads=q, keys=kv, ffn=ffn * active, vocab=vocab if head == "lm" else 0,
             norms=4 if traits.post_norms else 2, head_norms=2 if traits.head_norm or traits.wide_norm else 0,
             max_length=read("max_position_embeddings", default=0), capped=traits.capped,
@@ -52,7 +52,7 @@ def decoder(traits: Decoder) -> Family:
     return family
 
 
-def _decoder_block(read: Reader, traits: Decoder, h: int, q: int, kv: int, size: int) -> Shapes:
+def _decoder_block(read: ConfigNumbers, traits: Decoder, h: int, q: int, kv: int, size: int) -> Shapes:
     qkv_bias = traits.qkv_bias or read.flag("attention_bias", default=False)
     out_bias = traits.out_bias or (read.flag("attention_bias", default=False) and not traits.qkv_bias)
     block: Shapes = {}
@@ -74,7 +74,7 @@ def _decoder_block(read: Reader, traits: Decoder, h: int, q: int, kv: int, size:
     return block | {f"{name}.weight": (h,) for name in names}
 
 
-def _feed_forward(read: Reader, traits: Decoder, h: int) -> Shapes:
+def _feed_forward(read: ConfigNumbers, traits: Decoder, h: int) -> Shapes:
     if traits.experts:
         ffn, experts = read("moe_intermediate_size", "intermediate_size"), read("num_local_experts", "num_experts")
         return {

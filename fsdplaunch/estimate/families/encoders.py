@@ -1,12 +1,21 @@
 """BERT and RoBERTa, and T5, whose decoder reads an encoder."""
 
-from fsdplaunch.estimate.families.parts import Answer, Family, Reader, Shape, Shapes, linear, norm, prefixed
+from fsdplaunch.estimate.families.parts import (
+    ActivationShape,
+    Answer,
+    ConfigNumbers,
+    Family,
+    Shapes,
+    linear,
+    norm,
+    prefixed,
+)
 
 
 def bert(prefix: str, *, roberta: bool = False) -> Family:
     """BERT and RoBERTa; `prefix` is what a head's names put before the encoder's."""
 
-    def family(read: Reader, *, head: str) -> Answer:
+    def family(read: ConfigNumbers, *, head: str) -> Answer:
         h, layers, vocab = read("hidden_size"), read("num_hidden_layers"), read("vocab_size")
         ffn, length = read("intermediate_size"), read("max_position_embeddings")
         inside = f"{prefix}." if head != "none" else ""
@@ -28,7 +37,7 @@ def bert(prefix: str, *, roberta: bool = False) -> Family:
             shapes |= prefixed(f"{inside}encoder.layer.{number}", block)
         shapes |= _bert_head(read, head, h, vocab, roberta=roberta, inside=inside)
         dropout = 2.0 if read.config.get("hidden_dropout_prob", 0.1) else 0
-        shape = Shape(
+        shape = ActivationShape(
             hidden=h, layers=layers, heads=h, keys=h, ffn=ffn, vocab=vocab if head == "lm" else 0, gated=False,
             full_norm=False, dropout=dropout, max_length=length - 2 if roberta else length, upcasts=False,
         )  # fmt: skip
@@ -37,7 +46,7 @@ def bert(prefix: str, *, roberta: bool = False) -> Family:
     return family
 
 
-def _bert_head(read: Reader, head: str, h: int, vocab: int, *, roberta: bool, inside: str) -> Shapes:
+def _bert_head(read: ConfigNumbers, head: str, h: int, vocab: int, *, roberta: bool, inside: str) -> Shapes:
     if head == "lm":
         name = "lm_head" if roberta else "cls.predictions"
         inner = "" if roberta else ".transform"
@@ -52,7 +61,7 @@ def _bert_head(read: Reader, head: str, h: int, vocab: int, *, roberta: bool, in
     return pooler | linear("classifier", read.labels, h)
 
 
-def t5(read: Reader, *, head: str) -> Answer:
+def t5(read: ConfigNumbers, *, head: str) -> Answer:
     """T5: an encoder, and a decoder that reads it."""
     h, vocab, ffn = read("d_model"), read("vocab_size"), read("d_ff")
     heads = read("num_heads")
@@ -80,7 +89,7 @@ def t5(read: Reader, *, head: str) -> Answer:
         lists[f"{side}.block"] = count
     if head == "lm" and not read.flag("tie_word_embeddings", default=True):
         shapes["lm_head.weight"] = (vocab, h)
-    shape = Shape(
+    shape = ActivationShape(
         hidden=h, layers=encoder + decoder, heads=q, keys=q, ffn=ffn, vocab=vocab if head == "lm" else 0,
         gated=gated, dropout=3.0 if read.config.get("dropout_rate", 0.1) else 0, eager=heads, upcasts=False,
         cross=decoder, relu=not gated and "relu" in str(read.config.get("feed_forward_proj", "relu")),

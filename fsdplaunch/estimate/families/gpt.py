@@ -1,9 +1,17 @@
 """GPT-2, GPT-NeoX and OPT: decoders with LayerNorm and biases."""
 
-from fsdplaunch.estimate.families.parts import Answer, Reader, Shape, Shapes, linear, norm, prefixed
+from fsdplaunch.estimate.families.parts import (
+    ActivationShape,
+    Answer,
+    ConfigNumbers,
+    Shapes,
+    linear,
+    norm,
+    prefixed,
+)
 
 
-def gpt2(read: Reader, *, head: str) -> Answer:
+def gpt2(read: ConfigNumbers, *, head: str) -> Answer:
     """GPT-2 and what shares its code."""
     h, layers, vocab = read("n_embd", "hidden_size"), read("n_layer", "num_hidden_layers"), read("vocab_size")
     length = read("n_positions", "max_position_embeddings")
@@ -24,14 +32,14 @@ def gpt2(read: Reader, *, head: str) -> Answer:
         shapes["score.weight"] = (read.labels, h)
     composite = str(read.config.get("activation_function", "gelu_new")) in ("gelu_new", "gelu_fast")
     dropout = 2.0 if read.config.get("resid_pdrop", 0.1) else 0
-    shape = Shape(
+    shape = ActivationShape(
         hidden=h, layers=layers, heads=h, keys=h, ffn=ffn, vocab=vocab if head == "lm" else 0, gated=False,
         full_norm=False, composite=composite, dropout=dropout, max_length=length,
     )  # fmt: skip
     return shapes, shape, {"transformer.h": layers}
 
 
-def gpt_neox(read: Reader, *, head: str) -> Answer:
+def gpt_neox(read: ConfigNumbers, *, head: str) -> Answer:
     """GPT-NeoX and Pythia."""
     h, layers, vocab = read("hidden_size"), read("num_hidden_layers"), read("vocab_size")
     ffn, bias = read("intermediate_size"), read.flag("attention_bias", default=True)
@@ -47,14 +55,14 @@ def gpt_neox(read: Reader, *, head: str) -> Answer:
         shapes["embed_out.weight"] = (vocab, h)
     if head == "classify":
         shapes["score.weight"] = (read.labels, h)
-    shape = Shape(
+    shape = ActivationShape(
         hidden=h, layers=layers, heads=h, keys=h, ffn=ffn, vocab=vocab if head == "lm" else 0, gated=False,
         full_norm=False, max_length=read("max_position_embeddings", default=0),
     )  # fmt: skip
     return shapes, shape, {"gpt_neox.layers": layers}
 
 
-def opt(read: Reader, *, head: str) -> Answer:
+def opt(read: ConfigNumbers, *, head: str) -> Answer:
     """OPT."""
     h, layers, vocab, ffn = (
         read("hidden_size"), read("num_hidden_layers"), read("vocab_size"), read("ffn_dim")
@@ -82,7 +90,7 @@ def opt(read: Reader, *, head: str) -> Answer:
     if head == "classify":
         shapes["score.weight"] = (read.labels, width)
     dropout = 2.0 if read.config.get("dropout", 0.1) else 0
-    shape = Shape(
+    shape = ActivationShape(
         hidden=h, layers=layers, heads=h, keys=h, ffn=ffn, vocab=vocab if head == "lm" else 0, gated=False,
         full_norm=False, dropout=dropout, max_length=length,
         relu=read.config.get("activation_function", "relu") == "relu",

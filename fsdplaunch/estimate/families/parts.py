@@ -10,7 +10,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ActivationShape:
     """What activations depend on.
 
     Attributes:
@@ -54,7 +54,7 @@ class Shape:
     capped: bool = False
 
 
-class Reader:
+class ConfigNumbers:
     """Numbers of a configuration; a missing one is an error that names it."""
 
     def __init__(self, config: Mapping[str, Any], source: str) -> None:
@@ -91,7 +91,7 @@ class Reader:
         return len(labels) if isinstance(labels, dict) and labels else self("num_labels", default=2)
 
 
-Answer = tuple[Shapes, Shape, dict[str, int]]
+Answer = tuple[Shapes, ActivationShape, dict[str, int]]
 Family = Callable[..., Answer]
 
 

@@ -3,48 +3,52 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from fsdplaunch.runtime.auto.arithmetic import computing_whole
-from fsdplaunch.runtime.auto.assignments import assigning_shards
-from fsdplaunch.runtime.auto.births import recording
-from fsdplaunch.runtime.auto.buffers import aligning_buffers
-from fsdplaunch.runtime.auto.data import dividing_loaders
-from fsdplaunch.runtime.auto.draws import drawing_whole
-from fsdplaunch.runtime.auto.job import Job
-from fsdplaunch.runtime.auto.moves import keeping_hooks
-from fsdplaunch.runtime.auto.norms import clipping_whole
-from fsdplaunch.runtime.auto.randomness import drawing_alike_in_evaluation, seeding_by_rank
-from fsdplaunch.runtime.auto.readings import reading_whole
-from fsdplaunch.runtime.auto.regroup import training_shards
-from fsdplaunch.runtime.auto.restoring import loading_whole
-from fsdplaunch.runtime.auto.saving import saving_whole
-from fsdplaunch.runtime.auto.trigger import building_in_host_memory, sharding_on_compile, sharding_on_move
-from fsdplaunch.runtime.auto.updates import updating_shards
+from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.data.data_loaders import dividing_loaders
+from fsdplaunch.runtime.auto.data.rng_streams import drawing_alike_in_evaluation, seeding_by_rank
+from fsdplaunch.runtime.auto.detect.module_registry import registering_modules
+from fsdplaunch.runtime.auto.detect.optimizers import training_shards
+from fsdplaunch.runtime.auto.detect.shard_triggers import (
+    building_in_host_memory,
+    sharding_on_compile,
+    sharding_on_move,
+)
+from fsdplaunch.runtime.auto.dtensor.data_assignment import assigning_shards
+from fsdplaunch.runtime.auto.dtensor.grad_clipping import clipping_whole
+from fsdplaunch.runtime.auto.dtensor.inplace_updates import updating_shards
+from fsdplaunch.runtime.auto.dtensor.losses_and_extremes import computing_whole
+from fsdplaunch.runtime.auto.dtensor.random_init import drawing_whole
+from fsdplaunch.runtime.auto.dtensor.scalar_reads import reading_whole
+from fsdplaunch.runtime.auto.model.buffers import aligning_buffers
+from fsdplaunch.runtime.auto.model.moves import keeping_hooks
+from fsdplaunch.runtime.auto.state.load_hooks import loading_whole
+from fsdplaunch.runtime.auto.state.save_hooks import saving_whole
 
 
 @contextmanager
-def hooks(job: Job) -> Iterator[Job]:
+def hooks(hook_context: HookContext) -> Iterator[HookContext]:
     """Install the hooks of one worker, and take them away at the end."""
     contexts = (
-        recording(job.births),
-        sharding_on_move(job),
-        sharding_on_compile(job),
-        building_in_host_memory(job),
-        keeping_hooks(job),
-        training_shards(job),
-        dividing_loaders(job),
-        aligning_buffers(job),
-        seeding_by_rank(job.streams),
-        drawing_alike_in_evaluation(job.streams, job.models),
-        drawing_whole(job),
-        clipping_whole(job),
-        reading_whole(job),
-        computing_whole(job),
-        updating_shards(job),
-        assigning_shards(job),
-        saving_whole(job),
-        loading_whole(job),
+        registering_modules(hook_context.module_registry),
+        sharding_on_move(hook_context),
+        sharding_on_compile(hook_context),
+        building_in_host_memory(hook_context),
+        keeping_hooks(hook_context),
+        training_shards(hook_context),
+        dividing_loaders(hook_context),
+        aligning_buffers(hook_context),
+        seeding_by_rank(hook_context.streams),
+        drawing_alike_in_evaluation(hook_context.streams, hook_context.models),
+        drawing_whole(hook_context),
+        clipping_whole(hook_context),
+        reading_whole(hook_context),
+        computing_whole(hook_context),
+        updating_shards(hook_context),
+        assigning_shards(hook_context),
+        saving_whole(hook_context),
+        loading_whole(hook_context),
     )
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
-        yield job
+        yield hook_context

@@ -14,18 +14,18 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import CheckpointError, UsageError
-from fsdplaunch.runtime.blocks import class_name
-from fsdplaunch.runtime.loading.fill import Loaded, fill, say_what
-from fsdplaunch.runtime.loading.held import Held, held_by
-from fsdplaunch.runtime.loading.match import Wanted
-from fsdplaunch.runtime.loading.plan import Plan, make_plan
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
+from fsdplaunch.runtime.loading.deferred_weights import give_memory
+from fsdplaunch.runtime.loading.execute_plan import LoadedWeights, execute_plan, report_loaded
+from fsdplaunch.runtime.loading.load_plan import LoadPlan, make_plan
+from fsdplaunch.runtime.loading.local_shards import LocalShard, local_shards
+from fsdplaunch.runtime.loading.match_names import WantedTensor
 from fsdplaunch.runtime.loading.pretrained import Pretrained
-from fsdplaunch.runtime.loading.ranks import Ranks
-from fsdplaunch.runtime.loading.skeleton import give_memory
-from fsdplaunch.runtime.mesh import groups_from_first
-from fsdplaunch.runtime.prepared import prepared_of
+from fsdplaunch.runtime.sharding.blocks import class_name
+from fsdplaunch.runtime.sharding.materialize import model_tensors
+from fsdplaunch.runtime.sharding.mesh import groups_from_first
+from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.torch_internals import IncompatibleKeys
-from fsdplaunch.runtime.weights import entries_of
 
 
 def load_weights(
@@ -58,7 +58,7 @@ def load_weights(
     source = Pretrained(where=Path(named), strict=said.weights_strict if strict is None else strict)
     source.note()
     plan, loaded = _load(model, source.where, strict=source.strict)
-    say_what(plan, loaded, name=class_name(model), made=plan.match.missing)
+    report_loaded(plan, loaded, name=class_name(model), made=plan.match.missing)
     return IncompatibleKeys(plan.match.missing, plan.match.unexpected)
 
 
@@ -82,24 +82,24 @@ def load_full(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> In
     return IncompatibleKeys(plan.match.missing, [*plan.match.unexpected, *plan.match.passed])
 
 
-def _load(model: nn.Module, where: Path | Mapping[str, Any], *, strict: bool) -> tuple[Plan, Loaded]:
+def _load(model: nn.Module, where: Path | Mapping[str, Any], *, strict: bool) -> tuple[LoadPlan, LoadedWeights]:
     ranks = _ranks(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    held = held_by(model)
+    held = local_shards(model)
     wanted = [
-        Wanted(names=part.names, shape=part.shape, dtype=part.local.dtype, saved=part.saved) for part in held
+        WantedTensor(names=part.names, shape=part.shape, dtype=part.local.dtype, saved=part.saved) for part in held
     ]
     plan = make_plan(ranks, model, wanted, where, strict=strict)
     with ranks.together(f"load weights from {plan.where}"):
         _check_memory(held, plan)
-    for entry in entries_of(model):
+    for entry in model_tensors(model):
         give_memory(entry, ranks.device)
-    return plan, fill(ranks, plan, held_by(model))
+    return plan, execute_plan(ranks, plan, local_shards(model))
 
 
-def _check_memory(held: Sequence[Held], plan: Plan) -> None:
+def _check_memory(held: Sequence[LocalShard], plan: LoadPlan) -> None:
     """Refuse to leave a tensor without values; here nothing can make them any more."""
     for part in held:
         if part.local.is_meta and plan.stored(part.names) is None:
@@ -107,17 +107,17 @@ def _check_memory(held: Sequence[Held], plan: Plan) -> None:
             raise CheckpointError(msg, hint="load with fsdplaunch.prepare(model, weights=...), which makes it")
 
 
-def _ranks(model: nn.Module) -> Ranks:
+def _ranks(model: nn.Module) -> RankGroup:
     mesh = _mesh(model)
     if mesh is not None:
-        return Ranks(groups_from_first(mesh), _device(mesh))
+        return RankGroup(groups_from_first(mesh), _device(mesh))
     groups: list[dist.ProcessGroup | None] = [None] if dist.is_initialized() else []
     first = next(model.parameters(), None)
-    return Ranks(groups, torch.device("cpu") if first is None or first.is_meta else first.device)
+    return RankGroup(groups, torch.device("cpu") if first is None or first.is_meta else first.device)
 
 
 def _mesh(model: nn.Module) -> DeviceMesh | None:
-    prepared = prepared_of(model)
+    prepared = registered(model)
     if prepared is not None:
         return prepared.mesh
     return next((param.device_mesh for param in model.parameters() if isinstance(param, DTensor)), None)

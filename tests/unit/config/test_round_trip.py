@@ -7,17 +7,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fsdplaunch.config import values as v
-from fsdplaunch.config.convert import to_fsdp2
-from fsdplaunch.config.edit import set_keys
 from fsdplaunch.config.environment import decode, encode
-from fsdplaunch.config.keys import all_keys, build_config, keys_by_path, value_at
-from fsdplaunch.config.load import check, stack
-from fsdplaunch.config.render import render, spoken_values
+from fsdplaunch.config.load.load import check, stack
+from fsdplaunch.config.load.yaml_reader import read_text
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.rules import find_faults, view_of
-from fsdplaunch.config.schema import Config, PrecisionSection
-from fsdplaunch.config.yaml_text import read_text
+from fsdplaunch.config.rules.base import find_violations, rule_context
+from fsdplaunch.config.schema import kinds as v
+from fsdplaunch.config.schema.config import Config, PrecisionSection
+from fsdplaunch.config.schema.walk import all_keys, build_config, keys_by_path, value_at
+from fsdplaunch.config.write.render import render, values_to_write
+from fsdplaunch.config.write.to_fsdp2 import to_fsdp2
+from fsdplaunch.config.write.yaml_edit import set_keys
 from fsdplaunch.errors import UsageError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20).filter(
@@ -79,7 +79,7 @@ def configs(draw):
     chosen = draw(st.lists(st.sampled_from(usable), unique_by=lambda spec: spec.path, max_size=12))
     said = {spec.path: draw(values_of(spec)) for spec in chosen}
     config = build_config(said)
-    while faults := [fault for _, fault in find_faults(view_of(config))]:
+    while faults := [fault for _, fault in find_violations(rule_context(config))]:
         for path in {path for fault in faults for path in fault.about}:
             said.pop(path, None)
         config = build_config(said)
@@ -125,7 +125,7 @@ def test_the_environment_gives_the_same_configuration_back(config):
 def test_keys_set_one_by_one_give_the_same_file(config):
     resolved = resolve(config)
     text = "# mine\n"
-    for path, value in spoken_values(resolved).items():
+    for path, value in values_to_write(resolved).items():
         text = set_keys(text, [(keys_by_path()[path], value)])
     assert text.startswith("# mine\n")
     assert read(text) == resolved
@@ -134,12 +134,12 @@ def test_keys_set_one_by_one_give_the_same_file(config):
 @SLOW
 @given(config=configs())
 def test_overrides_say_what_a_file_says(config):
-    from fsdplaunch.config.scalars import flow_text, plain_value
+    from fsdplaunch.config.write.yaml_scalars import flow_text, plain_value
 
     resolved = resolve(config)
     overrides = [
         f"{'.'.join(path)}={flow_text(plain_value(keys_by_path()[path], value))}"
-        for path, value in spoken_values(resolved).items()
+        for path, value in values_to_write(resolved).items()
     ]
     assert stack(read_text("", "x"), overrides=overrides).config == resolved
 
@@ -173,5 +173,5 @@ def test_every_value_reaches_the_worker(spec, data):
 
 def test_a_number_format_of_version_1_needs_no_sharding_key_where_nothing_is_sharded():
     config = resolve(Config(distributed_type="NO", precision=PrecisionSection(buffer="fp32")))
-    assert {path[0] for path in spoken_values(config)} == {"distributed_type", "mixed_precision", "precision"}
+    assert {path[0] for path in values_to_write(config)} == {"distributed_type", "mixed_precision", "precision"}
     assert read(render(config)) == config

@@ -6,28 +6,28 @@ from html.parser import HTMLParser
 import pytest
 
 from fsdplaunch.errors import UsageError
-from fsdplaunch.estimate.advice import Case
-from fsdplaunch.estimate.architecture import describe
-from fsdplaunch.estimate.bars import bar_of, lines_of
-from fsdplaunch.estimate.page import page_of
+from fsdplaunch.estimate.advice import MemoryCase
+from fsdplaunch.estimate.hf_config import describe
+from fsdplaunch.estimate.html_report import html_report
 from fsdplaunch.estimate.report import GIB, make_report
-from fsdplaunch.estimate.setup import Setup
+from fsdplaunch.estimate.text_report import bar_of, text_report
+from fsdplaunch.estimate.training_setup import TrainingSetup
 
 
 @pytest.fixture
 def report(llama):
     described = describe(llama, source="config.json")
-    setup = Setup(
+    setup = TrainingSetup(
         strategy="FULL_SHARD", world=16, per_node=8, shards=16, master=4, compute=2, reduce=4, length=512
     )
-    case = Case(sizes=described.sizes, shape=described.shape)
+    case = MemoryCase(sizes=described.sizes, shape=described.shape)
     return make_report(
         case, setup, title="<model> & co", model="a model", memory=8 * GIB, memory_from="--gpu-memory"
     )
 
 
 def test_table_has_a_row_per_way_to_shard_that_adds_up(report):
-    lines = lines_of(report)
+    lines = text_report(report)
     rows = [line for line in lines if re.match(r"(FULL|SHARD|HYBRID|NO_)\S* .*\d\.\d", line)]
     assert len(rows) == len(report.rows) == 6
     for line, row in zip(rows, report.rows, strict=True):
@@ -39,7 +39,7 @@ def test_table_has_a_row_per_way_to_shard_that_adds_up(report):
 
 
 def test_answers_name_verdict_world_and_batch(report):
-    text = "\n".join(lines_of(report))
+    text = "\n".join(text_report(report))
     assert re.search(
         r"^fits +\d\.\d of 8\.0 GiB per GPU \(--gpu-memory\), \d\.\d GiB to spare$", text, re.MULTILINE
     )
@@ -49,7 +49,7 @@ def test_answers_name_verdict_world_and_batch(report):
 
 def test_memory_that_is_not_known_gives_no_verdict(report):
     blind = make_report(report.case, report.setup, title="t", model="m", memory=None)
-    text = "\n".join(lines_of(blind))
+    text = "\n".join(text_report(blind))
     assert "pass --gpu-memory" in text
     assert blind.verdict == "unknown"
     assert (blind.fewest, blind.batch) == (None, None)
@@ -79,7 +79,7 @@ class _Reader(HTMLParser):
 
 
 def test_page_is_whole_and_asks_for_nothing(report):
-    page = page_of(report)
+    page = html_report(report)
     reader = _Reader()
     reader.feed(page)
     assert reader.open == []

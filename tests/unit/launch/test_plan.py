@@ -7,9 +7,9 @@ import pytest
 
 from fsdplaunch.config.environment import decode
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema import Config, LaunchSection
+from fsdplaunch.config.schema.config import Config, LaunchSection
 from fsdplaunch.errors import MachineError, UsageError
-from fsdplaunch.launch.plan import LaunchPlan, Machine, Target, build_plan
+from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan
 
 
 def make(
@@ -20,8 +20,8 @@ def make(
     facts: dict | None = None,
     **kwargs,
 ) -> LaunchPlan:
-    machine = Machine(gpus=gpus, cpus=8, python="/usr/bin/python3", environ=environ or {}, **(facts or {}))
-    options = {"target": Target(name="train.py"), "run_id": "r1", "run_dir": Path("/runs/r1"), **kwargs}
+    machine = NodeFacts(gpus=gpus, cpus=8, python="/usr/bin/python3", environ=environ or {}, **(facts or {}))
+    options = {"target": LaunchTarget(name="train.py"), "run_id": "r1", "run_dir": Path("/runs/r1"), **kwargs}
     return build_plan(resolve(config or Config()), machine=machine, **options)
 
 
@@ -74,13 +74,13 @@ def test_several_machines_without_an_address_or_a_rank_are_refused(missing):
 
 def test_script_arguments_come_last_and_untouched():
     arguments = ["--config", "a b", "--", "-c", "'\"$(x)\n", "--help"]
-    plan = make(target=Target(name="train.py", arguments=tuple(arguments)))
+    plan = make(target=LaunchTarget(name="train.py", arguments=tuple(arguments)))
     assert plan.argv[-len(arguments) - 1 :] == ("train.py", *arguments)
     assert plan.argv[-len(arguments) - 3 : -len(arguments) - 1] == ("-m", "fsdplaunch.runtime.bootstrap")
 
 
 def test_module_is_marked_for_the_bootstrap():
-    assert make(target=Target(name="pkg.train", is_module=True)).argv[-2:] == ("-m", "pkg.train")
+    assert make(target=LaunchTarget(name="pkg.train", is_module=True)).argv[-2:] == ("-m", "pkg.train")
 
 
 def test_env_carries_the_whole_config():
@@ -127,13 +127,13 @@ def test_plan_as_data_is_plain():
 
 
 def test_program_of_its_own_is_run_without_the_bootstrap():
-    target = Target(name="./run.sh", arguments=("-m", "x"), is_python=False)
+    target = LaunchTarget(name="./run.sh", arguments=("-m", "x"), is_python=False)
     plan = make(target=target)
     assert plan.argv[-3:] == ("./run.sh", "-m", "x")
     assert "fsdplaunch.runtime.bootstrap" not in plan.argv
     assert "whether it shards its model is not checked" in plan.notes[-1]
     with pytest.raises(UsageError, match="--no-python"):
-        make(target=Target(name="x", is_module=True, is_python=False))
+        make(target=LaunchTarget(name="x", is_module=True, is_python=False))
 
 
 @pytest.mark.parametrize(("asked", "workers"), [("gpu", 4), ("cpu", 8), ("auto", 4), (3, 3)])

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema import CheckpointSection, Config, LaunchSection
+from fsdplaunch.config.schema.config import CheckpointSection, Config, LaunchSection
 from fsdplaunch.launch import preflight
-from fsdplaunch.launch.plan import Target
+from fsdplaunch.launch.plan import LaunchTarget
 from fsdplaunch.launch.ports import describe_process, find_holder, is_free, meeting_port
 from fsdplaunch.launch.preflight import (
     check_gpus,
@@ -42,7 +42,7 @@ def messages(findings):
 def test_script_must_compile(tmp_path, monkeypatch, text, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.py").write_bytes(text)
-    found = messages(check_target(Target(name="t.py")))
+    found = messages(check_target(LaunchTarget(name="t.py")))
     assert len(found) == (said is not None)
     assert all(line.startswith(said) and "\n" not in line for line in found)
 
@@ -51,25 +51,25 @@ def test_folder_is_checked_by_its_main_and_an_archive_is_not_read(tmp_path):
     (tmp_path / "app").mkdir()
     (tmp_path / "app/__main__.py").write_text("1 +")
     (tmp_path / "app.pyz").write_bytes(b"PK\3\4 not python")
-    assert "app/__main__.py:1" in messages(check_target(Target(name=str(tmp_path / "app"))))[0]
-    assert messages(check_target(Target(name=str(tmp_path / "app.pyz")))) == []
+    assert "app/__main__.py:1" in messages(check_target(LaunchTarget(name=str(tmp_path / "app"))))[0]
+    assert messages(check_target(LaunchTarget(name=str(tmp_path / "app.pyz")))) == []
 
 
 def test_module_must_be_findable_without_importing_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/__init__.py").write_text("raise SystemExit")
-    assert messages(check_target(Target(name="mine.train", is_module=True))) == []
-    assert messages(check_target(Target(name="theirs", is_module=True))) == ["no module named theirs"]
+    assert messages(check_target(LaunchTarget(name="mine.train", is_module=True))) == []
+    assert messages(check_target(LaunchTarget(name="theirs", is_module=True))) == ["no module named theirs"]
 
 
 def test_program_must_be_executable(tmp_path):
     (tmp_path / "run.sh").write_text("#!/bin/sh\n")
-    target = Target(name=str(tmp_path / "run.sh"), is_python=False)
+    target = LaunchTarget(name=str(tmp_path / "run.sh"), is_python=False)
     assert "not an executable program" in messages(check_target(target))[0]
     (tmp_path / "run.sh").chmod(0o755)
     assert messages(check_target(target)) == []
-    assert messages(check_target(Target(name="true", is_python=False))) == []
+    assert messages(check_target(LaunchTarget(name="true", is_python=False))) == []
 
 
 @pytest.mark.parametrize(

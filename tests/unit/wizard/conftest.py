@@ -2,10 +2,10 @@
 
 import pytest
 
-from fsdplaunch.probe.cluster import Cluster
 from fsdplaunch.probe.gpus import Gpu
 from fsdplaunch.probe.hardware import GIB, Hardware
-from fsdplaunch.wizard.suggest import Facts
+from fsdplaunch.probe.scheduler import Cluster
+from fsdplaunch.wizard.suggest import SuggestionFacts
 
 
 def _gpus(count, name="NVIDIA H100 80GB HBM3", gib=80, capability=(9, 0)):
@@ -15,19 +15,19 @@ def _gpus(count, name="NVIDIA H100 80GB HBM3", gib=80, capability=(9, 0)):
 
 
 MACHINES = {
-    "laptop": Facts(hardware=Hardware(cpu_count=2, memory_bytes=24 * GIB), cluster=Cluster()),
-    "one_t4": Facts(
+    "laptop": SuggestionFacts(hardware=Hardware(cpu_count=2, memory_bytes=24 * GIB), cluster=Cluster()),
+    "one_t4": SuggestionFacts(
         hardware=Hardware(gpus=_gpus(1, "Tesla T4", 15, (7, 5)), cpu_count=8, memory_bytes=32 * GIB),
         cluster=Cluster(),
     ),
-    "eight_h100": Facts(
+    "eight_h100": SuggestionFacts(
         hardware=Hardware(gpus=_gpus(8), cpu_count=96, memory_bytes=2048 * GIB), cluster=Cluster()
     ),
-    "slurm_2x8": Facts(
+    "slurm_2x8": SuggestionFacts(
         hardware=Hardware(gpus=_gpus(8), cpu_count=96, memory_bytes=2048 * GIB),
         cluster=Cluster(kind="slurm", job_id="7", num_nodes=2, node_rank=0, gpus_on_node=8, node_list="gpu-[1-2]"),
     ),
-    "small_container": Facts(
+    "small_container": SuggestionFacts(
         hardware=Hardware(gpus=_gpus(8), cpu_count=16, memory_bytes=32 * GIB), cluster=Cluster()
     ),
 }

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.config.keys import all_keys, value_at
-from fsdplaunch.config.load import load_config
-from fsdplaunch.config.problems import ConfigError
+from fsdplaunch.config.load.load import load_config
+from fsdplaunch.config.load.problems import ConfigError
 from fsdplaunch.config.resolve import resolve
+from fsdplaunch.config.schema.walk import all_keys, value_at
 from fsdplaunch.errors import UsageError
-from fsdplaunch.wizard.questions import QUESTIONS, flags
+from fsdplaunch.wizard.questions.all import QUESTIONS, flags
 from fsdplaunch.wizard.run import describe_facts, run_wizard
 from fsdplaunch.wizard.suggest import suggest
 

@@ -1,10 +1,10 @@
 import pytest
 
-from fsdplaunch.config.keys import all_keys, value_at
-from fsdplaunch.probe.cluster import Cluster
+from fsdplaunch.config.schema.walk import all_keys, value_at
 from fsdplaunch.probe.gpus import Gpu
 from fsdplaunch.probe.hardware import GIB, Hardware
-from fsdplaunch.probe.model import ModelFacts
+from fsdplaunch.probe.model_folder import ModelFacts
+from fsdplaunch.probe.scheduler import Cluster
 from fsdplaunch.wizard.suggest import suggest
 
 LLAMA_8B = ModelFacts(

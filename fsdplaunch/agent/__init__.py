@@ -1,0 +1,1 @@
+"""The agent: one process per node, which starts, watches and records its workers."""

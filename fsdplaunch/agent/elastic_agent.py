@@ -1,0 +1,169 @@
+"""Torch's elastic agent with our workers: rendezvous, restarts and membership are torch's, processes are ours.
+
+The only module of this package that imports torch. Runs in the agent, after the nursery has been forked.
+"""
+
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.multiprocessing.api import (
+    LogsDest,
+    LogsSpecs,
+    PContext,
+    RunProcsResult,
+    SignalException,
+)
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.run import config_from_args, parse_args
+
+from fsdplaunch.agent.rendezvous import Membership, order_machines
+from fsdplaunch.agent.worker_group import WorkerGroup
+from fsdplaunch.runtime.torch_internals import leave_out_random_delay, log_root
+
+__all__ = ["ChildFailedError", "RendezvousError", "SignalException", "run_elastic"]
+
+
+class RunFolderLogs(LogsSpecs):
+    """Tells torch that there is nothing to redirect: the crew does that."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Give every stream "as it is"."""
+        nothing = dict.fromkeys(range(len(envs)), "")
+        return LogsDest(stdouts=nothing, stderrs=dict(nothing), error_files=dict(nothing))
+
+    @property
+    def root_log_dir(self) -> str:
+        """Where torch may say its logs are."""
+        return log_root(self)
+
+
+class WorkerGroupContext(PContext):
+    """The processes of one attempt, as torch's agent wants to see them.
+
+    It does not install torch's signal handlers, which end everything on any signal; the agent has its own.
+    """
+
+    def __init__(
+        self,
+        worker_group: WorkerGroup,
+        name: str,
+        envs: dict[int, dict[str, str]],
+        logs_specs: LogsSpecs,
+        membership: Membership | None = None,
+    ) -> None:
+        super().__init__(name, name, dict.fromkeys(envs, ()), envs, logs_specs)
+        self._worker_group = worker_group
+        self._membership = membership
+
+    def start(self) -> None:
+        """Start the workers, unless the run has been asked to stop meanwhile."""
+        raise_if_stopped(self._worker_group)
+        self._start()
+
+    def _start(self) -> None:
+        if self._membership is not None:
+            self._membership.begin()
+        self._worker_group.start(self.envs)
+
+    def pids(self) -> dict[int, int]:
+        """Process ids by local rank."""
+        return {worker.local_rank: worker.pid for worker in self._worker_group.workers}
+
+    def _poll(self) -> RunProcsResult | None:
+        self._worker_group.look()
+        if self._worker_group.stop.number is not None:
+            return self._poll_stopping()
+        if not self._worker_group.failed and self._worker_group.running:
+            return None
+        return None if self._membership is not None and self._membership.holds() else self._outcome()
+
+    def _poll_stopping(self) -> RunProcsResult | None:
+        """Let the workers end by themselves for as long as the grace lasts; then end them."""
+        worker_group, stop = self._worker_group, self._worker_group.stop
+        if stop.is_warning and stop.is_over and not stop.insisted and not worker_group.failed:
+            stop.forget()  # the script has saved and gone on
+            return self._outcome() if not worker_group.running else None
+        if worker_group.running and not stop.insisted and not stop.is_over:
+            return None
+        worker_group.finish(number=signal.SIGKILL)
+        raise_if_stopped(worker_group)
+        return None
+
+    def _outcome(self) -> RunProcsResult:
+        failed = {worker.local_rank: self._failure(worker) for worker in self._worker_group.failed}
+        self._worker_group.finish()
+        return RunProcsResult(
+            failures=failed, return_values=dict.fromkeys(self.pids()), stdouts=self.stdouts, stderrs=self.stderrs
+        )
+
+    def _failure(self, worker: Any) -> ProcessFailure:
+        # Torch reads the file by itself and stumbles over half a record; ours is read by the crew.
+        return ProcessFailure(
+            local_rank=worker.local_rank, pid=worker.pid, exitcode=worker.ended.code, error_file=""
+        )
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:  # noqa: ARG002  (the crew knows its own)
+        self._worker_group.finish(number=death_sig)
+
+
+def raise_if_stopped(worker_group: WorkerGroup) -> None:
+    """Leave torch's loop when a signal has come and no worker is there to answer it."""
+    number = worker_group.stop.number
+    if number is not None:
+        msg = f"stopped by signal {number}"
+        raise SignalException(msg, signal.Signals(number))
+
+
+def read_options(options: Sequence[str]) -> LaunchConfig:
+    """Have torchrun's own parser read its options.
+
+    It takes a PET_ variable for each one that is not given, which a cluster's operator sets for a bare torchrun.
+    What they say has been decided by now; workers still see them.
+    """
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]
+    return config_from_args(parse_args([*options, "--no-python", "worker"]))[0]
+
+
+def run_elastic(options: Sequence[str], worker_group: WorkerGroup, *, nodes_vary: bool) -> None:
+    """Run torch's agent with torchrun's options until the workers are done.
+
+    Args:
+        options: As torchrun takes them.
+        worker_group: Starts and watches the workers.
+        nodes_vary: More than one machine takes part, or may.
+
+    Raises:
+        ChildFailedError: Workers failed and no restart is left.
+        SignalException: The run was stopped.
+        RendezvousError: The machines did not find each other.
+    """
+    config = read_options(options)
+    config.logs_specs = RunFolderLogs(log_dir=str(worker_group.spec.run_dir))
+
+    membership = Membership(worker_group) if config.max_nodes > config.min_nodes else None
+
+    def start_processes(name: str, envs: dict[int, dict[str, str]], logs_specs: LogsSpecs, **_: Any) -> PContext:
+        context = WorkerGroupContext(worker_group, name, envs, logs_specs, membership)
+        try:
+            context.start()
+        except BaseException:
+            context.close()
+            raise
+        return context
+
+    # Torch has no way to pass in another kind of process. The agent calls this function by its name in its own
+    # module (torch 2.6 to 2.13 at least), so replacing that name leaves everything else of torch's as it is.
+    setattr(local_elastic_agent, "start_processes", start_processes)  # noqa: B010  (its type is narrower)
+    if not nodes_vary:
+        leave_out_random_delay()  # 0 to 0.3 s
+    if nodes_vary:
+        order_machines(worker_group.spec.machine)
+    if membership is not None:
+        membership.watch()
+    elastic_launch(config, "worker")()

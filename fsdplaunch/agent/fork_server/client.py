@@ -1,0 +1,192 @@
+"""The agent's handle on its nursery, the process that its workers are forked from.
+
+There is always one, also when workers start as fresh interpreters or are no Python at all: then the nursery
+executes them. So every worker is watched, signalled and, when the agent is killed, ended in the same way.
+"""
+
+import gc
+import importlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdplaunch.agent.fork_server.channel import Channel, open_channel
+from fsdplaunch.agent.fork_server.child import WorkerRequest
+from fsdplaunch.agent.fork_server.preload import fork, has_threads, import_all
+from fsdplaunch.agent.fork_server.server import ForkServerProcess, fresh_command
+from fsdplaunch.launch.report.root_cause import signal_name
+
+CLOSE_SECONDS = 2.0
+"""How long the nursery may take to kill its workers and end."""
+
+
+class ForkServerGoneError(RuntimeError):
+    """The nursery ended, and every worker with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedWorker:
+    """The end of one worker.
+
+    Attributes:
+        pid: Its process id.
+        code: Its exit status; -n for a death by signal n.
+        time_ns: When it was found dead.
+        peak_bytes: The most host memory it held.
+    """
+
+    pid: int
+    code: int
+    time_ns: int
+    peak_bytes: int
+
+
+class ForkServer:
+    """Starts workers and tells how they ended."""
+
+    def __init__(self, channel: Channel, pid: int, environ: Mapping[str, str], obstacle: str | None) -> None:
+        self._channel = channel
+        self._pid = pid
+        self._environ = environ
+        self._obstacle = obstacle
+        self._ready = False
+        self._ended: list[EndedWorker] = []
+        self._started: list[int] = []
+        self._running: set[int] = set()
+        self.notes: tuple[str, ...] = ()
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why workers are not forked warm although that was asked for; known once the nursery is ready."""
+        return self._obstacle
+
+    def wait_until_ready(self) -> None:
+        """Wait for the preloading to finish. A nursery that dies of it is replaced by one that imports nothing."""
+        try:
+            while not self._ready:
+                self._take_message()
+        except ForkServerGoneError:
+            self._replace()
+            while not self._ready:
+                self._take_message()
+
+    def _replace(self) -> None:
+        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        how = signal_name(-code) if code < 0 else f"exit code {code}"
+        self._channel.close()
+        self._channel, there = open_channel()
+        obstacle = f"what launch.preload names ended the interpreter ({how})"
+        command = fresh_command(there.fileno(), os.getpid(), obstacle=obstacle, notes=())
+        fresh = subprocess.Popen(command, env=dict(self._environ), pass_fds=[there.fileno()])
+        self._pid, fresh.returncode = fresh.pid, 0  # waited for by number, as the first one
+        there.close()
+
+    def start(
+        self, command: Sequence[str], variables: Mapping[str, str], *, cold: bool, files: Sequence[int], cpus: Any
+    ) -> int:
+        """Start a worker and return its process id.
+
+        Args:
+            command: What the bootstrap is to run, or a program and its arguments when `cold`.
+            variables: Added to the variables the agent was started with.
+            cold: Execute the command, instead of running the bootstrap in the fork.
+            files: Descriptors for standard input, output and error output.
+            cpus: Processors it may use; empty for no change.
+        """
+        request = {
+            "argv": list(command),
+            "environ": {**self._environ, **variables},
+            "execute": cold,
+            "shown_as": [sys.executable, "-u", *command],
+            "cpus": list(cpus),
+        }
+        self._channel.send(request, files)
+        while not self._started:
+            self._take_message()
+        pid = self._started.pop()
+        self._running.add(pid)
+        return pid
+
+    def ended(self) -> list[EndedWorker]:
+        """Return the workers that have ended since the last call; does not wait."""
+        try:
+            while select.select([self._channel], [], [], 0)[0]:
+                self._take_message()
+        except ForkServerGoneError:  # the kernel has killed its workers by now
+            self._ended += [_killed(pid) for pid in self._running]
+            self._running.clear()
+        done, self._ended = self._ended, []
+        return done
+
+    def close(self) -> None:
+        """End the nursery, which kills what still runs in it."""
+        self._channel.close()
+        patience = CLOSE_SECONDS if self._ready else 0.0  # it does not look at the channel while it imports
+        end = time.monotonic() + patience
+        while os.waitpid(self._pid, os.WNOHANG)[0] == 0:
+            if time.monotonic() > end:
+                os.kill(self._pid, signal.SIGKILL)
+            time.sleep(0.005)
+
+    def _take_message(self) -> None:
+        try:
+            received = self._channel.receive()
+        except OSError:
+            received = None
+        if received is None:
+            msg = "the process that starts the workers has died"
+            raise ForkServerGoneError(msg)
+        message = received[0]
+        if "ended" in message:
+            code = os.waitstatus_to_exitcode(message["status"])
+            peak = message["peak_bytes"]
+            self._running.discard(message["ended"])
+            self._ended.append(
+                EndedWorker(pid=message["ended"], code=code, time_ns=message["time_ns"], peak_bytes=peak)
+            )
+        elif "started" in message:
+            self._started.append(message["started"])
+        else:
+            self._ready = True
+            self._obstacle = self._obstacle or message["obstacle"]
+            self.notes = tuple(message["notes"])
+
+
+def _killed(pid: int) -> EndedWorker:
+    return EndedWorker(pid=pid, code=-signal.SIGKILL, time_ns=time.time_ns(), peak_bytes=0)
+
+
+def open_nursery(first: Sequence[str], then: Sequence[str]) -> ForkServer | WorkerRequest:
+    """Import modules here, fork the nursery, and let it import the rest while the caller goes on.
+
+    Args:
+        first: Modules that this process needs as well.
+        then: Modules that only the workers need.
+
+    Returns:
+        The nursery; or, in a worker, what that worker is to do.
+    """
+    environ = dict(os.environ)
+    parent = os.getpid()
+    interrupt = signal.getsignal(signal.SIGINT)
+    if interrupt is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C while torch is imported needs no traceback
+    gc.disable()
+    for name in first:
+        importlib.import_module(name)
+    here, there = open_channel()
+    pid = fork()
+    if pid == 0:
+        here.close()
+        signal.signal(signal.SIGINT, interrupt)
+        return ForkServerProcess(there).serve(lambda: import_all((*first, *then), before=environ), parent=parent)
+    gc.enable()
+    there.close()
+    obstacle = f"importing {first[-1]} started threads" if first and has_threads() else None
+    return ForkServer(here, pid, environ, obstacle)

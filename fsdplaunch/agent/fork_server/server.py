@@ -1,0 +1,188 @@
+"""The nursery's own side: fork workers on request, report how each one ended, leave none behind.
+
+A zygote is a fork of the agent, made when torch is imported and nothing else has happened: no thread, no socket,
+no CUDA. It goes on to import what else the workers need, and then forks them one by one. Where what it imports
+rules that out, it becomes a fresh interpreter, `python .../fork_server/server.py`, and executes them.
+"""
+
+import sys
+
+if __name__ == "__main__" and sys.path and sys.path[0].endswith("fork_server"):
+    del sys.path[0]  # this file's folder: its names are not for `import`
+
+import json
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from fsdplaunch.agent.fork_server.channel import Channel
+from fsdplaunch.agent.fork_server.child import WorkerRequest, become_worker, show_as
+from fsdplaunch.agent.fork_server.fast_exit import share_modules
+from fsdplaunch.agent.fork_server.preload import Preloaded, fork, freeze
+from fsdplaunch.parent_death import die_with_parent, live_on
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that are the agent's to pass on to the workers. A scheduler may send them to every process of a job."""
+
+
+class ForkServerProcess:
+    """Serves one agent, over one channel."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._children: set[int] = set()
+        self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGCHLD, *PASSED_ON)}
+
+    def serve(
+        self, preload: Callable[[], Preloaded], *, parent: int, obstacle: str | None = None
+    ) -> WorkerRequest:
+        """Preload, say so, and fork workers until the agent goes; then kill what is left and end.
+
+        Args:
+            preload: Imports what is to be imported.
+            parent: Process id of the agent.
+            obstacle: Why this nursery, a fresh one, does not fork; only to be told.
+
+        Returns:
+            In a worker only: what it was ordered to be. Its process is set up for that.
+        """
+        die_with_parent(signal.SIGKILL, parent=parent)
+        if os.getsid(0) != os.getpid():  # a fresh nursery has been through this before it was executed
+            os.setsid()
+        show_as(("fsdplaunch", "nursery"))
+        for number in PASSED_ON:
+            signal.signal(number, signal.SIG_IGN)
+        loaded = preload()
+        if loaded.obstacle is not None:
+            self._start_over(loaded, parent)
+        return self._work(loaded, obstacle)
+
+    def _start_over(self, loaded: Preloaded, parent: int) -> None:
+        """Become a fresh interpreter: no thread, and no hold on a GPU, of what was preloaded is left."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.set_inheritable(self._channel.fileno(), True)
+        command = fresh_command(self._channel.fileno(), parent, obstacle=loaded.obstacle, notes=loaded.notes)
+        os.execve(command[0], command, dict(loaded.before))  # noqa: S606  (no shell is the point)
+
+    def _work(self, loaded: Preloaded, obstacle: str | None) -> WorkerRequest:
+        share_modules()
+        freeze()
+        self._watch_children()
+        self._channel.send({"ready": True, "obstacle": obstacle, "notes": list(loaded.notes)})
+        while True:
+            request = self._next_request()
+            if request is None:
+                self._end()
+            else:
+                order = self._start(*request, loaded)
+                if order is not None:
+                    return order
+
+    def _watch_children(self) -> None:
+        """From now on the agent's end shows as the end of the channel, and the workers' ends are waited for."""
+        live_on()
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
+
+    def _next_request(self) -> tuple[dict[str, Any], list[int]] | None:
+        while True:
+            readable, _, _ = select.select([self._channel.fileno(), self._wake[0]], [], [])
+            if self._wake[0] in readable:
+                with suppress(BlockingIOError):
+                    os.read(self._wake[0], 4096)
+            self._report_ended()
+            if self._channel.fileno() in readable:
+                return self._channel.receive()
+
+    def _report_ended(self) -> None:
+        while self._children:
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            now = time.time_ns()
+            self._children.discard(pid)
+            with suppress(OSError):  # the agent has gone; the next look at the channel says so
+                self._channel.send(
+                    {"ended": pid, "status": status, "time_ns": now, "peak_bytes": usage.ru_maxrss * 1024}
+                )
+
+    def _start(self, request: dict[str, Any], files: list[int], loaded: Preloaded) -> WorkerRequest | None:
+        order = _order(request, loaded)
+        parent = os.getpid()
+        pid = fork()
+        if pid == 0:
+            self._leave()
+            become_worker(order, streams=files, parent=parent)
+            return order
+        self._children.add(pid)
+        for file in files:
+            os.close(file)
+        self._channel.send({"started": pid})
+        return None
+
+    def _leave(self) -> None:
+        """Shed, in a child, what belongs to the nursery."""
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._channel.close()
+        for end in self._wake:
+            os.close(end)
+
+    def _end(self) -> None:
+        """Kill every worker and what it started, and end without the exit handlers of what was preloaded."""
+        for pid in self._children:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        os._exit(0)
+
+
+def _order(request: dict[str, Any], loaded: Preloaded) -> WorkerRequest:
+    """Read an order; what importing did to the variables stays, where the order does not say otherwise."""
+    environ = dict(request["environ"])
+    if not request["execute"]:
+        environ |= {name: new for name, (old, new) in loaded.changes.items() if environ.get(name) == old}
+    return WorkerRequest(
+        argv=tuple(request["argv"]),
+        environ=environ,
+        execute=request["execute"],
+        shown_as=tuple(request["shown_as"]),
+        cpus=tuple(request["cpus"]),
+    )
+
+
+def fresh_command(channel: int, parent: int, *, obstacle: str | None, notes: Sequence[str]) -> list[str]:
+    """The command line of a nursery that is an interpreter of its own and only executes.
+
+    Args:
+        channel: Its inherited end of the channel.
+        parent: Process id of the agent.
+        obstacle: Why it does not fork.
+        notes: What the agent should tell the user.
+    """
+    said = json.dumps({"obstacle": obstacle, "notes": list(notes)})
+    return [sys.executable, "-u", __file__, str(channel), str(parent), said]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Serve as a fresh nursery.
+
+    Args:
+        argv: What `fresh_command` adds to this file's name.
+    """
+    said = json.loads(argv[2])
+    channel = Channel(socket.socket(fileno=int(argv[0])))
+    os.set_inheritable(channel.fileno(), False)
+    loaded = Preloaded(notes=tuple(said["notes"]))
+    ForkServerProcess(channel).serve(lambda: loaded, parent=int(argv[1]), obstacle=said["obstacle"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,216 @@
+"""The node's agent: torch's elastic agent, with workers that start warm and an end that can be read.
+
+Runs as a process of its own, `python -u .../agent/main.py TORCHRUN_OPTIONS -m fsdplaunch.runtime.bootstrap ...`.
+It imports torch, forks the nursery its workers will come from, and goes on to run torch's agent. It writes what
+became of every worker to the run's folder and exits as the first failing one did.
+"""
+
+import sys
+
+if __name__ == "__main__" and sys.path and sys.path[0].endswith("agent"):
+    del sys.path[0]  # this file's folder: its names are not for `import`
+
+import importlib
+import logging
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from fsdplaunch.agent.fork_server.child import WorkerRequest
+from fsdplaunch.agent.fork_server.client import ForkServer, open_nursery
+from fsdplaunch.agent.fork_server.fast_exit import noting_status, register_last, skip_shared_destructors
+from fsdplaunch.agent.output import OutputRelay, open_missing_streams
+from fsdplaunch.agent.stop_request import ORPHAN_SECONDS, StopRequest, stop_status
+from fsdplaunch.agent.worker_group import WorkerGroup
+from fsdplaunch.agent.worker_spec import WorkerSpec, is_warm, make_worker_spec
+from fsdplaunch.config.environment import RUN_DIR, decode
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.world_size import node_range
+from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE
+from fsdplaunch.launch.agent_command import BOOTSTRAP
+from fsdplaunch.launch.report.root_cause import failure_status, signal_name
+from fsdplaunch.launch.worker_env import LAUNCHER
+from fsdplaunch.parent_death import die_with_parent
+from fsdplaunch.probe.cgroup_limits import memory_kills, usable_memory
+from fsdplaunch.run_dir import AGENT_LOG, agent_record, write_json
+
+_TORCH = ("torch", "torch.distributed")
+_SHARDING = (
+    "fsdplaunch.runtime.device",
+    "fsdplaunch.runtime.sharding_watch",
+    "fsdplaunch.runtime.saving.save_load",
+    "torch._dynamo",
+)
+"""What every rank of a sharded run comes to need; the first optimizer alone would import the compiler in each."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Be the agent; or, in the processes forked from it, a worker.
+
+    Args:
+        argv: torchrun's options, each in one word, and then the workers' command.
+    """
+    register_last()
+    is_reported = LAUNCHER in os.environ
+    launcher = int(os.environ.pop(LAUNCHER, os.getppid()))
+    die_with_parent(signal.SIGTERM, parent=launcher)
+    open_missing_streams()
+    config = decode()
+    options, command = split(argv)
+    hatched = open_nursery(*preload_lists(config, command))
+    if isinstance(hatched, WorkerRequest):
+        skip_shared_destructors()
+        sys.path.insert(0, "")  # the place of the script's folder, which the bootstrap knows
+        # By name: to the launcher, what workers run is a program and not a library.
+        with noting_status():
+            importlib.import_module(BOOTSTRAP).main(list(hatched.argv))
+        return
+    # Nothing that torch started in this process is needed any more, and taking it apart takes time.
+    run_dir = Path(os.environ[RUN_DIR])
+    run_dir.mkdir(parents=True, exist_ok=True)
+    workers = next(int(word.partition("=")[2]) for word in options if word.startswith("--nproc-per-node="))
+    spec = make_worker_spec(config, command, run_dir=run_dir, workers=workers, is_reported=is_reported)
+    os._exit(run_workers(hatched, spec, options, launcher=launcher, nodes_vary=node_range(config)[1] > 1))
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part torchrun's options (`--name=value` each) from the workers' command, which begins with anything else."""
+    count = next((place for place, word in enumerate(argv) if not word.startswith("--")), len(argv))
+    return list(argv[:count]), list(argv[count:])
+
+
+def preload_lists(config: Config, command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What to import before the nursery is forked, and in it."""
+    if not is_warm(config, command):
+        return (), ()
+    sharding = _SHARDING if config.distributed_type == "FSDP" else ()
+    return _TORCH, (BOOTSTRAP, *sharding, *config.launch.preload)
+
+
+def run_workers(
+    fork_server: ForkServer, spec: WorkerSpec, options: list[str], *, launcher: int, nodes_vary: bool
+) -> int:
+    """Run the workers to their end and return the status to exit with.
+
+    Args:
+        fork_server: Where they come from.
+        spec: What they are to do.
+        options: torchrun's.
+        launcher: Process id of our parent.
+        nodes_vary: More than one machine takes part, or may.
+    """
+    relay = OutputRelay(_take_over_output(spec.run_dir / AGENT_LOG))
+    worker_group = WorkerGroup(spec, fork_server, relay, StopRequest(spec.launch.shutdown_grace_seconds))
+    record = AgentRecord(worker_group)
+    _handle_signals(worker_group, launcher)
+    code = _run(worker_group, options, record, nodes_vary=nodes_vary)
+    worker_group.finish()
+    fork_server.close()
+    record.write(code)
+    return code
+
+
+class AgentRecord:
+    """What this agent has to tell, in a file."""
+
+    def __init__(self, worker_group: WorkerGroup) -> None:
+        self._path = agent_record(worker_group.spec.run_dir)
+        self._worker_group = worker_group
+        self._start = time.time_ns()
+        self._kills = memory_kills()
+        self.error: str | None = None
+
+    def write(self, code: int) -> None:
+        """Write everything that is known by now."""
+        stop = self._worker_group.stop
+        write_json(
+            self._path,
+            {
+                "exit_code": code,
+                "host": socket.gethostname(),
+                "memory_limit": usable_memory(),
+                "memory_kills": memory_kills() - self._kills,
+                "started_ns": self._start,
+                "seconds": round((time.time_ns() - self._start) / 1e9, 3),
+                "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "attempts": self._worker_group.attempts,
+                "stopped_by": signal_name(stop.number) if stop.number is not None else None,
+                "error": self.error,
+                "notes": self._worker_group.notes,
+            },
+        )
+
+
+def _run(worker_group: WorkerGroup, options: list[str], record: AgentRecord, *, nodes_vary: bool) -> int:
+    from fsdplaunch.agent import elastic_agent
+
+    try:
+        elastic_agent.run_elastic(options, worker_group, nodes_vary=nodes_vary)
+    except elastic_agent.ChildFailedError:
+        return _failure_status(worker_group)
+    except elastic_agent.SignalException:
+        return _stop_status(worker_group)
+    except elastic_agent.RendezvousError as error:
+        record.error = f"{type(error).__name__}: {error}"
+        logging.getLogger("torch.distributed.elastic").exception("the machines did not meet")
+        return EXIT_MACHINE
+    except Exception as error:  # torch's agent may fail in any way; the report names it
+        record.error = f"{type(error).__name__}: {error}"
+        logging.getLogger("torch.distributed.elastic").exception("the agent failed")
+        return EXIT_FAILED
+    return 0
+
+
+def _failure_status(worker_group: WorkerGroup) -> int:
+    cause = worker_group.attempts[-1]["cause"] if worker_group.attempts else None
+    return failure_status(cause) if cause else EXIT_FAILED
+
+
+def _stop_status(worker_group: WorkerGroup) -> int:
+    number = worker_group.stop.number or signal.SIGTERM
+    worker_group.finish()
+    workers = worker_group.attempts[-1]["workers"] if worker_group.attempts else []
+    codes = [None if signal.SIGKILL in worker["sent"] else worker["code"] for worker in workers]
+    status = stop_status(number, codes)
+    return _failure_status(worker_group) if status is None else status
+
+
+def _handle_signals(worker_group: WorkerGroup, launcher: int) -> None:
+    """Pass signals on to the workers; torch's agent goes on watching them."""
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if not worker_group.is_done and worker_group.stop.request(number):
+            if os.getppid() != launcher:
+                worker_group.stop.grace = min(worker_group.stop.grace, ORPHAN_SECONDS)
+            worker_group.send(number)
+            if not worker_group.running:
+                from fsdplaunch.agent.elastic_agent import raise_if_stopped
+
+                raise_if_stopped(worker_group)
+
+    for name in worker_group.spec.launch.signals:
+        number = getattr(signal, name)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell that starts us in the background
+            signal.signal(number, handle)
+
+
+def _take_over_output(log: Path) -> dict[str, int]:
+    """Keep the terminal for the workers' output; what torch has to say, in Python and below, goes to a file."""
+    screens = {"stdout": os.dup(1), "stderr": os.dup(2)}
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for place in (1, 2):
+        os.dup2(file, place)
+    os.close(file)
+    return screens
+
+
+if __name__ == "__main__":
+    # Through the imported module: this one is replaced by the script in every worker.
+    from fsdplaunch.agent.main import main as run
+
+    run(sys.argv[1:])

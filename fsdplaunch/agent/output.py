@@ -1,0 +1,229 @@
+"""Where the workers' output goes: every rank's to its files, the shown ranks' to the terminal too. In the agent.
+
+A rank that is not shown writes straight into its files, so nothing can hold it up. A shown rank writes into pipes,
+or into a terminal of its own where the launcher's output is one; one thread copies what arrives.
+"""
+
+import fcntl
+import os
+import pty
+import select
+import selectors
+import termios
+import threading
+import time
+import tty
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fsdplaunch.agent.output_filter import OutputFilter
+
+CHUNK = 1 << 16
+LONGEST_LINE = 1 << 16
+"""Bytes of an unfinished line that are held back at most, in the hope of its end."""
+HELD_SECONDS = 1.0
+"""How long an unfinished line is held back at most."""
+
+
+@dataclass(slots=True, kw_only=True)
+class OutputStream:
+    """One stream of one shown rank.
+
+    Attributes:
+        end: Our end of its pipe or terminal.
+        file: Descriptor of its log file.
+        screen: Descriptor it is shown on.
+        prefix: Put before each line; empty when only one rank is shown, whose bytes then pass untouched.
+        is_terminal: `end` is a terminal's, whose size follows the screen's.
+        output_filter: Keeps some of it from the screen; None for a stream that is shown as it is.
+    """
+
+    end: int
+    file: int
+    screen: int
+    prefix: bytes
+    is_terminal: bool
+    output_filter: OutputFilter | None = None
+    partial: bytearray = field(default_factory=bytearray)
+    since: float = 0.0
+
+
+class OutputRelay:
+    """Copies shown output in a thread of its own."""
+
+    def __init__(self, screens: Mapping[str, int]) -> None:
+        """Take the descriptors that `stdout` and `stderr` are shown on."""
+        self.screens = screens
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()
+        self._sources: list[OutputStream] = []
+        self._thread: threading.Thread | None = None
+        self._open_line: OutputStream | None = None
+        self._arrived = 0
+        self._failed = True
+
+    def add(self, source: OutputStream) -> None:
+        """Start to copy a stream."""
+        os.set_blocking(source.end, False)
+        with self._lock:
+            self._sources.append(source)
+            self._selector.register(source.end, selectors.EVENT_READ, source)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="output", daemon=True)
+            self._thread.start()
+
+    def say(self, text: str) -> None:
+        """Write a line of our own to the error output, not into the middle of a shown line."""
+        with self._lock:
+            self._break_line(None)
+            write_all(self.screens["stderr"], f"fsdplaunch: {text}\n".encode())
+
+    def drain(self, seconds: float, *, failed: bool, until: Callable[[], bool] = lambda: False) -> None:
+        """Wait until every stream has ended, or until nothing has come for `seconds`; then let go of them.
+
+        A process that outlives its worker may hold a stream open for as long as it likes. A screen whose reader
+        has stopped to read, a pager's for example, is waited for, as any program would.
+
+        Args:
+            seconds: How long to wait.
+            failed: The attempt has failed.
+            until: Says that whoever waits for the end has lost patience, also with the screen's reader.
+        """
+        self._failed = failed
+        quiet_until = time.monotonic() + seconds
+        arrived = -1
+        while self._sources and time.monotonic() < quiet_until:
+            if self._arrived != arrived:
+                arrived, quiet_until = self._arrived, time.monotonic() + seconds
+            time.sleep(0.005)
+        while not self._lock.acquire(timeout=0.1):
+            if until():
+                return
+        try:
+            for source in list(self._sources):
+                self._finish(source)
+        finally:
+            self._lock.release()
+
+    def _run(self) -> None:
+        while True:
+            ready = self._selector.select(timeout=HELD_SECONDS / 2)
+            with self._lock:
+                for key, _ in ready:
+                    if key.data in self._sources:
+                        self._copy(key.data)
+                self._look_after()
+
+    def _copy(self, source: OutputStream) -> None:
+        try:
+            data = os.read(source.end, CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""  # a terminal whose other end has been closed
+        if not data:
+            self._finish(source)
+            return
+        self._arrived += 1
+        whole, shown = source.output_filter.part(data) if source.output_filter is not None else (data, data)
+        write_all(source.file, whole)
+        self._show(source, shown)
+
+    def _show(self, source: OutputStream, data: bytes) -> None:
+        if source.prefix:
+            self._show_lines(source, data)
+        elif data:
+            write_all(source.screen, data)
+            self._open_line = None if data.endswith(b"\n") else source
+
+    def _show_lines(self, source: OutputStream, data: bytes) -> None:
+        """Show whole lines only; a carriage return ends one too, as progress bars mean it."""
+        source.partial += data
+        *lines, rest = bytes(source.partial).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        source.partial[:] = rest
+        source.since = time.monotonic()
+        text = b"".join(source.prefix + line + b"\n" for line in lines if line)
+        if len(rest) >= LONGEST_LINE:
+            text += self._take_partial(source)
+        write_all(source.screen, text)
+
+    def _take_partial(self, source: OutputStream) -> bytes:
+        text = source.prefix + bytes(source.partial) + b"\n" if source.partial else b""
+        source.partial.clear()
+        return text
+
+    def _look_after(self) -> None:
+        """Show unfinished lines that nothing was added to for a while, and pass on the screen's size."""
+        now = time.monotonic()
+        for source in self._sources:
+            if source.partial and now - source.since > HELD_SECONDS:
+                write_all(source.screen, self._take_partial(source))
+            if source.is_terminal:
+                copy_size(source.screen, source.end)
+
+    def _break_line(self, writer: OutputStream | None) -> None:
+        if self._open_line is not None and self._open_line is not writer:
+            write_all(self._open_line.screen, b"\n")
+            self._open_line = None
+
+    def _finish(self, source: OutputStream) -> None:
+        if source.output_filter is not None:
+            whole, shown = source.output_filter.end(failed=self._failed)
+            write_all(source.file, whole)
+            self._show(source, shown)
+        write_all(source.screen, self._take_partial(source))
+        self._selector.unregister(source.end)
+        self._sources.remove(source)
+        os.close(source.end)
+        os.close(source.file)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of it; a reader that has gone away is no reason to stop the training."""
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(descriptor, view) :]
+        except BlockingIOError:  # somebody who shares the terminal has made it so
+            select.select([], [descriptor], [])
+        except OSError:
+            return
+
+
+def open_missing_streams() -> None:
+    """Give closed standard streams a place, or the next files that are opened take it."""
+    for place in range(3):
+        try:
+            os.fstat(place)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
+def open_log(path: Path) -> int:
+    """Open a rank's log file for appending."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
+def open_way(screen: int) -> tuple[int, int, bool]:
+    """Return (our end, the worker's end, whether it is a terminal) for output to be shown on `screen`.
+
+    Where the screen is a terminal the worker gets one, too: progress bars and colours depend on it.
+    """
+    if os.isatty(screen):
+        with suppress(OSError):
+            ours, theirs = pty.openpty()
+            tty.setraw(theirs)  # line ends are translated once, by the real terminal
+            copy_size(screen, ours)
+            return ours, theirs, True
+    ours, theirs = os.pipe()
+    return ours, theirs, False
+
+
+def copy_size(screen: int, terminal: int) -> None:
+    """Give a terminal the size of the screen; the kernel tells its programs only when that changes it."""
+    with suppress(OSError):
+        size = fcntl.ioctl(screen, termios.TIOCGWINSZ, bytes(8))
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, size)

@@ -1,0 +1,111 @@
+"""What an agent starts on its machine: the configuration, turned into what each worker gets. In the agent."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fsdplaunch.agent.output_selection import is_shown
+from fsdplaunch.config.schema.config import Config, LaunchSection
+from fsdplaunch.launch.agent_command import BOOTSTRAP
+
+_BOOTSTRAP = ("-m", BOOTSTRAP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """What to start on this machine, as often as it takes.
+
+    Attributes:
+        run_dir: The run's folder.
+        launch: The configuration's section about workers.
+        command: What the bootstrap is to run; or, when `cold`, a whole command line.
+        cold: Execute the command instead of forking a preloaded interpreter.
+        cpus: By local rank, the processors it may use; empty for no change.
+        variables: By local rank, variables that only that worker gets.
+        is_reported: A launcher waits that will report the failure.
+        machine: This machine's number; None where torch numbers the machines.
+    """
+
+    run_dir: Path
+    launch: LaunchSection = field(default_factory=LaunchSection)
+    command: tuple[str, ...]
+    cold: bool
+    cpus: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    variables: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    is_reported: bool = True
+    machine: int | None = None
+
+    @property
+    def cold_command(self) -> tuple[str, ...]:
+        """The command line of a worker that is executed."""
+        return self.command if self.cold else python_command(self.command)
+
+    def is_shown(self, rank: int, local_rank: int, stream: str) -> bool:
+        """Whether a stream reaches the terminal."""
+        return is_shown(self.launch, rank=rank, local_rank=local_rank, stream=stream)
+
+
+def make_worker_spec(
+    config: Config, command: Sequence[str], *, run_dir: Path, workers: int, is_reported: bool
+) -> WorkerSpec:
+    """Decide what each worker of this machine gets.
+
+    Args:
+        config: Resolved configuration.
+        command: The workers' command, from the agent's own command line.
+        run_dir: The run's folder.
+        workers: Workers on this machine.
+        is_reported: A launcher waits that will report the failure.
+    """
+    rest = tuple(command[2:]) if is_python(command) else tuple(command)
+    warm = is_warm(config, command)
+    return WorkerSpec(
+        run_dir=run_dir,
+        launch=config.launch,
+        command=rest if warm or not is_python(command) else python_command(rest),
+        cold=not warm,
+        cpus=_bind(config, workers),
+        is_reported=is_reported,
+        machine=config.machine_rank,
+        variables=_own_gpus(workers) if config.launch.virtual_local_rank else {},
+    )
+
+
+def is_python(command: Sequence[str]) -> bool:
+    """Whether workers run the bootstrap, and not a program of its own."""
+    return tuple(command[:2]) == _BOOTSTRAP
+
+
+def is_warm(config: Config, command: Sequence[str]) -> bool:
+    """Whether workers are to be forked from a preloaded interpreter."""
+    return bool(config.launch.preload) and is_python(command)
+
+
+def python_command(arguments: Sequence[str]) -> tuple[str, ...]:
+    """The command line that runs the bootstrap in an interpreter of its own."""
+    return (sys.executable, "-u", *_BOOTSTRAP, *arguments)
+
+
+def _own_gpus(workers: int) -> dict[int, dict[str, str]]:
+    """Each worker's own GPU, by the place it has among those visible here, as torchrun's option does it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(number) for number in range(workers)]
+    return {
+        local_rank: {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": names[local_rank].strip()}
+        for local_rank in range(min(workers, len(names)))
+    }
+
+
+def _bind(config: Config, workers: int) -> dict[int, list[int]]:
+    mode = config.launch.numa_binding or ("node" if config.enable_cpu_affinity else None)
+    if mode is None or not hasattr(os, "sched_getaffinity"):
+        return {}
+    from fsdplaunch.agent.numa import processors_for_ranks
+    from fsdplaunch.probe.gpus import read_gpus
+
+    gpus = [] if config.use_cpu else [gpu.bus_id for gpu in read_gpus(os.environ)[0]]
+    places = [gpus[rank] if rank < len(gpus) else "" for rank in range(workers)]
+    chosen = processors_for_ranks(mode, places, allowed=os.sched_getaffinity(0), root=Path("/"))
+    return dict(enumerate(chosen))

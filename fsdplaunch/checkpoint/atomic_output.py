@@ -1,0 +1,210 @@
+"""The output folder: built under a hidden name beside its place, then renamed. It appears whole or not at all."""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fsdplaunch.checkpoint.rename_exchange import rename_exchange
+from fsdplaunch.errors import CheckpointError, UsageError
+
+# The files that a merge writes; only these are replaced when an output folder is overwritten.
+WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+_SPARE = 2**20
+_NAME_PART = 30  # characters; a file name has 255 bytes, a character up to 4
+
+
+def check_output(output: Path, sources: tuple[Path, ...], *, overwrite: bool) -> Path:
+    """Return the resolved output folder when it may be written, before anything is read.
+
+    Args:
+        output: What the user asked for.
+        sources: The folders that are read; the output may not touch them.
+        overwrite: Replace the weights in an existing folder.
+
+    Raises:
+        UsageError: When it exists, or lies in, above or on a source.
+    """
+    target = output.resolve()
+    if output.suffix in {".safetensors", ".bin"}:
+        msg = f"{output} looks like a file; the output is a folder"
+        raise UsageError(msg, hint=f"use {output.parent}")
+    for source in {path.resolve() for path in sources}:
+        if target == source or target.is_relative_to(source) or source.is_relative_to(target):
+            relation = "is" if target == source else "lies inside" if target.is_relative_to(source) else "contains"
+            msg = f"the output {output} {relation} the checkpoint {source}"
+            raise UsageError(msg, hint="choose an output folder outside the checkpoint")
+    _check_free(output, target, overwrite=overwrite)
+    return target
+
+
+def _check_free(output: Path, target: Path, *, overwrite: bool) -> None:
+    """Refuse an existing output, except an empty folder, or one whose weights may be replaced."""
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        msg = f"the output {output} exists and is not a folder"
+        raise UsageError(msg, hint="choose another output folder")
+    entries = sorted(target.iterdir())
+    if entries and not overwrite:
+        msg = f"the output {output} exists and holds {len(entries)} files"
+        raise UsageError(msg, hint="choose another folder, or overwrite the weights in it (--overwrite)")
+    odd = [path.name for path in entries if path.is_symlink() or not path.is_file()]
+    if odd:
+        msg = f"the output {output} holds {odd[0]!r}, which is not a plain file and would be lost"
+        raise UsageError(msg, hint="choose another output folder")
+
+
+def free_space(target: Path) -> int:
+    """Return the bytes that are free on the disk where `target` will stand."""
+    return shutil.disk_usage(existing_parent(target)).free
+
+
+def check_space(target: Path, needed: int) -> None:
+    """Check that `needed` bytes fit where `target` will stand.
+
+    Raises:
+        CheckpointError: When they do not, with both numbers.
+    """
+    place, free = existing_parent(target), free_space(target)
+    if needed + _SPARE > free:
+        msg = f"the merged weights need {size_words(needed)}, {place} has {size_words(free)} free"
+        raise CheckpointError(msg, hint="free some space or choose another disk")
+
+
+def check_memory(needed: int) -> None:
+    """Check that `needed` bytes of memory are available, where the system says how much is.
+
+    Raises:
+        CheckpointError: When they are not, with both numbers.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return
+    if needed > free:
+        sizes = f"{size_words(needed)}, {size_words(free)} are free"
+        msg = f"the torch format needs the whole checkpoint in memory: {sizes}"
+        raise CheckpointError(msg, hint="merge to safetensors, which needs next to none")
+
+
+def existing_parent(path: Path) -> Path:
+    """Return the nearest folder above `path` that exists."""
+    return next(parent for parent in path.parents if parent.exists())
+
+
+def size_words(count: float) -> str:
+    """Return a number of bytes as people write it: `13.2 GiB`."""
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":  # noqa: PLR2004
+            return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError(count)
+
+
+@contextmanager
+def atomic_output(target: Path, *, overwrite: bool, replaced: re.Pattern[str] = WEIGHTS) -> Iterator[Path]:
+    """Give an empty hidden folder beside `target` that becomes `target` when the block ends well.
+
+    On any exception, Ctrl-C included, the hidden folder is removed and `target` is left as it was.
+
+    Args:
+        target: The folder to make.
+        overwrite: Replace files in it; all others are kept.
+        replaced: Matches the names of old files that go although no new one has their name.
+    """
+    new_parents = [parent for parent in target.parents if not parent.exists()]
+    prefix = _prefix(target) + f"{os.getpid()}-"
+    partial = target.parent / (prefix + os.urandom(4).hex())
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
+        partial.mkdir()
+        yield partial
+        _publish(partial, target, overwrite=overwrite, replaced=replaced)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):
+            for parent in new_parents:
+                parent.rmdir()
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as problem:
+        if problem.errno != errno.EINVAL:  # some file systems cannot sync a folder
+            raise
+    finally:
+        os.close(fd)
+
+
+def _publish(partial: Path, target: Path, *, overwrite: bool, replaced: re.Pattern[str]) -> None:
+    """Rename the finished folder into place, keeping other files of a folder that is overwritten."""
+    sync_folder(partial)
+    _check_free(target, target, overwrite=overwrite)  # another program may have made it meanwhile
+    entries = sorted(target.iterdir()) if target.is_dir() else []
+    if not entries:
+        partial.rename(target)
+    else:
+        for path in entries:
+            if not replaced.fullmatch(path.name) and not (partial / path.name).exists():
+                _carry_over(path, partial / path.name)
+        shutil.copymode(target, partial)
+        sync_folder(partial)
+        _swap(partial, target)
+    sync_folder(target.parent)
+
+
+def _carry_over(path: Path, goal: Path) -> None:
+    try:
+        os.link(path, goal)
+    except OSError:
+        shutil.copy2(path, goal)
+
+
+def _swap(partial: Path, target: Path) -> None:
+    """Put `partial` in the place of the folder `target`, and remove the old one."""
+    if rename_exchange(partial, target):
+        shutil.rmtree(partial, ignore_errors=True)
+        return
+    aside = partial.with_name(partial.name + "-old")
+    target.rename(aside)
+    try:
+        partial.rename(target)
+    except BaseException:
+        aside.rename(target)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _prefix(target: Path) -> str:
+    """Start of the hidden names for this output, made on this machine."""
+    return f".{target.name[:_NAME_PART]}.partial-{_host()}-"
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9_]", "_", os.uname().nodename)[:40]
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove hidden folders that a killed merge of this machine left for the same output."""
+    pattern = re.compile(re.escape(_prefix(target)) + r"(\d+)-[0-9a-f]{8}")
+    for path in target.parent.iterdir():
+        found = pattern.fullmatch(path.name)
+        if found and not _is_running(int(found[1])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    with suppress(OSError, OverflowError):
+        os.kill(pid, 0)
+        return True
+    return Path(f"/proc/{pid}").exists()

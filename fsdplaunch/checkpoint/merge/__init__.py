@@ -1,0 +1,1 @@
+"""Merge a sharded checkpoint into one model folder."""

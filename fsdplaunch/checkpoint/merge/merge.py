@@ -1,0 +1,289 @@
+"""Merge a sharded checkpoint into one model folder: find it, read its index, plan, check, copy, publish.
+
+To safetensors this needs the standard library only: the data moves from file to file without torch and,
+mostly, without leaving the kernel. The output appears whole or not at all, and the source is only read.
+"""
+
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fsdplaunch.checkpoint.atomic_output import atomic_output, check_memory, check_output, check_space, free_space
+from fsdplaunch.checkpoint.merge.model_files import copy_model_files
+from fsdplaunch.checkpoint.merge.options import (
+    MEMORY_PER_CHUNK,
+    STREAMING_MEMORY,
+    Announce,
+    MergeOptions,
+    MergeProgress,
+    MergeResult,
+    MergeStart,
+    Progress,
+    ProgressMeter,
+)
+from fsdplaunch.checkpoint.merge.prepare import PreparedMerge, prepare
+from fsdplaunch.checkpoint.merge.remove_source import remove_checkpoint
+from fsdplaunch.checkpoint.merge.verify import verify_merge
+from fsdplaunch.checkpoint.merge.write import write_plan
+from fsdplaunch.checkpoint.readers.find import find_model, find_optimizer
+from fsdplaunch.checkpoint.readers.open import OpenCheckpoint, open_checkpoint
+from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME
+from fsdplaunch.errors import CheckpointError, UsageError
+
+__all__ = [
+    "MergeOptions",
+    "MergeProgress",
+    "MergeResult",
+    "MergeStart",
+    "PreparedMerge",
+    "merge",
+    "merge_fsdp_weights",
+    "prepare_merge",
+]
+
+
+def prepare_merge(
+    checkpoint: Path, options: MergeOptions | None = None, *, output: Path | None = None
+) -> PreparedMerge:
+    """Plan a merge to safetensors and check that it can be done; only headers are read, nothing is written.
+
+    Args:
+        checkpoint: A sharded checkpoint, or a folder that holds exactly one.
+        options: How to merge.
+        output: The folder to make; when given, it is checked as well.
+
+    Raises:
+        UsageError: When the output cannot be written there.
+        CheckpointError: When the checkpoint cannot be merged, or the disk is too full.
+    """
+    options = options or MergeOptions()
+    if options.optimizer or not options.safe_serialization:
+        msg = "only a merge to safetensors can be planned ahead"
+        raise UsageError(msg)
+    with _reported(checkpoint, output):
+        source = find_model(checkpoint).folder
+        target = None if output is None else _check_output(checkpoint, source, output, options)
+        with open_checkpoint(source) as opened:
+            return prepare(opened, target, options)
+
+
+def merge(
+    checkpoint: Path,
+    output: Path,
+    *,
+    options: MergeOptions | None = None,
+    progress: Progress | None = None,
+    announce: Announce | None = None,
+) -> MergeResult:
+    """Merge the model's weights in `checkpoint` into the folder `output`.
+
+    The output appears whole or not at all; on an error or Ctrl-C nothing is left and the source is as it was.
+
+    Args:
+        checkpoint: A sharded checkpoint, or a folder that holds exactly one.
+        output: The folder to make.
+        options: How to merge.
+        progress: Called now and then, from this thread.
+        announce: Called once, when all checks are passed and before the first byte is written.
+
+    Raises:
+        UsageError: When the output cannot be written there.
+        CheckpointError: When the checkpoint cannot be merged, or the disk is too full.
+    """
+    started, options = time.monotonic(), options or MergeOptions()
+    with _reported(checkpoint, output):
+        source = (find_optimizer if options.optimizer else find_model)(checkpoint).folder
+        target = _check_output(checkpoint, source, output, options)
+        with open_checkpoint(source) as opened:
+            result = _writer(options)(opened, target, options, Watcher(progress, announce))
+    removed = options.remove_checkpoint_dir and _remove(opened, target)
+    return replace(result, removed=removed, seconds=time.monotonic() - started)
+
+
+@dataclass(frozen=True, slots=True)
+class Watcher:
+    """Who is told of a merge."""
+
+    progress: Progress | None
+    announce: Announce | None
+
+    def start(self, opened: OpenCheckpoint, target: Path, tensors: int, nbytes: int, memory: int) -> None:
+        """Say what is about to be written."""
+        if self.announce is None:
+            return
+        start = MergeStart(
+            source=opened.folder,
+            output=target,
+            tensors=tensors,
+            files=len(opened.index.files),
+            nbytes=nbytes,
+            free=free_space(target),
+            memory=memory,
+        )
+        self.announce(start)
+
+
+def _writer(options: MergeOptions) -> Callable[[OpenCheckpoint, Path, MergeOptions, Watcher], MergeResult]:
+    if options.optimizer:
+        return _merge_optimizer
+    return _merge_to_safetensors if options.safe_serialization else _merge_to_torch
+
+
+def _remove(opened: OpenCheckpoint, target: Path) -> bool:
+    try:
+        return remove_checkpoint(opened.folder, opened.index)
+    except OSError as problem:
+        msg = f"{opened.folder} could not be removed: {problem.strerror or problem}"
+        raise CheckpointError(
+            msg, hint=f"the merged weights are complete in {target}; remove the rest yourself"
+        ) from None
+
+
+def _check_output(checkpoint: Path, source: Path, output: Path, options: MergeOptions) -> Path:
+    target = check_output(output, (checkpoint, source), overwrite=options.overwrite)
+    if options.copy_from is not None and options.copy_from.resolve() == target:
+        msg = f"the output {output} is the model folder whose files are copied"
+        raise UsageError(msg, hint="choose another output folder")
+    return target
+
+
+@contextmanager
+def _reported(source: Path, output: Path | None) -> Iterator[None]:
+    """Turn what the operating system refuses into an error that says what was being done."""
+    try:
+        yield
+    except OSError as problem:
+        place = f"{problem.filename}: " if problem.filename else ""
+        goal = f" into {output}" if output else ""
+        msg = f"merging {source}{goal} failed: {place}{problem.strerror or problem}"
+        raise CheckpointError(msg, hint="no output was made and the checkpoint is unchanged") from problem
+    except MemoryError:
+        msg = f"merging {source} needs more memory than there is"
+        raise CheckpointError(msg, hint="no output was made and the checkpoint is unchanged") from None
+
+
+def _merge_to_safetensors(
+    opened: OpenCheckpoint, target: Path, options: MergeOptions, watcher: Watcher
+) -> MergeResult:
+    prepared = prepare(opened, target, options)
+    plan, verify = prepared.plan, options.verify or options.remove_checkpoint_dir
+    memory = STREAMING_MEMORY + MEMORY_PER_CHUNK * sum(len(tensor.chunks) for tensor in opened.index.tensors)
+    watcher.start(opened, target, len(plan.tensors), prepared.nbytes, memory)
+    with atomic_output(target, overwrite=options.overwrite) as partial:
+        copy_model_files(prepared.model_files, partial)
+        write_plan(plan, opened.sources, partial, ProgressMeter("copy", plan.tensor_bytes, watcher.progress))
+        if verify:
+            verify_merge(
+                plan, opened.sources, partial, ProgressMeter("verify", plan.tensor_bytes, watcher.progress)
+            )
+    names = [*(file.name for file in plan.files), *([INDEX_NAME] if plan.index else [])]
+    return MergeResult(
+        output=target,
+        files=tuple(target / name for name in names),
+        source=opened.folder,
+        tensors=len(plan.tensors),
+        nbytes=plan.nbytes,
+        seconds=0.0,
+        dtypes=dict(Counter(tensor.written.name for tensor in plan.tensors)),
+        skipped=prepared.selection.skipped,
+        excluded=prepared.selection.excluded,
+        tied=prepared.tied,
+        copied=tuple(target / model_file.name for model_file in prepared.model_files),
+        renamed=prepared.selection.renamed,
+        verified=verify,
+    )
+
+
+def _merge_to_torch(opened: OpenCheckpoint, target: Path, options: MergeOptions, watcher: Watcher) -> MergeResult:
+    from fsdplaunch.checkpoint.merge import torch_output
+
+    index = opened.index
+    paths = torch_output.torch_paths(index, strip_wrappers=options.strip_wrappers)
+    needed = torch_output.total_bytes(index)
+    check_space(target, needed)
+    check_memory(needed)
+    watcher.start(opened, target, len(index.tensors), needed, needed)
+    meter = ProgressMeter("copy", sum(tensor.nbytes for tensor in index.tensors), watcher.progress)
+    with atomic_output(target, overwrite=options.overwrite) as partial:
+        torch_output.write_torch_file(opened, paths, partial, meter)
+        size = (partial / torch_output.FILE_NAME).stat().st_size
+    return MergeResult(
+        output=target,
+        files=(target / torch_output.FILE_NAME,),
+        source=opened.folder,
+        tensors=len(index.tensors),
+        nbytes=size,
+        seconds=0.0,
+        dtypes=dict(Counter(tensor.dtype.name for tensor in index.tensors)),
+    )
+
+
+def _merge_optimizer(opened: OpenCheckpoint, target: Path, options: MergeOptions, watcher: Watcher) -> MergeResult:
+    from fsdplaunch.checkpoint.merge import optimizer_output, torch_output
+
+    paths = optimizer_output.optimizer_paths(opened.index, where=str(opened.folder))
+    tensors = [tensor for tensor in opened.index.tensors if tensor.name in paths]
+    needed = torch_output.total_bytes(opened.index)
+    check_space(target, needed)
+    check_memory(needed)
+    watcher.start(opened, target, len(tensors), needed, needed)
+    meter = ProgressMeter("copy", sum(tensor.nbytes for tensor in tensors), watcher.progress)
+    name = optimizer_output.FILE_NAME
+    with atomic_output(target, overwrite=options.overwrite, replaced=re.compile(re.escape(name))) as partial:
+        optimizer_output.write_optimizer(opened, paths, partial, meter)
+        size = (partial / name).stat().st_size
+    return MergeResult(
+        output=target,
+        files=(target / name,),
+        source=opened.folder,
+        tensors=len(tensors),
+        nbytes=size,
+        seconds=0.0,
+        dtypes=dict(Counter(tensor.dtype.name for tensor in tensors)),
+        skipped=tuple(entry.name for entry in opened.index.entries if entry.name not in paths),
+    )
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Merge sharded weights into `output_path/model.safetensors`, or `pytorch_model.bin`.
+
+    Takes what accelerate's function of this name takes, and like it writes tied weights under every name.
+    In a distributed job rank 0 merges and all ranks wait.
+
+    Args:
+        checkpoint_dir: A sharded checkpoint, or a folder that holds exactly one.
+        output_path: The folder to make; it may not hold anything yet.
+        safe_serialization: Write safetensors rather than a pickle.
+        remove_checkpoint_dir: Delete the checkpoint after the result was read back and compared with it.
+
+    Raises:
+        UsageError: When the output cannot be written there.
+        CheckpointError: When the checkpoint cannot be merged; on every rank.
+    """
+    options = MergeOptions(
+        safe_serialization=safe_serialization, remove_checkpoint_dir=remove_checkpoint_dir, keep_tied=True
+    )
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        merge(Path(checkpoint_dir), Path(output_path), options=options)
+        return
+    outcome: list[BaseException | None] = [None]
+    if distributed.get_rank() == 0:
+        try:
+            merge(Path(checkpoint_dir), Path(output_path), options=options)
+        except Exception as problem:
+            outcome = [problem]
+    distributed.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise outcome[0]

@@ -1,0 +1,135 @@
+"""Read a merged checkpoint back and compare it with its source, byte by byte and with the stored checksums."""
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fsdplaunch.checkpoint.invalid_file import short
+from fsdplaunch.checkpoint.merge.assemble_tensor import written_blocks
+from fsdplaunch.checkpoint.merge.options import ProgressMeter
+from fsdplaunch.checkpoint.merge.plan import MergePlan, Piece, PlannedFile, PlannedTensor
+from fsdplaunch.checkpoint.readers.data_files import DataFiles
+from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME, MAX_HEADER, file_shape
+from fsdplaunch.errors import CheckpointError
+
+_PIECE = 4 * 2**20
+_DAMAGED = "the checkpoint is damaged there; copy it again or use an older one"
+
+
+def verify_merge(plan: MergePlan, sources: DataFiles, folder: Path, meter: ProgressMeter) -> None:
+    """Compare what stands in `folder` with what `plan` took from `sources`.
+
+    Raises:
+        CheckpointError: When a tensor differs, or when the source does not match its own checksums.
+    """
+    for file in plan.files:
+        fd = os.open(folder / file.name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            # From the disk, not from the pages just written.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            _check_header(file, fd, folder / file.name)
+            for tensor in file.tensors:
+                meter.tensor = tensor.name
+                _check_tensor(tensor, fd, sources, meter)
+        finally:
+            os.close(fd)
+    if plan.index:
+        _check_index(plan, folder / INDEX_NAME)
+
+
+def _check_header(file: PlannedFile, fd: int, path: Path) -> None:
+    """Check what the file says about itself against the plan."""
+    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+    if length > MAX_HEADER or os.fstat(fd).st_size != file.nbytes:
+        _differs(f"{path} has another size than planned")
+    header = _json(os.pread(fd, length, 8), path)
+    header.pop("__metadata__", None)
+    for tensor in file.tensors:
+        start = tensor.offset - 8 - length
+        wanted = {
+            "dtype": tensor.written.code,
+            "shape": list(file_shape(tensor.written, tensor.shape)),
+            "data_offsets": [start, start + tensor.nbytes],
+        }
+        if header.pop(tensor.name, None) != wanted:
+            _differs(f"{path} describes {short(tensor.name)} otherwise than planned")
+    if header:
+        _differs(f"{path} holds tensors that were not planned")
+
+
+def _json(data: bytes, path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        _differs(f"{path} is not readable")
+    return found
+
+
+def _check_index(plan: MergePlan, path: Path) -> None:
+    found = _json(path.read_bytes(), path)
+    if found.get("weight_map") != {tensor.name: file.name for file in plan.files for tensor in file.tensors}:
+        _differs(f"{path} does not list the files' tensors")
+
+
+def _check_tensor(tensor: PlannedTensor, fd: int, sources: DataFiles, meter: ProgressMeter) -> None:
+    if tensor.in_runs:
+        for piece in tensor.pieces:
+            _check_run(tensor, piece, fd, sources, meter)
+        return
+    for piece in tensor.pieces:
+        _check_checksum(tensor, piece, sources)
+    position = tensor.offset
+    for data in written_blocks(tensor, sources.read_piece):
+        if _read(fd, position, len(data)) != data:
+            _differs(f"the merged {short(tensor.name)} differs from the checkpoint")
+        position += len(data)
+        meter.tick(len(data))
+
+
+def _check_run(tensor: PlannedTensor, piece: Piece, fd: int, sources: DataFiles, meter: ProgressMeter) -> None:
+    """Compare one run with the merged file, and its item with its checksum, reading the source once."""
+    first = piece.start * tensor.dtype.size
+    base, crc = tensor.offset + piece.target, 0
+    for offset in range(0, piece.data_length, _PIECE):
+        data = sources.read_piece(piece, offset, min(_PIECE, piece.data_length - offset))
+        crc = zlib.crc32(data, crc)
+        start, end = max(offset, first), min(offset + len(data), first + piece.nbytes)
+        if start < end:
+            if _read(fd, base + start - first, end - start) != data[start - offset : end - offset]:
+                _differs(f"the merged {short(tensor.name)} differs from the checkpoint")
+            meter.tick(end - start)
+    if piece.crc is not None and crc != piece.crc:
+        _damaged(tensor, piece, sources)
+
+
+def _check_checksum(tensor: PlannedTensor, piece: Piece, sources: DataFiles) -> None:
+    if piece.crc is None:
+        return
+    crc = 0
+    for offset in range(0, piece.data_length, _PIECE):
+        crc = zlib.crc32(sources.read_piece(piece, offset, min(_PIECE, piece.data_length - offset)), crc)
+    if crc != piece.crc:
+        _damaged(tensor, piece, sources)
+
+
+def _read(fd: int, offset: int, count: int) -> bytes:
+    parts = []
+    while count and (part := os.pread(fd, count, offset)):
+        parts.append(part)
+        offset += len(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def _damaged(tensor: PlannedTensor, piece: Piece, sources: DataFiles) -> NoReturn:
+    path = sources.folder / piece.place.file
+    msg = f"{path}: the bytes of {short(tensor.stored_name)} at {piece.file_offset} do not match their checksum"
+    raise CheckpointError(msg, hint=_DAMAGED)
+
+
+def _differs(what: str) -> NoReturn:
+    raise CheckpointError(what, hint="the disk or a program changed it; merge again")

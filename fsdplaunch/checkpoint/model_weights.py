@@ -1,0 +1,263 @@
+"""Which files hold a model's pretrained weights, and where each tensor's bytes are in them. No torch.
+
+A safetensors header is 8 bytes of length and that much JSON: describing a model of any size takes milliseconds.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fsdplaunch.checkpoint.checked_ints import check_count, check_counts
+from fsdplaunch.checkpoint.dtypes import DTYPES, Dtype
+from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
+from fsdplaunch.checkpoint.readers.hf_shards import SHARD_FILE, read_header
+from fsdplaunch.errors import CheckpointError
+
+_CODES = {dtype.code: dtype for dtype in DTYPES.values() if dtype.code and dtype.lanes == 1}
+_INDEX = ".safetensors.index.json"
+_PICKLED_INDEX = "pytorch_model.bin.index.json"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin)")
+_DAMAGED = "download or copy it again"
+_LARGEST_INDEX = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """One tensor of a file.
+
+    Attributes:
+        name: What the file calls it.
+        file: Its file's place among all files.
+        format: What safetensors calls its element type, or torch for pickled files.
+        dtype: The element type; None when it is none that can be read by element.
+        shape: In elements.
+        start: Where its bytes begin in the file; 0 for pickled files.
+    """
+
+    name: str
+    file: int
+    format: str
+    dtype: Dtype | None
+    shape: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The weights of one model on disk.
+
+    Attributes:
+        where: What the user named: a folder or a file.
+        paths: The files.
+        sizes: Their sizes in bytes.
+        pickled: Whether they are files of `torch.save`, which one rank has to read whole.
+        weights: What they hold, by the file's name; of pickled files only after somebody has read them.
+        index: File name by tensor name as an index says it, or None without one.
+    """
+
+    where: Path
+    paths: tuple[Path, ...]
+    sizes: tuple[int, ...]
+    pickled: bool
+    weights: Mapping[str, StoredWeight] = field(default_factory=dict)
+    index: Mapping[str, str] | None = None
+
+
+def find_weight_files(where: Path) -> WeightFiles:
+    """Find a model's weight files and read their headers.
+
+    Safetensors files go before pickled ones, an index before single files, `model.safetensors` before others.
+
+    Args:
+        where: A model folder, or one file.
+
+    Raises:
+        CheckpointError: There are no weights, or not all of them; a file is damaged; it contradicts the index.
+    """
+    if where.is_file():
+        pickled = where.suffix != ".safetensors"
+        return _described(where, [where], None, pickled=pickled)
+    if not where.is_dir():
+        msg = f"no model folder {where}"
+        raise CheckpointError(msg, hint="give a folder with *.safetensors files, as this machine sees it")
+    names = sorted(path.name for path in where.iterdir() if path.is_file())
+    index = _sole([name for name in names if name.endswith(_INDEX)], f"model{_INDEX}", where)
+    if index is not None:
+        return _indexed(where, where / index, pickled=False)
+    plain = [name for name in names if name.endswith(".safetensors") and not SHARD_FILE.fullmatch(name)]
+    if plain:
+        return _described(where, [where / name for name in _model_files(where, plain)], None, pickled=False)
+    if _PICKLED_INDEX in names:
+        return _indexed(where, where / _PICKLED_INDEX, pickled=True)
+    pickled_names = [name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")]
+    if not pickled_names:
+        raise _nothing(where, names)
+    return _described(where, [where / name for name in _model_files(where, pickled_names)], None, pickled=True)
+
+
+def _nothing(where: Path, names: list[str]) -> CheckpointError:
+    children = [path.name for path in where.iterdir() if path.is_dir()]
+    is_checkpoint = ".metadata" in names or any(SHARD_FILE.fullmatch(name) for name in names)
+    if is_checkpoint or any(
+        name.startswith(("pytorch_model_fsdp", "checkpoint-")) for name in [*children, *names]
+    ):
+        msg = f"{where} is a checkpoint of a training run, not a model folder"
+        hint = "go on from it with fsdplaunch.load_checkpoint, or make a model folder of it with merge-weights"
+        return CheckpointError(msg, hint=hint)
+    msg = f"{where} holds no weights: no *.safetensors and no pytorch_model*.bin"
+    return CheckpointError(msg, hint="finish the download, or give the folder that has them")
+
+
+def _sole(found: list[str], usual: str, where: Path) -> str | None:
+    """The file of the usual name, or the only one there is."""
+    if usual in found or not found:
+        return usual if found else None
+    if len(found) > 1:
+        msg = f"{where} holds {' and '.join(found[:3])}, and nothing says which is the model"
+        raise CheckpointError(msg, hint="give the path of a file instead of the folder")
+    return found[0]
+
+
+def _model_files(where: Path, names: list[str]) -> list[str]:
+    """The file of the usual name, the only one, or all of a numbered set that is complete."""
+    usual = [name for name in names if name in ("model.safetensors", "pytorch_model.bin")]
+    if usual or len(names) == 1:
+        chosen = usual or names
+        numbered = _NUMBERED.fullmatch(chosen[0])
+        if numbered is None:
+            return chosen
+    sets = {(match[1], match[3]) for match in map(_NUMBERED.fullmatch, names) if match}
+    if len(sets) != 1 or not all(map(_NUMBERED.fullmatch, names)):
+        msg = f"{where} holds {' and '.join(names[:3])}, and nothing says which is the model"
+        raise CheckpointError(msg, hint="give the path of a file instead of the folder")
+    stem, total = sets.pop()
+    wanted = [f"{stem}-{n:05d}-of-{total}{Path(names[0]).suffix}" for n in range(1, int(total) + 1)]
+    _check_there(where, wanted, f"{names[0]} is one of {int(total)}")
+    return wanted
+
+
+def _check_there(where: Path, names: Iterable[str], said: str) -> None:
+    missing = [name for name in names if not (where / name).is_file()]
+    if missing:
+        more = f", nor are {len(missing) - 1} more" if len(missing) > 1 else ""
+        msg = f"{said}, but {where / missing[0]} is not there{more}"
+        raise CheckpointError(msg, hint="finish the download, or give another folder")
+
+
+def _indexed(where: Path, index: Path, *, pickled: bool) -> WeightFiles:
+    listed = _read_index(index)
+    files = sorted(set(listed.values()))
+    odd = [name for name in files if "/" in name or "\\" in name or name in ("", "..")]
+    if odd:
+        _refuse(index, f"it names the file {short(odd[0])}")
+    _check_there(where, files, f"{index.name} names {len(files)} files")
+    return _described(where, [where / name for name in files], listed, pickled=pickled)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        if path.stat().st_size > _LARGEST_INDEX:
+            _refuse(path, "it is larger than any index")
+        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        _refuse(path, "it is no index of weight files")
+    if type(listed) is not dict or not listed or not all(type(name) is str for name in listed.values()):
+        _refuse(path, "its weight_map is not a table of file names")
+    return listed
+
+
+def _described(where: Path, paths: list[Path], index: dict[str, str] | None, *, pickled: bool) -> WeightFiles:
+    weights: dict[str, StoredWeight] = {}
+    for number, path in enumerate(paths):
+        for weight in [] if pickled else _read_file(path, number):
+            if weight.name in weights:
+                msg = f"{path} and {paths[weights[weight.name].file]} both hold {short(weight.name)}"
+                raise CheckpointError(msg, hint="give the path of one of them instead of the folder")
+            weights[weight.name] = weight
+    sizes = tuple(path.stat().st_size for path in paths)
+    files = WeightFiles(where, tuple(paths), sizes, pickled, weights, index)
+    if not pickled:
+        check_index(files)
+    return files
+
+
+def check_index(files: WeightFiles) -> None:
+    """Check that every tensor the index names is in the file it names.
+
+    Raises:
+        CheckpointError: One is not.
+    """
+    for name, file in (files.index or {}).items():
+        weight = files.weights.get(name)
+        if weight is None or files.paths[weight.file].name != file:
+            there = "is in none" if weight is None else f"is in {files.paths[weight.file].name}"
+            msg = f"the index of {files.where} says {short(name)} is in {short(file)}, but it {there}"
+            raise CheckpointError(msg, hint="the files are not of one version; download them again")
+
+
+def _read_file(path: Path, number: int) -> list[StoredWeight]:
+    """The tensors of one safetensors file, further names of the same tensor included."""
+    try:
+        header, start, size = read_header(path)
+        metadata = header.pop("__metadata__", None) or {}
+        found = [_weight(name, entry, number, start) for name, entry in header.items()]
+        spans = [(w.start, w.start + _nbytes(w, header[w.name]), w.name) for w in found]
+        _check_spans(spans, size)
+    except OSError as error:
+        msg = f"cannot read {path}: {error.strerror}"
+        raise CheckpointError(msg) from None
+    except InvalidFileError as problem:
+        _refuse(path, str(problem))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        _refuse(path, "it has no safetensors header")
+    by_name = {weight.name: weight for weight in found}
+    return found + [_again(by_name[kept], name) for name, kept in _aliases(metadata, by_name)]
+
+
+def _weight(name: str, entry: Any, number: int, start: int) -> StoredWeight:
+    shape = check_counts(tuple(entry["shape"]), f"the shape of {short(name)}")
+    first = start + check_count(entry["data_offsets"][0], f"an offset of {short(name)}")
+    return StoredWeight(name, number, str(entry["dtype"]), _CODES.get(entry["dtype"]), shape, first)
+
+
+def _nbytes(weight: StoredWeight, entry: Any) -> int:
+    first, last = (check_count(at, f"an offset of {short(weight.name)}") for at in entry["data_offsets"])
+    if last < first or (weight.dtype and last - first != math.prod(weight.shape) * weight.dtype.size):
+        msg = f"{short(weight.name)} of shape {list(weight.shape)} does not fill its {last - first} bytes"
+        raise InvalidFileError(msg)
+    return last - first
+
+
+def _check_spans(spans: list[tuple[int, int, str]], size: int) -> None:
+    for _, end, name in spans:
+        if end > size:
+            msg = f"it is cut short: {short(name)} ends at byte {end}, the file has {size}"
+            raise InvalidFileError(msg)
+    for (_, end, one), (start, _, other) in pairwise(sorted(spans)):
+        if end > start:
+            msg = f"{short(one)} and {short(other)} share bytes"
+            raise InvalidFileError(msg)
+
+
+def _aliases(metadata: Any, kept: Mapping[str, StoredWeight]) -> list[tuple[str, str]]:
+    """Names that safetensors' save_model left out because another tensor is the same: name, name that is kept."""
+    return [
+        (name, other)
+        for name, other in metadata.items()
+        if type(other) is str and other in kept and name not in kept
+    ]
+
+
+def _again(weight: StoredWeight, name: str) -> StoredWeight:
+    return StoredWeight(name, weight.file, weight.format, weight.dtype, weight.shape, weight.start)
+
+
+def _refuse(path: Path, reason: str) -> NoReturn:
+    msg = f"{path} cannot be read: {reason}"
+    raise CheckpointError(msg, hint=_DAMAGED) from None

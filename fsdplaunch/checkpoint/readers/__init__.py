@@ -1,0 +1,1 @@
+"""Recognise and read every layout of a checkpoint, without torch."""

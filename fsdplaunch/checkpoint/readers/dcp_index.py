@@ -1,0 +1,276 @@
+"""What a checkpoint's `.metadata` says: its tensors, their chunks, and where each chunk's bytes stand.
+
+Only plain values of our own come out of the file; `dcp_classes.py` has what may go in. Sizes are checked against
+each other here, and against the files in `data_files.py`.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from fsdplaunch.checkpoint.dtypes import Dtype
+from fsdplaunch.checkpoint.invalid_file import short
+from fsdplaunch.checkpoint.item_location import ItemKey, ItemLocation
+from fsdplaunch.checkpoint.readers.zstd_items import DESCRIPTOR
+from fsdplaunch.checkpoint.regions import Region, find_tiling_fault
+from fsdplaunch.checkpoint.safe_pickle.dcp_classes import (
+    NAMES,
+    ItemIndex,
+    Metadata,
+    StorageInfo,
+    TensorEntry,
+    ValueEntry,
+)
+from fsdplaunch.checkpoint.safe_pickle.unpickle import unpickle
+from fsdplaunch.errors import CheckpointError
+
+INDEX_NAME = ".metadata"
+MAX_INDEX_BYTES = 256 * 2**20
+MAX_CHUNKS_PER_TENSOR = 1_000_000
+MAX_FILES = 1_000_000
+_COPY_AGAIN = "copy the checkpoint again from where it was written"
+
+NamePath = tuple[str | int, ...]
+
+
+class StoredChunk(NamedTuple):
+    """A rectangle of a tensor, in elements, and where its item stands."""
+
+    box: Region
+    place: ItemLocation
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of the checkpoint.
+
+    Attributes:
+        name: Its full name in the checkpoint.
+        path: The keys that lead to it in the saved state, outermost first.
+        dtype: Its element type.
+        shape: Its global shape.
+        chunks: What it is made of, without empty chunks, sorted by offset.
+    """
+
+    name: str
+    path: NamePath
+    dtype: Dtype
+    shape: tuple[int, ...]
+    chunks: tuple[StoredChunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.size
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValue:
+    """One entry that is not a tensor, as a pickled item."""
+
+    name: str
+    path: NamePath
+    place: ItemLocation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointIndex:
+    """Everything that `.metadata` says, checked against itself.
+
+    Attributes:
+        tensors: The tensors, in the file's order.
+        values: The entries that are not tensors.
+        files: Every data file it refers to, with the end of the last item in it.
+        packed: Places of the items that are compressed.
+    """
+
+    tensors: tuple[StoredTensor, ...]
+    values: tuple[StoredValue, ...]
+    files: Mapping[str, int] = field(default_factory=dict)
+    packed: frozenset[ItemLocation] = frozenset()
+
+    @property
+    def entries(self) -> tuple[StoredTensor | StoredValue, ...]:
+        """Everything it holds."""
+        return (*self.tensors, *self.values)
+
+
+def read_index(folder: Path) -> CheckpointIndex:
+    """Read `folder/.metadata`; nothing it names is imported or run.
+
+    Raises:
+        CheckpointError: When it is damaged, hostile, or contradicts itself.
+    """
+    path = folder / INDEX_NAME
+    with path.open("rb") as file:
+        fits = os.fstat(file.fileno()).st_size <= MAX_INDEX_BYTES
+        data = file.read(MAX_INDEX_BYTES + 1) if fits else b""
+    if not fits or len(data) > MAX_INDEX_BYTES:
+        msg = f"{path} is larger than {MAX_INDEX_BYTES >> 20} MiB, more than an index is expected to need"
+        raise CheckpointError(msg)
+    return parse_index(data, where=str(path))
+
+
+def parse_index(data: bytes, *, where: str) -> CheckpointIndex:
+    """Return the index that the bytes of a `.metadata` file hold."""
+    meta = unpickle(data, NAMES, where=where)
+    if not isinstance(meta, Metadata):
+        msg = f"{where} holds a {type(meta).__name__}, not a checkpoint's metadata"
+        raise CheckpointError(msg, hint=_COPY_AGAIN)
+    places = _places(meta, where)
+    files = _file_ends(places, where)
+    tilings: Tilings = {}
+    tensors, values = [], []
+    for name, entry in meta.state_dict_metadata.items():
+        path = _path_of(name, meta, where)
+        if isinstance(entry, TensorEntry):
+            tensors.append(_tensor(name, path, entry, places, tilings, where))
+        elif isinstance(entry, ValueEntry):
+            values.append(StoredValue(name, path, _place_of(name, None, places, where)))
+        else:
+            msg = f"{where}: {short(str(name))} is a {type(entry).__name__}, not a tensor or a value"
+            raise CheckpointError(msg, hint=_COPY_AGAIN)
+    return CheckpointIndex(tensors=tuple(tensors), values=tuple(values), files=files, packed=_packed(meta))
+
+
+def check_file_name(name: str, where: str) -> str:
+    """Return `name` when it is the plain name of a file beside the index, refuse it otherwise."""
+    if not name or name in {".", ".."} or "/" in name or "\\" in name or not name.isprintable() or len(name) > 255:  # noqa: PLR2004
+        msg = f"{where} refers to {short(name)}, which is not the name of a file in the checkpoint's folder"
+        raise CheckpointError(msg, hint="the checkpoint was altered; nothing was read from there")
+    return name
+
+
+Places = dict[ItemKey, ItemLocation]
+# What was found out about a shape and its chunks: they in order, or how they fail. A model's layers repeat it.
+Tilings = dict[tuple[tuple[int, ...], tuple[Region, ...]], tuple[Region, ...] | str]
+
+
+def _places(meta: Metadata, where: str) -> Places:
+    places: Places = {}
+    for key, value in meta.storage_data.items():
+        place = value if type(value) is ItemLocation else _place(key, value, where)
+        places[key if type(key) is ItemKey else ItemKey(key.fqn, key.offset)] = place
+    known = {place.file for place in places.values()}
+    if len(known) > MAX_FILES:
+        msg = f"{where} refers to {len(known)} files"
+        raise CheckpointError(msg)
+    for name in known:
+        check_file_name(name, where)
+    return places
+
+
+def _place(key: Any, info: Any, where: str) -> ItemLocation:
+    """Return the place of an item whose record was read step by step."""
+    if not isinstance(key, ItemIndex | ItemKey) or not isinstance(info, StorageInfo):
+        msg = f"{where}: an entry of its storage table is a {type(info).__name__}"
+        raise CheckpointError(msg, hint=_COPY_AGAIN)
+    if info.transforms and not _is_packed(info):
+        msg = f"{where}: {short(key.fqn)} is stored through {short(', '.join(info.transforms))}"
+        raise CheckpointError(
+            msg,
+            hint="of torch's extensions only zstd is read; load it with torch and save it without extensions",
+        )
+    return ItemLocation(info.relative_path, info.offset, info.length)
+
+
+def _is_packed(info: Any) -> bool:
+    """Say whether an item went through torch's ZStandard extension and nothing else."""
+    return (
+        isinstance(info, StorageInfo)
+        and len(info.transforms) == 1
+        and bool(DESCRIPTOR.fullmatch(info.transforms[0]))
+    )
+
+
+def _packed(meta: Metadata) -> frozenset[ItemLocation]:
+    infos = (info for info in meta.storage_data.values() if _is_packed(info))
+    return frozenset(ItemLocation(info.relative_path, info.offset, info.length) for info in infos)
+
+
+def _file_ends(places: Places, where: str) -> dict[str, int]:
+    """Return where the last item of each file ends.
+
+    Items that share bytes are refused: no writer does that, and a damaged offset shows this way.
+    """
+    ends: dict[str, int] = {}
+    last = ""
+    end = 0
+    for file, offset, length in sorted(places.values()):
+        if file != last:
+            last, end = file, 0
+        if offset < end:
+            _refuse_shared(file, offset, places, where)
+        ends[file] = end = offset + length
+    return ends
+
+
+def _refuse_shared(file: str, offset: int, places: Places, where: str) -> NoReturn:
+    """Name the two items that share the byte at `offset`."""
+    here = [key.fqn for key, place in places.items() if place.file == file and _holds(place, offset)]
+    msg = f"{where}: {' and '.join(short(name) for name in here[:2])} share bytes of {file}"
+    raise CheckpointError(msg, hint=_COPY_AGAIN)
+
+
+def _holds(place: ItemLocation, offset: int) -> bool:
+    return place.offset <= offset < place.offset + max(place.length, 1)
+
+
+def _place_of(name: str, offset: tuple[int, ...] | None, places: Places, where: str) -> ItemLocation:
+    try:
+        return places[ItemKey(name, offset)]
+    except KeyError:
+        part = "" if offset is None else f" at {list(offset)}"
+        msg = f"{where}: {short(name)}{part} has no bytes in any file"
+        raise CheckpointError(msg, hint="the save did not finish; use an older checkpoint") from None
+
+
+def _path_of(name: object, meta: Metadata, where: str) -> NamePath:
+    """Return the keys that lead to `name`; the name itself when the index does not say."""
+    if type(name) is not str:
+        msg = f"{where}: an entry is named by a {type(name).__name__}"
+        raise CheckpointError(msg, hint=_COPY_AGAIN)
+    paths = meta.planner_data
+    if not isinstance(paths, dict) or not paths:
+        return (name,)
+    path = paths.get(name)
+    if type(path) is not tuple or not path or not all(type(part) in {str, int} for part in path):
+        msg = f"{where}: the path of {short(name)} is not a list of keys"
+        raise CheckpointError(msg, hint=_COPY_AGAIN)
+    if ".".join(map(str, path)) != name:
+        msg = f"{where}: {short(name)} is said to stand at {short('.'.join(map(str, path)))}"
+        raise CheckpointError(msg, hint=_COPY_AGAIN)
+    return path
+
+
+def _tensor(
+    name: str, path: NamePath, entry: TensorEntry, places: Places, tilings: Tilings, where: str
+) -> StoredTensor:
+    """Return one tensor whose chunks tile it exactly."""
+    if entry.dtype is None or entry.layout != "strided":
+        msg = f"{where}: {short(name)} is a {short(entry.layout)} tensor"
+        raise CheckpointError(msg, hint="only dense tensors can be merged")
+    if len(entry.chunks) > MAX_CHUNKS_PER_TENSOR:
+        msg = f"{where}: {short(name)} has {len(entry.chunks)} chunks"
+        raise CheckpointError(msg)
+    key = (entry.shape, tuple(entry.chunks))
+    boxes = tilings.get(key)
+    if boxes is None:
+        boxes = tilings[key] = _tiling(*key)
+    if isinstance(boxes, str):
+        msg = f"{where}: {short(name)} of shape {list(entry.shape)}: {boxes}"
+        raise CheckpointError(msg, hint="the save did not finish or the index is damaged; use another checkpoint")
+    try:
+        chunks = tuple([StoredChunk(box, places[name, box[0]]) for box in boxes])  # type: ignore[index]
+    except KeyError:
+        chunks = tuple(StoredChunk(box, _place_of(name, box.offsets, places, where)) for box in boxes)
+    return StoredTensor(name, path, entry.dtype, entry.shape, chunks)
+
+
+def _tiling(shape: tuple[int, ...], chunks: tuple[Region, ...]) -> tuple[Region, ...] | str:
+    """Return the chunks in order, without empty ones, or how they fail to tile the shape."""
+    boxes = sorted(box for box in chunks if math.prod(box.sizes))
+    return find_tiling_fault(shape, boxes) or tuple(boxes)

@@ -1,0 +1,300 @@
+"""Checkpoints of one torch.save file per rank, or of a single one with the whole model; read without torch.
+
+Written so: accelerate's LOCAL_STATE_DICT and `use_dcp=False`, verl's `model_world_size_N_rank_r.pt`, and
+FULL_STATE_DICT's `pytorch_model_fsdp.bin`. Each file says which part of each tensor it holds.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fsdplaunch.checkpoint.dtypes import Dtype
+from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
+from fsdplaunch.checkpoint.item_location import ItemLocation
+from fsdplaunch.checkpoint.readers.dcp_index import (
+    CheckpointIndex,
+    NamePath,
+    StoredChunk,
+    StoredTensor,
+    StoredValue,
+)
+from fsdplaunch.checkpoint.readers.flat_params import FlatLayout, read_flat_layouts
+from fsdplaunch.checkpoint.readers.torch_zip import (
+    ReadWindow,
+    TorchZipItem,
+    ZipDirectory,
+    locate_data,
+    member_bytes,
+    read_zip,
+)
+from fsdplaunch.checkpoint.regions import Region, find_tiling_fault
+from fsdplaunch.checkpoint.safe_pickle.rank_file_classes import ListedShards, MeshShard, read_state
+from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
+from fsdplaunch.errors import CheckpointError
+
+RANK_FILE = re.compile(
+    r"(?P<stem>pytorch_model_fsdp(_(?P<number_of_model>\d+))?)(_rank(?P<rank>\d+))?\.bin"
+    r"|(?P<verl>model_world_size_(?P<world>\d+))_rank_(?P<number>\d+)\.pt"
+)
+MAX_RANKS = 100_000
+MAX_DIRECTORY = 64 * 2**20
+MAX_STATE = 256 * 2**20
+MAX_DEPTH = 16
+_FLAT = re.compile(r"(.*\.)?_?flat_param(_\d+)?")
+_DAMAGED = "copy the checkpoint again, or use an older one"
+
+
+@dataclass(slots=True)
+class _Whole:
+    """A tensor as its parts are found."""
+
+    path: NamePath
+    dtype: Dtype
+    shape: tuple[int, ...]
+    parts: dict[Region, ItemLocation] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Found:
+    """What the files hold, as they are read."""
+
+    folder: Path
+    wholes: dict[str, _Whole] = field(default_factory=dict)
+    values: dict[str, StoredValue] = field(default_factory=dict)
+    items: dict[ItemLocation, TorchZipItem] = field(default_factory=dict)
+    on_meshes: list[tuple[str, str, MeshShard, ItemLocation]] = field(default_factory=list)
+    layouts: dict[str, FlatLayout] | None = None
+    sharded: bool = False
+
+
+def read_rank_files(folder: Path) -> tuple[CheckpointIndex, dict[ItemLocation, TorchZipItem]]:
+    """Read what each file says it holds.
+
+    Returns:
+        What the checkpoint holds, and where each part's bytes are, by its place.
+
+    Raises:
+        CheckpointError: When a file is damaged or hostile, when files are missing, or parts do not fit together.
+    """
+    names = _rank_names(folder)
+    found, ends = _Found(folder), dict[str, int]()
+    for name in names:
+        ends[name] = _read_file(folder / name, found)
+    _place_on_meshes(found)
+    if len(names) > 1 and not found.sharded:
+        msg = f"{folder} holds {len(names)} files of plain tensors: nothing says how they fit together"
+        raise CheckpointError(msg, hint="save with SHARDED_STATE_DICT, or merge with the tool that wrote them")
+    tensors = tuple(_tensor(folder, name, whole) for name, whole in found.wholes.items())
+    index = CheckpointIndex(tensors=tensors, values=tuple(found.values.values()), files=ends)
+    return index, found.items
+
+
+def _rank_names(folder: Path) -> list[str]:
+    """Return the files of one model, rank 0 first, all there."""
+    groups: dict[str, dict[int, str]] = {}
+    world = 0
+    for path in folder.iterdir():
+        match = RANK_FILE.fullmatch(path.name)
+        if match:
+            ranked = match["rank"] or match["number"]
+            stem = (match["stem"] or match["verl"]) + ("" if ranked is None else " by rank")
+            groups.setdefault(stem, {})[int(ranked or 0)] = path.name
+            world = int(match["world"] or 0)
+    if len(groups) > 1:
+        shown = ", ".join(sorted(min(group.values()) for group in groups.values()))
+        msg = f"{folder} holds {len(groups)} models: {shown}"
+        raise CheckpointError(msg, hint="move the files of one of them into a folder of its own")
+    ranks = next(iter(groups.values()))
+    world = world or max(ranks) + 1
+    missing = [] if world > MAX_RANKS else sorted(set(range(world)) - set(ranks))
+    if missing or world > MAX_RANKS:
+        shown = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")  # noqa: PLR2004
+        msg = f"{folder} lacks the files of {len(missing)} of {world} ranks: {shown}"
+        raise CheckpointError(msg, hint="bring the files of all ranks together")
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def _read_file(path: Path, found: _Found) -> int:
+    """Add what one file holds to `found` and return the file's size in bytes."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        window = ReadWindow(lambda offset, count: _pread(fd, offset, count), size)
+        built = read_zip(window, MAX_DIRECTORY)
+        raw = member_bytes(window, f"{built.prefix}/data.pkl", built, MAX_STATE)
+        state = read_state(raw, f"{path}: its data.pkl")
+        for name_path, value in _entries(state, (), 0):
+            _take(path.name, name_path, value, window, built, found)
+    except (InvalidFileError, UnicodeDecodeError) as problem:
+        _refuse(path, str(problem) if isinstance(problem, InvalidFileError) else "a text in it is damaged")
+    finally:
+        os.close(fd)
+    return size
+
+
+def _pread(fd: int, offset: int, count: int) -> bytes:
+    data = os.pread(fd, count, offset)
+    if len(data) != count:
+        msg = f"it ends at {offset + len(data)} bytes"
+        raise InvalidFileError(msg)
+    return data
+
+
+def _entries(state: dict[Any, Any], path: NamePath, depth: int) -> Iterator[tuple[NamePath, Any]]:
+    """Yield everything in nested dictionaries with the keys that lead to it."""
+    if depth > MAX_DEPTH:
+        msg = f"its dictionaries nest more than {MAX_DEPTH} deep"
+        raise InvalidFileError(msg)
+    for key, value in state.items():
+        if type(key) not in {str, int}:
+            msg = f"an entry is named by a {type(key).__name__}"
+            raise InvalidFileError(msg)
+        if isinstance(value, dict) and value:
+            yield from _entries(value, (*path, key), depth + 1)
+        else:
+            yield (*path, key), value
+
+
+def _take(file: str, path: NamePath, value: Any, window: ReadWindow, built: ZipDirectory, found: _Found) -> None:
+    name = ".".join(map(str, path))
+    if _FLAT.fullmatch(name):
+        _take_flat(file, name, value, window, built, found)
+    elif isinstance(value, MeshShard):
+        place = _note(file, value.local, value.dtype, name, window, built, found)
+        found.on_meshes.append((file, name, value, place))
+        _whole(found, file, name, path, value.dtype, value.shape)
+    elif isinstance(value, ListedShards):
+        found.sharded = True
+        whole = _whole(found, file, name, path, value.dtype, value.shape)
+        for box, local in value.parts:
+            place = _note(file, local, value.dtype, name, window, built, found)
+            _add(found, file, name, whole, box, local, place)
+    elif isinstance(value, TensorDescription):
+        # A tensor that is whole on every rank: rank 0's is taken.
+        if name not in found.wholes:
+            whole = _whole(found, file, name, path, value.dtype, value.shape)
+            place = _note(file, value, value.dtype, name, window, built, found)
+            _add(found, file, name, whole, Region((0,) * len(value.shape), value.shape), value, place)
+    else:
+        found.values.setdefault(name, StoredValue(name, path, ItemLocation(file, 0, 0)))
+
+
+def _take_flat(file: str, name: str, value: Any, window: ReadWindow, built: ZipDirectory, found: _Found) -> None:
+    """Add the parameters' pieces in a rank's part of a flat parameter."""
+    match = RANK_FILE.fullmatch(file)
+    rank = int((match and match["rank"]) or 0)
+    if found.layouts is None:
+        number = 0 if match is None or match["number_of_model"] is None else int(match["number_of_model"])
+        found.layouts = read_flat_layouts(found.folder, number)
+    layout = found.layouts.get(name)
+    if layout is None or not isinstance(value, TensorDescription):
+        msg = (
+            f"{found.folder / file} holds version 1's flat parameters (LOCAL_STATE_DICT), "
+            "whose shapes only the model knows"
+        )
+        hint = "load it into the same model on as many ranks, and save that with SHARDED_STATE_DICT"
+        raise CheckpointError(msg, hint=hint)
+    found.sharded = True
+    if rank not in layout.ranks:  # a copy, as under HYBRID_SHARD
+        return
+    for run, box, local in layout.pieces(rank, value):
+        place = _note(file, local, value.dtype, name, window, built, found)
+        for own in run.names:
+            whole = _whole(found, file, own, tuple(own.split(".")), value.dtype, run.shape)
+            _add(found, file, own, whole, box, local, place)
+
+
+def _note(
+    file: str,
+    local: TensorDescription,
+    dtype: Dtype,
+    name: str,
+    window: ReadWindow,
+    built: ZipDirectory,
+    found: _Found,
+) -> ItemLocation:
+    """Note where a part's bytes are and return their place."""
+    if local.dtype.name != dtype.name:
+        msg = f"{short(name)} is {dtype.name}, its part {local.dtype.name}"
+        raise InvalidFileError(msg)
+    item = locate_data(window, built, local)
+    first = item.data_offset + local.start * dtype.size
+    place = ItemLocation(file, first, item.data_length)
+    item = item._replace(data_offset=item.data_offset - first)
+    if found.items.setdefault(place, item) != item:
+        msg = f"{short(name)} and another tensor see the same bytes in different ways"
+        raise InvalidFileError(msg)
+    return place
+
+
+def _whole(found: _Found, file: str, name: str, path: NamePath, dtype: Dtype, shape: tuple[int, ...]) -> _Whole:
+    whole = found.wholes.setdefault(name, _Whole(path, dtype, shape))
+    if (whole.dtype.name, whole.shape) != (dtype.name, shape):
+        here = f"{dtype.name} of shape {list(shape)}"
+        msg = f"{found.folder}: {short(name)} is {here} in {file}, in another file it is not"
+        raise CheckpointError(msg, hint="the files are from different saves")
+    return whole
+
+
+def _add(
+    found: _Found, file: str, name: str, whole: _Whole, box: Region, local: TensorDescription, place: ItemLocation
+) -> None:
+    if local.shape != box.sizes:
+        shapes = f"of shape {list(local.shape)} where {list(box.sizes)} belongs"
+        msg = f"{found.folder / file}: {short(name)} has a part {shapes}"
+        raise CheckpointError(msg, hint="files of other ranks are missing, or from another save")
+    whole.parts.setdefault(box, place)  # ranks that hold the same part each write it
+
+
+def _place_on_meshes(found: _Found) -> None:
+    """Find out which rectangle each part on a mesh is; the mesh is as large as the ranks' places in it say."""
+    extents: dict[str, tuple[int, ...]] = {}
+    for _, name, part, _ in found.on_meshes:
+        known = extents.get(name, (0,) * len(part.coordinates))
+        if len(part.coordinates) != len(part.placements) or len(known) != len(part.coordinates):
+            msg = f"{found.folder}: {short(name)} lies on meshes that do not fit each other"
+            raise CheckpointError(msg, hint=_DAMAGED)
+        extents[name] = tuple(max(size, at + 1) for size, at in zip(known, part.coordinates, strict=True))
+    for file, name, part, place in found.on_meshes:
+        found.sharded = True
+        _add(found, file, name, found.wholes[name], part_box(part, extents[name]), part.local, place)
+
+
+def part_box(part: MeshShard, mesh: tuple[int, ...]) -> Region:
+    """Return the rectangle of a rank, as torch cuts: into parts of equal size, the last ones smaller or empty.
+
+    Args:
+        part: The part, with the rank's place in the mesh.
+        mesh: The mesh's shape.
+    """
+    offsets, sizes = [0] * len(part.shape), list(part.shape)
+    for placement, count, at in zip(part.placements, mesh, part.coordinates, strict=True):
+        dim = placement.dim
+        if dim is None:
+            continue
+        if not -len(sizes) <= dim < len(sizes):
+            msg = f"a tensor of {len(sizes)} dimensions is cut along dimension {dim}"
+            raise CheckpointError(msg, hint=_DAMAGED)
+        step = -(-sizes[dim] // count)
+        start = min(step * at, sizes[dim])
+        offsets[dim] += start
+        sizes[dim] = min(step, sizes[dim] - start)
+    return Region(tuple(offsets), tuple(sizes))
+
+
+def _tensor(folder: Path, name: str, whole: _Whole) -> StoredTensor:
+    boxes = sorted(box for box in whole.parts if box.numel)
+    fault = find_tiling_fault(whole.shape, boxes)
+    if fault is not None:
+        msg = f"{folder}: {short(name)} of shape {list(whole.shape)}: {fault}"
+        raise CheckpointError(msg, hint="bring the files of all ranks together")
+    chunks = tuple(StoredChunk(box, whole.parts[box]) for box in boxes)
+    return StoredTensor(name, whole.path, whole.dtype, whole.shape, chunks)
+
+
+def _refuse(path: Path, reason: str) -> NoReturn:
+    msg = f"{path} cannot be read: {reason}"
+    raise CheckpointError(msg, hint=_DAMAGED) from None

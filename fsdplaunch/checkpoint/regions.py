@@ -1,0 +1,110 @@
+"""Rectangles of tensors: do they tile a shape, and does one lie in a single run of bytes."""
+
+import math
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from operator import itemgetter
+from typing import NamedTuple
+
+# Rectangles that form no grid are compared pair by pair, up to this many.
+MAX_IRREGULAR = 2000
+
+
+class Region(NamedTuple):
+    """A rectangle of a tensor, in elements."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements inside."""
+        return math.prod(self.sizes)
+
+
+def find_tiling_fault(shape: tuple[int, ...], boxes: Sequence[Region]) -> str | None:
+    """Say how `boxes` fail to cover `shape` exactly once, or None when they do.
+
+    Args:
+        shape: The tensor's shape.
+        boxes: Rectangles with at least one element each.
+    """
+    for box in boxes:
+        if not len(shape) == len(box.offsets) == len(box.sizes):
+            return f"a chunk has {len(box.sizes)} dimensions and {len(box.offsets)} offsets"
+        if any(start + size > whole for start, size, whole in zip(*box, shape, strict=True)):
+            return f"the chunk at {list(box.offsets)} of size {list(box.sizes)} reaches outside"
+    covered, whole = sum(box.numel for box in boxes), math.prod(shape)
+    if covered < whole:
+        return f"chunks cover {covered} of its {whole} elements"
+    if covered > whole:
+        return f"chunks overlap: they hold {covered} elements, the tensor has {whole}"
+    return _find_overlap(list(boxes), 0)
+
+
+def _find_overlap(boxes: list[Region], dim: int) -> str | None:
+    """Look for two boxes that share an element; boxes agree in all dimensions before `dim`."""
+    if len(boxes) < 2:  # noqa: PLR2004  (one box cannot overlap itself)
+        return None
+    if dim == len(boxes[0].sizes):
+        return f"chunks overlap at {list(boxes[0].offsets)}"
+    spans = sorted((box.offsets[dim], box.sizes[dim], box) for box in boxes)
+    groups = [(span, [item[2] for item in items]) for span, items in groupby(spans, key=itemgetter(0, 1))]
+    if all(a[0] + a[1] <= b[0] for (a, _), (b, _) in pairwise(groups)):
+        return next((fault for _, group in groups if (fault := _find_overlap(group, dim + 1))), None)
+    return _find_overlapping_pair(boxes)
+
+
+def _find_overlapping_pair(boxes: list[Region]) -> str | None:
+    if len(boxes) > MAX_IRREGULAR:
+        return f"its {len(boxes)} chunks form no grid"
+    for position, one in enumerate(boxes):
+        for other in boxes[:position]:
+            if _meet(one, other):
+                return f"chunks at {list(other.offsets)} and {list(one.offsets)} overlap"
+    return None
+
+
+def _meet(one: Region, other: Region) -> bool:
+    return all(
+        a < b + m and b < a + n
+        for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    )
+
+
+def intersect(one: Region, other: Region) -> Region | None:
+    """Return the elements that both rectangles hold, or None."""
+    offsets = tuple(map(max, one.offsets, other.offsets))
+    ends = map(
+        min,
+        map(sum, zip(one.offsets, one.sizes, strict=True)),
+        map(sum, zip(other.offsets, other.sizes, strict=True)),
+    )
+    sizes = tuple(end - start for start, end in zip(offsets, ends, strict=True))
+    return Region(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a dense tensor of `shape`."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Say whether elements laid out with `strides` follow each other in row-major order."""
+    return all(
+        size == 1 or stride == dense for size, stride, dense in zip(sizes, strides, row_major(sizes), strict=True)
+    )
+
+
+def is_one_run(shape: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Say whether a rectangle of `sizes` inside a row-major tensor of `shape` is one run of elements."""
+    return is_dense(sizes, row_major(shape))
+
+
+def flat_offset(shape: Sequence[int], offsets: Sequence[int]) -> int:
+    """Return where element `offsets` of a row-major tensor of `shape` stands, in elements."""
+    return sum(start * stride for start, stride in zip(offsets, row_major(shape), strict=True))

@@ -1,0 +1,183 @@
+"""The state of the pickle machine: the stack, the marks, the memo, and what stands for the names it meets.
+
+Only containers, numbers, texts and the records a caller declares come to be; nothing is imported or called.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fsdplaunch.checkpoint.invalid_file import InvalidFileError
+from fsdplaunch.checkpoint.item_location import ItemKey
+
+Call = Callable[[tuple[Any, ...]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PickledCallable:
+    """A class or function that a pickle may name.
+
+    Attributes:
+        name: How messages call it.
+        call: What stands for calling it, given checked positional arguments; None when it may not be called.
+        new: What makes an empty record for NEWOBJ; None when that is not allowed.
+        any_arguments: NEWOBJ may bring arguments, which are dropped.
+        fuse: What may read whole records at once from where the machine recalled its name; `record_patterns.py`.
+    """
+
+    name: str
+    call: Call | None = None
+    new: Callable[[], "PickledRecord"] | None = None
+    any_arguments: bool = False
+    fuse: "Fuse | None" = None
+
+
+class PickledRecord:
+    """An object of ours that a pickle may fill in."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        """Take over the pickled state, checked field by field."""
+        msg = f"{type(self).__name__} takes no state, got {type(state).__name__}"
+        raise InvalidFileError(msg)
+
+
+class PickledDict(dict[Any, Any], PickledRecord):
+    """A dictionary with attributes, such as a state dict with its versions; the attributes are dropped."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        """Forget the state."""
+
+
+Fuse = Callable[["Interpreter", int], int]
+Names = Mapping[tuple[str, str], Any]
+Unknown = Callable[[str, str], Any]
+KEYS = (ItemKey, str, int, float, PickledRecord)
+_NOT_LISTED = object()
+
+
+class Interpreter:
+    """The stack, the marks and the memo while one pickle is read."""
+
+    __slots__ = (
+        "data",
+        "fetched",
+        "known",
+        "marks",
+        "memo",
+        "names",
+        "persistent",
+        "position",
+        "stack",
+        "unknown",
+    )
+
+    def __init__(self, data: bytes, names: Names, persistent: Call | None, unknown: Unknown) -> None:
+        self.data = data
+        self.position = 0
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: list[Any] = []
+        # What fused records look up again and again, by the bytes that ask for it.
+        self.fetched: dict[bytes, Any] = {}
+        self.known: Any = None
+        self.names = names
+        self.persistent = persistent
+        self.unknown = unknown
+
+    def take(self, count: int) -> bytes:
+        """Return the next `count` bytes."""
+        start, end = self.position, self.position + count
+        if count < 0 or end > len(self.data):
+            msg = f"the pickle ends inside the value at byte {start}"
+            raise InvalidFileError(msg)
+        self.position = end
+        return self.data[start:end]
+
+    def pop(self) -> Any:
+        """Take the top of the stack, not beyond a mark."""
+        if self.marks and len(self.stack) <= self.marks[-1]:
+            msg = f"the stack runs empty at byte {self.position}"
+            raise InvalidFileError(msg)
+        return self.stack.pop()
+
+    def top(self) -> Any:
+        """Return the top of the stack, not beyond a mark."""
+        if not self.stack or (self.marks and len(self.stack) <= self.marks[-1]):
+            msg = f"the stack runs empty at byte {self.position}"
+            raise InvalidFileError(msg)
+        return self.stack[-1]
+
+    def pop_mark(self) -> list[Any]:
+        """Take everything above the last mark."""
+        start = self.marks.pop()
+        items = self.stack[start:]
+        del self.stack[start:]
+        return items
+
+    def find(self, module: str, name: str) -> None:
+        """Push what stands for a name."""
+        found = self.names.get((module, name), _NOT_LISTED)
+        self.stack.append(self.unknown(module, name) if found is _NOT_LISTED else found)
+
+    def store(self, pairs: list[Any]) -> None:
+        """Set keys and values on the dictionary on top."""
+        target = self.top()
+        if type(target) not in {dict, PickledDict} or len(pairs) % 2:
+            msg = f"entries are set on a {type(target).__name__} at byte {self.position}"
+            raise InvalidFileError(msg)
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            # Hashing a hostile nest of tuples takes for ever; these hash in constant time.
+            if not isinstance(key, KEYS):
+                msg = f"a {type(key).__name__} is used as a key at byte {self.position}"
+                raise InvalidFileError(msg)
+            target[key] = value
+
+    def extend(self, items: list[Any]) -> None:
+        """Append to the list on top."""
+        target = self.top()
+        if type(target) is not list:
+            msg = f"items are appended to a {type(target).__name__} at byte {self.position}"
+            raise InvalidFileError(msg)
+        target.extend(items)
+
+    def remember(self, slot: int) -> None:
+        """Keep the top in the next memo slot."""
+        value = self.top()
+        if slot != len(self.memo):
+            msg = f"byte {self.position} stores into slot {slot}, the next one is {len(self.memo)}"
+            raise InvalidFileError(msg)
+        self.memo.append(value)
+
+    def recall(self, slot: int, width: int) -> None:
+        """Push a memo slot that `width` bytes asked for; a record's class may bring whole records instead."""
+        if slot >= len(self.memo):
+            msg = f"byte {self.position} recalls slot {slot}, which was never stored"
+            raise InvalidFileError(msg)
+        value = self.memo[slot]
+        if type(value) is not PickledCallable or value.fuse is None or not value.fuse(self, width):
+            self.stack.append(value)
+
+    def fetch(self, reference: bytes) -> Any:
+        """Return the memo entry that a BINGET or LONG_BINGET with its argument recalls."""
+        try:
+            return self.fetched[reference]
+        except KeyError:
+            slot = int.from_bytes(reference[1:], "little")
+            if slot >= len(self.memo):
+                msg = f"byte {self.position} recalls slot {slot}, which was never stored"
+                raise InvalidFileError(msg) from None
+            return self.fetched.setdefault(reference, self.memo[slot])
+
+    def line(self) -> str:
+        """Return the text up to the next line end."""
+        end = self.data.find(b"\n", self.position, self.position + 1024)
+        if end < 0:
+            msg = f"the name at byte {self.position} has no end"
+            raise InvalidFileError(msg)
+        text = self.data[self.position : end].decode()
+        self.position = end + 1
+        return text

@@ -1,0 +1,217 @@
+"""The stand-ins for what a rank's own torch.save file names: sharded tensors, meshes, placements. Inert."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fsdplaunch.checkpoint.checked_ints import check_counts
+from fsdplaunch.checkpoint.dtypes import Dtype
+from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
+from fsdplaunch.checkpoint.regions import Region
+from fsdplaunch.checkpoint.safe_pickle import tensor_classes
+from fsdplaunch.checkpoint.safe_pickle.interpreter import PickledCallable, PickledDict, PickledRecord
+from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
+from fsdplaunch.checkpoint.safe_pickle.unpickle import unpickle
+
+_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
+_SHARDED = "torch.distributed._shard."
+_PLACEMENTS = ("torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How a tensor lies along one dimension of a mesh: which of its own is cut, None when it is whole."""
+
+    dim: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShard:
+    """A rank's part of a tensor on a device mesh.
+
+    Attributes:
+        local: The part.
+        dtype: The element type.
+        shape: The whole tensor's shape.
+        placements: How it lies along each dimension of the mesh.
+        coordinates: The rank's place in the mesh.
+    """
+
+    local: TensorDescription
+    dtype: Dtype
+    shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    coordinates: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ListedShards:
+    """A rank's parts of a tensor, each with its rectangle of the whole."""
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+    parts: tuple[tuple[Region, TensorDescription], ...]
+
+
+class SavedFields(PickledRecord):
+    """An object as the fields it was saved with, which may come as a dictionary, or beside one in a pair."""
+
+    __slots__ = ("name", "values")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.values: dict[Any, Any] = {}
+
+    def __setstate__(self, state: Any) -> None:
+        parts = state if type(state) is tuple else (state,)
+        for part in parts:
+            if type(part) is dict:
+                self.values |= part
+
+    def get(self, key: str) -> Any:
+        """Return a field, None when there is none."""
+        return self.values.get(key)
+
+
+def read_state(data: bytes, where: str) -> dict[Any, Any]:
+    """Return the dictionary that a file's `data.pkl` holds, with a part or a description for each tensor.
+
+    Raises:
+        CheckpointError: When it names what a state dict has no use for, or is damaged.
+        InvalidFileError: When it is no dictionary.
+    """
+    found = unpickle(
+        data, NAMES, persistent=tensor_classes.storage_of, unknown=tensor_classes.foreign, where=where
+    )
+    if not isinstance(found, dict):
+        msg = f"it holds a {type(found).__name__}, not a dictionary of tensors"
+        raise InvalidFileError(msg)
+    return found
+
+
+def _rebuild(arguments: tuple[Any, ...]) -> Any:
+    """`(function, class, arguments, state)`: a tensor on a mesh, one with listed shards, or any other subclass."""
+    if len(arguments) == 4 and isinstance(arguments[1], PickledCallable):  # noqa: PLR2004
+        function, cls, inner, state = arguments
+        make = _SUBCLASSES.get(cls.name.rpartition(".")[2]) if cls.name.startswith("torch.distributed.") else None
+        if (
+            make is not None
+            and isinstance(function, PickledCallable)
+            and function.name == _WRAPPER
+            and type(inner) is tuple
+        ):
+            return make(tensor_classes.rebuild_shell(inner), state)
+    return tensor_classes.rebuild_subclass(arguments)
+
+
+def _mesh_part(shell: tensor_classes.WrapperTensor, state: Any) -> MeshShard:
+    """Return a DTensor: its local tensor, and what its spec says of its place."""
+    fields = SavedFields("DTensor")
+    fields.__setstate__(state)
+    local, spec = fields.get("_local_tensor"), fields.get("_spec")
+    mesh = spec.get("mesh") if isinstance(spec, SavedFields) else None
+    placements = spec.get("placements") if isinstance(spec, SavedFields) else None
+    coordinates = mesh.get("_coordinate_on_dim") if isinstance(mesh, SavedFields) else None
+    if type(coordinates) is list:
+        coordinates = tuple(coordinates)
+    if not isinstance(local, TensorDescription) or type(placements) is not tuple or type(coordinates) is not tuple:
+        msg = "a tensor on a mesh does not say which part of it this is"
+        raise InvalidFileError(msg)
+    places = tuple(_placement(item) for item in placements)
+    return MeshShard(
+        local, shell.dtype, shell.shape, places, check_counts(coordinates, "a rank's place in a mesh")
+    )
+
+
+def _placement(item: Any) -> Placement:
+    kind = item.name.rpartition(".")[2] if isinstance(item, SavedFields) else type(item).__name__
+    if kind == "Replicate":
+        return Placement(None)
+    dim = item.get("dim") if kind == "Shard" else None
+    if type(dim) is not int:
+        msg = f"a tensor is placed by {short(kind)}, which cannot be put together from files of single ranks"
+        raise InvalidFileError(msg)
+    return Placement(dim)
+
+
+def _listed_parts(shell: tensor_classes.WrapperTensor, state: Any) -> ListedShards:
+    """Return a ShardedTensor: `(local shards, metadata, ...)`."""
+    shards = state[0] if type(state) is tuple and state else None
+    if type(shards) is not list:
+        msg = "a sharded tensor does not list its shards"
+        raise InvalidFileError(msg)
+    return ListedShards(shell.dtype, shell.shape, tuple(_shard(shard) for shard in shards))
+
+
+def _shard(shard: Any) -> tuple[Region, TensorDescription]:
+    tensor = shard.get("tensor") if isinstance(shard, SavedFields) else None
+    place = shard.get("metadata") if isinstance(shard, SavedFields) else None
+    if not isinstance(tensor, TensorDescription) or not isinstance(place, SavedFields):
+        msg = "a sharded tensor has a shard without a tensor or a place"
+        raise InvalidFileError(msg)
+    offsets, sizes = (_numbers(place.get(key)) for key in ("shard_offsets", "shard_sizes"))
+    return Region(offsets, sizes), tensor
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    return check_counts(tuple(value) if type(value) is list else value, "a shard's place")
+
+
+def _attribute(arguments: tuple[Any, ...]) -> PickledCallable:
+    """`getattr(ShardedTensor, "ProcessGroupState")`: how a class inside a class is named; nothing else is."""
+    owner = arguments[0].name if arguments and isinstance(arguments[0], PickledCallable) else ""
+    if not owner.endswith(".ShardedTensor") or arguments[1:] != ("ProcessGroupState",):
+        msg = "it asks for an attribute"
+        raise InvalidFileError(msg)
+    return _fields("ProcessGroupState")
+
+
+def _fields(name: str) -> PickledCallable:
+    return PickledCallable(
+        name, call=lambda _: SavedFields(name), new=lambda: SavedFields(name), any_arguments=True
+    )
+
+
+def _all(module: str, names: Iterable[str], make: Callable[[str], PickledCallable]) -> dict[tuple[str, str], Any]:
+    return {(module, name): make(f"{module}.{name}") for name in names}
+
+
+_SUBCLASSES: dict[str, Callable[[tensor_classes.WrapperTensor, Any], Any]] = {
+    "DTensor": _mesh_part,
+    "ShardedTensor": _listed_parts,
+}
+_SPEC = ("DTensorSpec", "TensorMeta", "ShardOrderEntry")
+_MESH_LAYOUT = ("_MeshLayout", "_FlatLayout")
+NAMES: dict[tuple[str, str], Any] = {
+    **tensor_classes.NAMES,
+    ("torch._tensor", "_rebuild_from_type_v2"): PickledCallable(
+        "torch._tensor._rebuild_from_type_v2", call=_rebuild
+    ),
+    ("collections", "OrderedDict"): PickledCallable("collections.OrderedDict", call=lambda _: PickledDict()),
+    **{(module, "getattr"): PickledCallable("getattr", call=_attribute) for module in ("__builtin__", "builtins")},
+    **_all("torch.distributed.tensor", ("DTensor",), PickledCallable),
+    **_all("torch.distributed.tensor._api", ("DTensor",), PickledCallable),
+    **_all("torch.distributed._tensor.api", ("DTensor",), PickledCallable),
+    **_all("torch.distributed._tensor", ("DTensor",), PickledCallable),
+    **_all(f"{_SHARDED}sharded_tensor.api", ("ShardedTensor",), PickledCallable),
+    **{
+        key: made
+        for module in _PLACEMENTS
+        for key, made in _all(
+            module, ("Shard", "Replicate", "Partial", "_Partial", "_StridedShard"), _fields
+        ).items()
+    },
+    **_all("torch.distributed.tensor._dtensor_spec", _SPEC, _fields),
+    **_all("torch.distributed._tensor._dtensor_spec", _SPEC, _fields),
+    **_all("torch.distributed._tensor.placement_types", _SPEC, _fields),
+    **_all("torch.distributed.device_mesh", ("DeviceMesh",), _fields),
+    **_all("torch.distributed._tensor.device_mesh", ("DeviceMesh",), _fields),
+    **_all("torch.distributed._mesh_layout", _MESH_LAYOUT, _fields),
+    **_all(f"{_SHARDED}sharded_tensor.shard", ("Shard",), _fields),
+    **_all(f"{_SHARDED}metadata", ("ShardMetadata",), _fields),
+    **_all(f"{_SHARDED}sharded_tensor.metadata", ("ShardedTensorMetadata", "TensorProperties"), _fields),
+    **_all(f"{_SHARDED}sharded_tensor.metadata", ("MEM_FORMAT_ENCODING",), _fields),
+    **_all(f"{_SHARDED}sharding_spec.chunk_sharding_spec", ("ChunkShardingSpec",), _fields),
+    **_all(f"{_SHARDED}sharding_spec.api", ("EnumerableShardingSpec",), _fields),
+    **_all("torch.distributed.remote_device", ("_remote_device",), _fields),
+}

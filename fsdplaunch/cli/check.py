@@ -1,0 +1,183 @@
+"""`fsdplaunch check`: the user's script with its own configuration, on two CPU workers, for a few steps."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fsdplaunch.cli.launch.single_node import (
+    LaunchOptions,
+    announce,
+    check_script,
+    pass_checks,
+    plan_for_this_machine,
+    report,
+    signal_teller,
+)
+from fsdplaunch.cli.output import Output
+from fsdplaunch.config.environment import REHEARSAL_STEPS
+from fsdplaunch.config.load.load import LoadedConfig, load_config
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE, LaunchError, UsageError
+from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
+from fsdplaunch.launch.report.run_result import RunResult
+from fsdplaunch.launch.runner import run_plan
+from fsdplaunch.probe.hardware import read_hardware
+from fsdplaunch.probe.torch_version import installed_numbers
+from fsdplaunch.worker_status import read_heartbeat
+
+WORKERS = 2
+_RECORD = "rehearsal.json"
+_MIB = 1024**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """What a rehearsal showed.
+
+    Attributes:
+        steps: Optimizer steps that were made.
+        checkpoint: Bytes of the checkpoint that was saved and read back; None when none was.
+        seconds: From the script's start to its last step.
+        is_whole: The script was ended by us, after all steps; otherwise it ended by itself.
+    """
+
+    steps: int
+    checkpoint: int | None
+    seconds: float
+    is_whole: bool
+
+
+def check(
+    script: str | None,
+    arguments: Sequence[str],
+    *,
+    file: Path | None,
+    overrides: Sequence[str],
+    module: bool,
+    steps: int,
+    as_json: bool,
+    out: Output,
+) -> int:
+    """Run the script for a few steps on two CPU workers and say whether the configuration works with it.
+
+    Returns:
+        0 when it does; else the first failing rank's status, or 1 when the script made no step.
+
+    Raises:
+        LaunchError: Before anything was started.
+    """
+    if script is None:
+        msg = "no script given"
+        raise UsageError(msg, hint="fsdplaunch check train.py [its own arguments]")
+    if not module:
+        check_script(script)
+    loaded = load_config(file, overrides=overrides, torch=installed_numbers)
+    small, changed = shrunk(loaded.config)
+    loaded = replace(loaded, config=small, notes=(*loaded.notes, *changed))
+    hardware = replace(read_hardware(os.environ), gpus=(), notes=())
+    target = LaunchTarget(name=script, arguments=tuple(arguments), is_module=module)
+    plan = plan_for_this_machine(loaded, hardware, target, allow_unsharded=False)
+    plan = replace(plan, env={**plan.env, REHEARSAL_STEPS: str(steps)})
+    if not pass_checks(plan, hardware, LaunchOptions(as_json=as_json), out):
+        return EXIT_MACHINE
+    announce(plan, loaded, out)
+    result = run_plan(plan, output=sys.stderr.fileno() if as_json else None, on_signal=signal_teller(plan, out))
+    return _conclude(result, plan, loaded, as_json=as_json, out=out)
+
+
+def shrunk(config: Config) -> tuple[Config, tuple[str, ...]]:
+    """Return the configuration for two CPU workers on one machine, and what had to change beside that.
+
+    Args:
+        config: Resolved.
+    """
+    fsdp, notes = config.fsdp_config, []
+    strategy, reshard = fsdp.fsdp_sharding_strategy, fsdp.fsdp_reshard_after_forward
+    if strategy is not None and strategy.startswith("HYBRID"):
+        inside = "SHARD_GRAD_OP" if strategy.endswith("ZERO2") else "FULL_SHARD"
+        notes.append(f"{strategy} needs more than {WORKERS} workers: checked as {inside}")
+        strategy = inside  # type: ignore[assignment]
+    elif config.parallelism_config.parallelism_config_dp_replicate_size not in (None, 1):
+        notes.append(f"the mesh needs more than {WORKERS} workers: checked with one copy of the model")
+    if not isinstance(reshard, bool | str | None):
+        reshard = True
+    if fsdp.fsdp_offload_params:
+        notes.append("fsdp_offload_params is left out: it changes nothing without a GPU")
+    mesh = replace(
+        config.parallelism_config, parallelism_config_dp_replicate_size=1, parallelism_config_dp_shard_size=None
+    )
+    if strategy == "NO_SHARD":
+        mesh = replace(mesh, parallelism_config_dp_replicate_size=WORKERS, parallelism_config_dp_shard_size=1)
+    small = replace(
+        config,
+        use_cpu=True,
+        gpu_ids=None,
+        num_machines=1,
+        machine_rank=None,
+        num_processes=WORKERS,
+        main_process_ip=None,
+        main_process_port=None,
+        rdzv_backend="c10d",
+        fsdp_config=replace(
+            fsdp,
+            fsdp_sharding_strategy=strategy,
+            fsdp_reshard_after_forward=reshard,
+            fsdp_offload_params=False,
+        ),
+        parallelism_config=mesh,
+        launch=replace(
+            config.launch, workers_per_node=WORKERS, nodes=None, rendezvous_endpoint=None, max_restarts=0
+        ),
+    )
+    return small, tuple(notes)
+
+
+def _conclude(result: RunResult, plan: LaunchPlan, loaded: LoadedConfig, *, as_json: bool, out: Output) -> int:
+    done = _rehearsed(plan)
+    file = str(loaded.path) if loaded.path else "the built-in configuration"
+    works = result.failure is None and result.exit_code == 0 and done.steps > 0
+    if as_json:
+        found: dict[str, Any] = {"works": works, "steps": done.steps, "checkpoint_bytes": done.checkpoint}
+        out.json({**found, "run_dir": str(plan.run_dir), **result.to_dict()})
+    if result.failure is not None or result.stopped_by is not None:
+        report(result, plan, as_json=False, out=out)
+        return result.exit_code or EXIT_FAILED
+    if not done.steps:
+        msg = f"{plan.script} ended without an optimizer step"
+        hint = "give it arguments with which it trains; --steps only ends it earlier"
+        out.error(LaunchError(msg, hint=hint))
+        return result.exit_code or EXIT_FAILED
+    for line in _verdict(done, file, plan):
+        out.say(line)
+    return result.exit_code
+
+
+def _verdict(done: CheckResult, file: str, plan: LaunchPlan) -> list[str]:
+    steps = f"{done.steps} step{'s' if done.steps > 1 else ''}"
+    ended = "" if done.is_whole else ", then it ended by itself"
+    lines = [f"{file} works with {plan.script}: {WORKERS} CPU workers, {steps}{ended}"]
+    if done.checkpoint is not None:
+        lines.append(f"  a checkpoint of {done.checkpoint / _MIB:.1f} MiB was saved, read back and found equal")
+    elif done.is_whole:
+        lines.append("  no checkpoint was tried: another library shards the model and saves it its own way")
+    else:
+        lines.append("  no checkpoint was tried: the script ended before --steps")
+    return lines
+
+
+def _rehearsed(plan: LaunchPlan) -> CheckResult:
+    """What every rank did, by their files."""
+    folders = [plan.run_dir / "ranks" / str(rank) for rank in range(WORKERS)]
+    records = [json.loads(path.read_text()) for folder in folders if (path := folder / _RECORD).is_file()]
+    beats = [beat.steps for folder in folders if (beat := read_heartbeat(folder)) is not None]
+    whole = len(records) == WORKERS
+    return CheckResult(
+        steps=min(record["steps"] for record in records) if whole else min(beats, default=0),
+        checkpoint=records[0]["checkpoint"] if whole else None,
+        seconds=max((record["seconds"] for record in records), default=0.0),
+        is_whole=whole,
+    )

@@ -1,0 +1,221 @@
+"""The commands of `fsdplaunch config` that ask nothing: show, set, validate, explain, schema, presets, convert."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from fsdplaunch.config.load.load import DEFAULT_FILE, LoadedConfig, find_file, load_config, read_file, stack
+from fsdplaunch.config.load.problems import ConfigError, Problem
+from fsdplaunch.config.schema.walk import all_keys, value_at
+from fsdplaunch.errors import EXIT_USAGE, UsageError
+
+
+class Out(Protocol):
+    """Where a command's words go; `fsdplaunch.cli.output.Output` is one."""
+
+    def data(self, text: str) -> None:
+        """Print what the command was asked for, to stdout."""
+
+    def json(self, value: Any) -> None:
+        """Print one JSON value to stdout."""
+
+    def say(self, text: str) -> None:
+        """Tell the user something, on stderr."""
+
+    def note(self, text: str) -> None:
+        """Tell the user something that may surprise, on stderr."""
+
+
+def show(*, file: Path | None, overrides: Sequence[str], origin: bool, as_json: bool, out: Out) -> int:
+    """Print the effective values; with `origin`, where each came from."""
+    loaded = load_config(file, overrides=overrides)
+    _tell(loaded, out)
+    if as_json:
+        out.json(_values(loaded, origin=origin))
+    elif origin:
+        out.data("\n".join(_origin_lines(loaded)))
+    else:
+        from fsdplaunch.config.write.render import render
+
+        out.data(render(loaded.config, full=True, comments=False).rstrip())
+    return 0
+
+
+def _tell(loaded: LoadedConfig, out: Out) -> None:
+    if loaded.path is None:
+        out.note(f"no {DEFAULT_FILE} here; these are the defaults")
+    for note in loaded.notes:
+        out.note(note)
+
+
+def _values(loaded: LoadedConfig, *, origin: bool) -> dict[str, Any]:
+    """Every key by section; with `origin`, as {"value", "layer", "from"}."""
+    from fsdplaunch.config.write.yaml_scalars import plain_value
+
+    tree: dict[str, Any] = {}
+    for spec in all_keys():
+        place = tree
+        for part in spec.path[:-1]:
+            place = place.setdefault(part, {})
+        value: Any = plain_value(spec, value_at(loaded.config, spec.path))
+        if origin:
+            said = loaded.origins[spec.path]
+            value = {"value": value, "layer": said.layer, "from": said.text}
+        place[spec.name] = value
+    return {"file": None if loaded.path is None else str(loaded.path), "config": tree}
+
+
+def _origin_lines(loaded: LoadedConfig) -> list[str]:
+    from fsdplaunch.config.write.yaml_scalars import flow_text, plain_value
+
+    rows = []
+    for spec in all_keys():
+        value, said = value_at(loaded.config, spec.path), loaded.origins[spec.path]
+        if said.layer != "default" or (value is not None and not spec.key.noise and not spec.key.pending):
+            rows.append((f"{spec.dotted}: {flow_text(plain_value(spec, value))}", said.text))
+    width = max(len(left) for left, _ in rows) + 2
+    return [f"{left:<{width}}# {right}" for left, right in rows]
+
+
+def set_values(assignments: Sequence[str], *, file: Path | None, out: Out) -> int:
+    """Change keys in the file; comments and layout stay. Nothing is written when the result would be wrong."""
+    from fsdplaunch.config.load.layers import read_assignments
+    from fsdplaunch.config.write.render import write_text_atomically
+    from fsdplaunch.config.write.yaml_edit import set_keys
+
+    path = find_file(file, os.environ, Path.cwd()) or Path(DEFAULT_FILE)
+    text = _text_of(path) if path.exists() else ""
+    changes = read_assignments(assignments)
+    changed = set_keys(text, changes, source=str(path))
+    stack(_read(changed, path), path=path)
+    if changed != text:
+        write_text_atomically(path, changed)
+    out.say(
+        f"{path}: {', '.join(spec.dotted for spec, _ in changes)}" + ("" if changed != text else " (no change)")
+    )
+    return 0
+
+
+def _text_of(path: Path) -> str:
+    """A file's text, line breaks as they are; raises the problems of a file that cannot be read."""
+    read = read_file(path, Path.cwd())
+    if read.problems:
+        raise ConfigError(read.problems)
+    return path.read_bytes().decode("utf-8")
+
+
+def _read(text: str, path: Path) -> Any:
+    from fsdplaunch.config.load.yaml_reader import read_text
+
+    return read_text(text, str(path))
+
+
+def validate(files: Sequence[Path], *, as_json: bool, out: Out) -> int:
+    """Check files and report every problem of each; environment and command line take no part."""
+    chosen = list(files) or [find_file(None, os.environ, Path.cwd()) or Path(DEFAULT_FILE)]
+    results = [(path, *_check(path)) for path in chosen]
+    problems = [problem for _, found, _ in results for problem in found]
+    if as_json:
+        out.json({"ok": not problems, "problems": [problem.as_json() for problem in problems]})
+    else:
+        for path, found, notes in results:
+            if not found:
+                out.data(f"{path}: no problems")
+            for note in notes:
+                out.note(f"{path}: {note}")
+        if problems:
+            out.data(str(ConfigError(problems)))
+    return EXIT_USAGE if problems else 0
+
+
+def _check(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
+    try:
+        return (), stack(read_file(path, Path.cwd()), path=path).notes
+    except ConfigError as error:
+        return error.problems, ()
+
+
+def explain(word: str | None, *, file: Path | None, as_json: bool, markdown: bool, out: Out) -> int:
+    """Say what a key does, or list the keys of a section or of all; with a readable file, its values too."""
+    from fsdplaunch.config.docs import explain as texts
+
+    if markdown:
+        from fsdplaunch.config.docs.key_reference import reference
+
+        out.data(reference().rstrip())
+        return 0
+    specs = all_keys() if word is None else texts.keys_named(word)
+    loaded = _quietly(lambda: load_config(file))
+    if as_json:
+        out.json([texts.describe(spec, loaded) for spec in specs])
+    elif word is None or len(specs) > 1:
+        out.data(texts.list_keys(specs))
+    else:
+        out.data(texts.explain(specs[0], loaded))
+    return 0
+
+
+def _quietly(load: Callable[[], LoadedConfig]) -> LoadedConfig | None:
+    """What a file says, or None when it cannot be read: an explanation needs no file."""
+    try:
+        loaded = load()
+    except ConfigError:
+        return None
+    return loaded if loaded.path is not None else None
+
+
+def schema(*, out: Out) -> int:
+    """Print the JSON Schema of the file."""
+    from fsdplaunch.config.docs.json_schema import json_schema
+
+    out.json(json_schema())
+    return 0
+
+
+def presets(name: str | None, *, as_json: bool, out: Out) -> int:
+    """List the presets, or print one."""
+    from fsdplaunch.config.write.presets import find_preset, list_presets
+
+    if name is not None:
+        preset = find_preset(name)
+        if as_json:
+            out.json({"name": preset.name, "summary": preset.summary, "text": preset.text})
+        else:
+            out.data(preset.text.rstrip())
+        return 0
+    found = list_presets()
+    if as_json:
+        out.json([{"name": preset.name, "summary": preset.summary} for preset in found])
+        return 0
+    width = max(len(preset.name) for preset in found) + 2
+    out.data("\n".join(f"{preset.name:<{width}}{preset.summary}" for preset in found))
+    return 0
+
+
+def convert(source: Path, target: Path, *, to: str, overwrite: bool, as_json: bool, out: Out) -> int:
+    """Write SOURCE to TARGET as a file for `fsdp2` or `accelerate`, and name every key that changes."""
+    from fsdplaunch.config.write.render import write_text_atomically
+    from fsdplaunch.config.write.to_accelerate import to_accelerate
+    from fsdplaunch.config.write.to_fsdp2 import to_fsdp2
+
+    if to not in ("fsdp2", "accelerate"):
+        msg = f"{to} is nothing to convert to"
+        raise UsageError(msg, hint="use --to fsdp2 or --to accelerate")
+    if target.exists() and not overwrite:
+        msg = f"{target} exists"
+        raise UsageError(msg, hint="name another file, or add --overwrite")
+    text = _text_of(source)
+    if to == "fsdp2":
+        result = to_fsdp2(text, source=str(source))
+    else:
+        result = to_accelerate(stack(_read(text, source), path=source))
+    write_text_atomically(target, result.text)
+    if as_json:
+        changes = [{"key": c.key, "action": c.action, "message": c.message} for c in result.changes]
+        out.json({"file": str(target), "changes": changes})
+        return 0
+    for change in result.changes:
+        out.say(f"{change.action:<8} {change.key}: {change.message}")
+    out.say(f"wrote {target}" + ("" if result.changes else ", with nothing to change"))
+    return 0

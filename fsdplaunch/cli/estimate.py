@@ -1,0 +1,206 @@
+"""`fsdplaunch estimate`: will it fit, and what to change if not. Torch, if needed, has a process of its own."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdplaunch.cli.output import Output
+from fsdplaunch.config.load.load import LoadedConfig, load_config
+from fsdplaunch.config.write.render import write_text_atomically
+from fsdplaunch.errors import UsageError
+from fsdplaunch.estimate.advice import MemoryCase
+from fsdplaunch.estimate.hf_config import DescribedModel, read_architecture
+from fsdplaunch.estimate.json_file import read_json_file
+from fsdplaunch.estimate.model_sizes import read_sizes
+from fsdplaunch.estimate.report import Report, make_report
+from fsdplaunch.estimate.training_setup import TrainingSetup, ranks_of, training_setup
+from fsdplaunch.probe.hardware import Hardware, read_hardware
+from fsdplaunch.probe.model_folder import find_model, short_count, weight_files
+
+LENGTH = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateRequest:
+    """What the command line says.
+
+    Attributes:
+        source: A model folder, a config.json, or SCRIPT:FUNCTION; None for a model folder found here.
+        world: Ranks over all machines; None for the configuration's.
+        gpu_memory: Of one GPU, in bytes; None for that of the GPUs here.
+        batch_size: Sequences per rank and step.
+        length: Tokens of each; None for the model's own, up to 2,048.
+        optimizer: Its name.
+        exact: Whether to trace a step.
+        html: Where to write the page.
+    """
+
+    source: str | None
+    world: int | None
+    gpu_memory: int | None
+    batch_size: int
+    length: int | None
+    optimizer: str
+    exact: bool
+    html: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """What was named: a file to build from, the function in it, and what could be read without building."""
+
+    path: Path
+    function: str = ""
+    case: MemoryCase | None = None
+    notes: tuple[str, ...] = ()
+
+
+def estimate(
+    wanted: EstimateRequest, *, file: Path | None, overrides: Sequence[str], as_json: bool, out: Output
+) -> int:
+    """Say what a run needs, and whether it fits.
+
+    Returns:
+        0, whether it fits or not: the answer is the output.
+
+    Raises:
+        LaunchError: It cannot be said.
+    """
+    loaded = load_config(file, overrides=overrides)
+    hardware = read_hardware(os.environ)
+    source = _read_source(wanted.source)
+    report = _report(wanted, loaded, hardware, source, out)
+    if wanted.html is not None:
+        from fsdplaunch.estimate.html_report import html_report
+
+        write_text_atomically(wanted.html, html_report(report))
+    if as_json:
+        out.json(report.to_dict())
+    else:
+        from fsdplaunch.estimate.text_report import text_report
+
+        out.data("\n".join(text_report(report, width=shutil.get_terminal_size().columns)))
+    if wanted.html is not None:
+        out.say(f"wrote {wanted.html}")
+    return 0
+
+
+def _read_source(text: str | None) -> _Source:
+    """Read what was named, as far as that needs no torch."""
+    if text is None:
+        found = find_model(Path.cwd())
+        if found is None:
+            msg = "no model was named, and no folder here holds *.safetensors"
+            raise UsageError(msg, hint="fsdplaunch estimate MODEL_DIR, CONFIG.json or SCRIPT.py:FUNCTION")
+        text = str(found)
+    script, colon, function = text.rpartition(":")
+    if colon and script.endswith(".py"):
+        if not Path(script).is_file():
+            msg = f"script not found: {script}"
+            raise UsageError(msg)
+        if not function.isidentifier():
+            msg = f"{text!r}: {function!r} is not a function's name"
+            raise UsageError(msg, hint="write SCRIPT.py:FUNCTION")
+        return _Source(path=Path(script), function=function)
+    path = Path(text)
+    if path.suffix == ".py":
+        msg = f"{text} names no function"
+        raise UsageError(msg, hint=f"name the one that builds the model: {text}:build_model")
+    if path.is_dir():
+        return _read_folder(path)
+    return _Source(path=path, case=_described(read_architecture(path)) if _is_known(path) else None)
+
+
+def _read_folder(folder: Path) -> _Source:
+    """A model folder: sizes from its headers, activations from its config.json; either is enough."""
+    config = folder / "config.json"
+    known = config.is_file() and _is_known(config)
+    described = read_architecture(config) if known else None
+    if not weight_files(folder):
+        if not config.is_file():
+            msg = f"{folder} holds no *.safetensors file and no config.json"
+            raise UsageError(msg, hint="give a model folder")
+        return _Source(path=config, case=_described(read_architecture(config)))
+    sizes = read_sizes(folder)
+    notes: tuple[str, ...] = ()
+    if described is not None and described.sizes.parameters != sizes.parameters:
+        counted = (short_count(sizes.parameters), short_count(described.sizes.parameters))
+        notes = ("the files hold {} parameters, config.json describes {}: the files count".format(*counted),)
+    return _Source(
+        path=config, case=MemoryCase(sizes=sizes, shape=described.shape if described else None), notes=notes
+    )
+
+
+def _described(described: DescribedModel) -> MemoryCase:
+    return MemoryCase(sizes=described.sizes, shape=described.shape)
+
+
+def _is_known(path: Path) -> bool:
+    from fsdplaunch.estimate.families import FAMILIES
+
+    return read_json_file(path).get("model_type") in FAMILIES
+
+
+def _report(
+    wanted: EstimateRequest, loaded: LoadedConfig, hardware: Hardware, source: _Source, out: Output
+) -> Report:
+    config = loaded.config
+    gpus = 0 if config.use_cpu else len(hardware.gpus)
+    world, per_node = ranks_of(config, gpus=gpus, asked=wanted.world)
+    traced = wanted.exact or bool(source.function)
+    if source.case is None and not traced:
+        read_architecture(source.path)  # says why it is not known
+    shape = source.case.shape if source.case else None
+    longest = shape.max_length if shape is not None and shape.max_length else LENGTH
+    setup = training_setup(
+        config,
+        world=world,
+        per_node=per_node,
+        batch_size=wanted.batch_size,
+        length=wanted.length or min(longest, LENGTH),
+        optimizer=wanted.optimizer,
+        on_gpu=not config.use_cpu,
+    )
+    case, trace = source.case, None
+    if traced:
+        from fsdplaunch.estimate.trace_client import trace_step
+
+        out.say("tracing one step; this needs torch and takes seconds, or a minute for a large model")
+        trace = trace_step(
+            config, source=str(source.path), function=source.function, world=world, per_node=per_node,
+            batch_size=setup.batch_size, length=setup.length, optimizer=setup.optimizer,
+        )  # fmt: skip
+        case = MemoryCase(sizes=trace.sizes, shape=shape)
+    if case is None:
+        raise UsageError(str(source.path))
+    memory = wanted.gpu_memory or hardware.gpu_memory_bytes
+    return make_report(
+        case, setup, title=_title(source, loaded, setup), model=_model_words(case, setup), memory=memory,
+        memory_from="--gpu-memory" if wanted.gpu_memory else "the smallest GPU here",
+        host_memory=hardware.memory_bytes if hardware.gpus else None, exact=trace,
+        notes=(*source.notes, *loaded.notes),
+    )  # fmt: skip
+
+
+def _title(source: _Source, loaded: LoadedConfig, setup: TrainingSetup) -> str:
+    named = f"{source.path}:{source.function}" if source.function else str(source.path.parent)
+    if source.path.name != "config.json" and not source.function:
+        named = str(source.path)
+    file = str(loaded.path) if loaded.path else "the built-in defaults"
+    ranks = f"{setup.world} rank{'s' if setup.world != 1 else ''}"
+    place = f"{ranks}, {setup.per_node} per machine" if setup.world > setup.per_node else ranks
+    return f"{named} with {file} on {place}"
+
+
+def _model_words(case: MemoryCase, setup: TrainingSetup) -> str:
+    sizes = case.sizes
+    kinds = {1: "fp8", 2: "bf16", 4: "fp32", 8: "fp64"}
+    master, compute, _ = setup.widths(sizes)
+    formats = f"{kinds.get(master, master)} kept, {kinds.get(compute, compute)} computed"
+    blocks = f"{sizes.depth} blocks" if sizes.blocks else "no repeated blocks"
+    return (
+        f"{short_count(sizes.parameters)} parameters, {blocks} ({sizes.source}); {formats}, {setup.optimizer}; "
+        f"{setup.batch_size} x {setup.length} tokens per rank" + (", checkpointing" if setup.checkpointing else "")
+    )

@@ -1,0 +1,298 @@
+"""`fsdplaunch launch`: load -> plan -> (check, dry run) -> run -> report."""
+
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fsdplaunch import __version__
+from fsdplaunch.cli.output import Output
+from fsdplaunch.config.load.load import LoadedConfig, load_config
+from fsdplaunch.errors import EXIT_MACHINE, MachineError, UsageError
+from fsdplaunch.launch.coordination.placement import assumed_settings, find_placement
+from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan
+from fsdplaunch.launch.ports import find_holder, meeting_port
+from fsdplaunch.launch.preflight import Finding, find_obstacles
+from fsdplaunch.launch.report.failure_report import end_line, failure_lines
+from fsdplaunch.launch.report.run_result import RunResult
+from fsdplaunch.launch.run_id import run_name
+from fsdplaunch.probe import torch_version
+from fsdplaunch.probe.hardware import Hardware, read_hardware
+from fsdplaunch.probe.scheduler import read_cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """What the command line asks for, beside the configuration.
+
+    Attributes:
+        module: The target is a module, as in `python -m`.
+        no_python: The target is a program of its own.
+        dry_run: Print the plan; start nothing.
+        check_only: Check this machine; start nothing.
+        allow_unsharded: Accept a script that never shards a model.
+        as_json: Print one JSON object on stdout, and nothing else there.
+        route: Hand the run to a scheduler, `slurm` or `kubernetes`, instead of starting it here.
+        follow: Show the submitted run's output until it ends.
+    """
+
+    module: bool = False
+    no_python: bool = False
+    dry_run: bool = False
+    check_only: bool = False
+    allow_unsharded: bool = False
+    as_json: bool = False
+    route: str | None = None
+    follow: bool = False
+
+
+def launch_script(
+    script: str | None,
+    arguments: Sequence[str],
+    *,
+    file: Path | None,
+    overrides: Sequence[str],
+    launch_options: LaunchOptions,
+    out: Output,
+) -> int:
+    """Run a script on every worker, or show what would be run.
+
+    Returns:
+        0, or the first failing rank's own status, or 128 + n when a signal n ended the run.
+
+    Raises:
+        LaunchError: Before anything was started.
+    """
+    if script is None:
+        msg = "no script given"
+        raise UsageError(msg, hint="fsdplaunch launch train.py [its own arguments]")
+    target = LaunchTarget(
+        name=script,
+        arguments=tuple(arguments),
+        is_module=launch_options.module,
+        is_python=not launch_options.no_python,
+    )
+    if target.is_python and not target.is_module:
+        check_script(script)
+    submitting = launch_options.route is not None
+    assumed = () if submitting else assumed_settings(os.environ)
+    torch = None if submitting else torch_version.installed_numbers
+    loaded = load_config(file, overrides=overrides, assumed=assumed, torch=torch)
+    if submitting or loaded.config.ssh.hosts or loaded.config.ssh.hostfile:
+        from fsdplaunch.cli.launch.handoff import launch_elsewhere
+
+        return launch_elsewhere(loaded, target, launch_options, out)
+    hardware = read_hardware(os.environ)
+    place = find_placement(loaded.config, os.environ)
+    if place.is_several:
+        from fsdplaunch.cli.launch.multi_node import NodeLaunch, launch_on_node
+
+        part = NodeLaunch(
+            loaded=loaded,
+            place=place,
+            target=target,
+            hardware=hardware,
+            launch_options=launch_options,
+            overrides=overrides,
+        )
+        return launch_on_node(part, out)
+    plan = plan_for_this_machine(loaded, hardware, target, allow_unsharded=launch_options.allow_unsharded)
+    if launch_options.dry_run:
+        show_plan(plan, loaded, as_json=launch_options.as_json, out=out)
+        return 0
+    if not pass_checks(plan, hardware, launch_options, out):
+        return EXIT_MACHINE
+    return (
+        0 if launch_options.check_only else run_and_report(plan, loaded, as_json=launch_options.as_json, out=out)
+    )
+
+
+def one_route(*, slurm: bool, kubernetes: bool, follow: bool) -> str | None:
+    """Which scheduler the run is handed to, if any.
+
+    Raises:
+        UsageError: Two are named, or none is to be followed.
+    """
+    named = [name for name, wanted in (("slurm", slurm), ("kubernetes", kubernetes)) if wanted]
+    if len(named) > 1:
+        msg = "--slurm and --kubernetes name two schedulers"
+        raise UsageError(msg, hint="leave one of them out")
+    if follow and not named:
+        msg = "--follow is for submitted runs"
+        raise UsageError(msg, hint="add --slurm or --kubernetes; a run that starts here shows its output anyway")
+    return named[0] if named else None
+
+
+def check_script(script: str) -> None:
+    """Refuse a script that is not there before anything is started."""
+    path = Path(script)
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        msg = f"{script} is a folder, not a script"
+        raise UsageError(msg, hint="name the .py file, or use -m for a module")
+    if not path.exists():
+        msg = f"script not found: {script}"
+        raise UsageError(msg, hint=f"looked in {Path.cwd()}")
+
+
+def plan_for_this_machine(
+    loaded: LoadedConfig,
+    hardware: Hardware,
+    target: LaunchTarget,
+    *,
+    allow_unsharded: bool,
+    run_id: str | None = None,
+    folder: Path | None = None,
+    ranks: int | None = None,
+) -> LaunchPlan:
+    """Build the plan with this machine's facts and an absolute run folder.
+
+    Args:
+        loaded: The configuration.
+        hardware: This machine.
+        target: What every rank runs.
+        allow_unsharded: Let a script end without having sharded a model.
+        run_id: The run's name; a fresh one when left out.
+        folder: This machine's folder inside launch.log_dir; named after the run when left out.
+        ranks: Workers over all machines, where they are known.
+    """
+    name, home = run_name(os.environ)
+    run_id, folder = run_id or name, folder or home
+    machine = NodeFacts(
+        gpus=len(hardware.gpus),
+        cpus=hardware.cpu_count,
+        torch_version=torch_version.installed_numbers() or torch_version.NEWEST,
+        port_holder=find_holder(meeting_port(loaded.config)) if loaded.config.num_machines == 1 else None,
+        environ=os.environ,
+    )
+    return build_plan(
+        loaded.config,
+        machine=machine,
+        target=target,
+        run_id=run_id,
+        run_dir=Path(loaded.config.launch.log_dir).absolute() / (folder or run_id),
+        allow_unsharded=allow_unsharded,
+        notes=(*loaded.notes, *hardware.notes),
+        ranks=ranks,
+    )
+
+
+def show_plan(plan: LaunchPlan, loaded: LoadedConfig, *, as_json: bool, out: Output) -> None:
+    """Print the plan: one JSON object, or lines that a shell runs."""
+    plan = replace(plan, notes=(*plan.notes, *torch_notes()))
+    if as_json:
+        out.json({"config": str(loaded.path) if loaded.path else None, **plan.to_dict()})
+        return
+    for note in plan.notes:
+        out.note(note)
+    assignments = (f"{name}={shlex.quote(value)}" for name, value in plan.env.items())
+    out.data(" \\\n".join(["env", *(f"  {item}" for item in assignments), "  " + shlex.join(plan.argv)]))
+
+
+def torch_notes() -> list[str]:
+    """What is to be said of a torch outside of the tested range, where no check of this machine says it."""
+    found = torch_version.installed_mismatch()
+    return [found.note] if found else []
+
+
+def pass_checks(plan: LaunchPlan, hardware: Hardware, launch_options: LaunchOptions, out: Output) -> bool:
+    """Look for what would stop the run here, say it, one line each, and return whether it may start."""
+    findings = find_obstacles(plan, hardware.gpus)
+    fatal = [finding for finding in findings if finding.fatal]
+    if launch_options.as_json and (launch_options.check_only or fatal):
+        out.json(
+            {
+                "stage": "preflight",
+                "exit_code": EXIT_MACHINE if fatal else 0,
+                "findings": [_as_data(finding) for finding in findings],
+            }
+        )
+    for finding in findings:
+        if finding.fatal:
+            out.error(MachineError(finding.message, hint=finding.hint))
+        else:
+            out.note(f"{finding.message}; {finding.hint}")
+    if launch_options.check_only and not fatal:
+        place = f"{len(plan.gpus)} GPUs" if plan.gpus else "the CPU"
+        out.say(f"ready: {plan.script} can start with {plan.workers} workers on {place}")
+    return not fatal
+
+
+def _as_data(finding: Finding) -> dict[str, object]:
+    return {"message": finding.message, "hint": finding.hint, "fatal": finding.fatal}
+
+
+def announce(plan: LaunchPlan, loaded: LoadedConfig, out: Output) -> None:
+    """Say what starts, with which file, and where its output goes."""
+    fsdp = plan.config.fsdp_config
+    place = "GPUs, nccl" if plan.device == "cuda" else "CPU, gloo"
+    nodes = f" of {plan.world_size} on {plan.nodes} machines" if plan.nodes > 1 else ""
+    out.say(f"fsdplaunch {__version__}  run {plan.run_id}  config {_source(loaded)}")
+    if plan.config.distributed_type == "FSDP":
+        how = f"FSDP{fsdp.fsdp_version} {fsdp.fsdp_sharding_strategy}, {fsdp.fsdp_auto_wrap_policy}"
+    else:
+        how = f"{plan.config.distributed_type}, not sharded"
+    precision = plan.config.precision.param or "the model's own precision"
+    workers = "1 worker" if plan.workers == 1 else f"{plan.workers} workers"
+    out.say(f"  {workers}{nodes} ({place}), {how}, {precision}")
+    out.say(
+        out.dim(f"  logs {short_path(plan.run_dir)}, stop with Ctrl-C (once: let the workers end; twice: now)")
+    )
+    for note in plan.notes:
+        out.note(note)
+
+
+def _source(loaded: LoadedConfig) -> str:
+    """The file, and how many keys other layers have changed."""
+    layers = [origin.layer for origin in loaded.origins.values()]
+    words = {"env": "the environment", "flag": "the command line"}
+    changed = [f"{layers.count(layer)} from {name}" for layer, name in words.items() if layer in layers]
+    file = str(loaded.path) if loaded.path else "none, built-in defaults (fsdplaunch config writes one)"
+    return f"{file} ({', '.join(changed)})" if changed and loaded.path else file
+
+
+def run_and_report(plan: LaunchPlan, loaded: LoadedConfig, *, as_json: bool, out: Output) -> int:
+    """Run the plan, say how it began and ended, and return the status to exit with."""
+    from fsdplaunch.launch.runner import run_plan
+
+    announce(plan, loaded, out)
+    output = sys.stderr.fileno() if as_json else None  # stdout is for the result alone
+    result = run_plan(plan, output=output, on_signal=signal_teller(plan, out))
+    report(result, plan, as_json=as_json, out=out)
+    return result.exit_code
+
+
+def signal_teller(plan: LaunchPlan, out: Output) -> Callable[[int, int], None]:
+    """Return what says that a signal was passed on."""
+
+    def tell(number: int, count: int) -> None:
+        name = signal.Signals(number).name
+        if count == 1:
+            grace = plan.config.launch.shutdown_grace_seconds
+            out.say(f"{name}: asked {plan.workers} workers to end, within {grace:.0f} s; again to kill them")
+        else:
+            out.say(f"{name}: killing the workers")
+
+    return tell
+
+
+def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output) -> None:
+    """Say how the run ended."""
+    if as_json:
+        out.json({"run_id": plan.run_id, "run_dir": str(plan.run_dir), **result.to_dict()})
+    if result.failure is not None:
+        fixed_size = read_cluster(os.environ).kind in ("slurm", "kubernetes")
+        place = short_path(plan.run_dir)
+        out.failure(failure_lines(result, run_dir=place, folder=str(Path.cwd()), fixed_size=fixed_size))
+    else:
+        out.say(end_line(result, workers=plan.world_size))
+
+
+def short_path(path: Path) -> str:
+    """The path as seen from here, when that is shorter."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,87 @@
+"""The far end of an ssh connection: become `fsdplaunch launch` as the order on the input says.
+
+    python -P -m fsdplaunch.cli.launch.ssh_remote
+
+The first line of the input is the order; each further line may hold a signal to pass on, and says in any case that
+the one who gave the order is there. The input's end, or a long silence, means that it has gone: nothing here
+outlives that.
+"""
+
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+OWN_PREFIXES = ("FSDPLAUNCH_", "FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
+"""Variables that carry configuration: the order's count, not what a login shell sets here."""
+KILL_AFTER_SECONDS = 5.0
+
+
+def main() -> None:
+    """Read the order, prepare, and run the launcher in this process."""
+    orders = os.fdopen(os.dup(0), "rb", buffering=0)  # what has been read shows in `select`
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # workers must not read our orders
+    first = orders.readline()
+    if not first:
+        sys.exit(1)
+    order = json.loads(first)
+    for name in [name for name in os.environ if name.startswith(OWN_PREFIXES)]:
+        del os.environ[name]
+    os.environ.update(order["env"])
+    from fsdplaunch.launch.schedulers.ssh.hosts import READY
+
+    print(READY, file=sys.stderr, flush=True)  # noqa: T201  (read by the near side)
+    try:
+        _prepare(order)
+    except OSError as error:
+        print(f"error: {error.strerror}: {error.filename}", file=sys.stderr, flush=True)  # noqa: T201
+        sys.exit(3)
+    words = (orders, float(order["grace"]), float(order["silence"]))
+    threading.Thread(target=obey, args=words, daemon=True).start()
+    from fsdplaunch.cli.app import run
+
+    sys.exit(run(order["argv"]))
+
+
+def _prepare(order: dict[str, Any]) -> None:
+    os.chdir(order["folder"])
+    path = Path(order["config_file"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}")  # another machine may write the same file
+    part.write_text(order["config"], encoding="utf-8")
+    part.replace(path)
+
+
+def obey(orders: FileIO, grace: float, silence: float) -> None:
+    """Pass signals on; when the near side has gone, end everything.
+
+    Args:
+        orders: The input, unbuffered, after its first line.
+        grace: Seconds workers get to end.
+        silence: Seconds without a word after which the near side has gone: a cut line ends no input.
+    """
+    while select.select([orders], [], [], silence)[0] and (line := orders.readline()):
+        number = json.loads(line).get("signal")
+        if isinstance(number, int):
+            signal_self(number)
+    signal_self(signal.SIGTERM)
+    time.sleep(grace)
+    signal_self(signal.SIGTERM)
+    time.sleep(KILL_AFTER_SECONDS)
+    signal_self(signal.SIGKILL)
+
+
+def signal_self(number: int) -> None:
+    """Send this process a signal; its agent, and with it the workers, follow."""
+    os.kill(os.getpid(), number)
+
+
+if __name__ == "__main__":
+    main()

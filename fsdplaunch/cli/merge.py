@@ -1,0 +1,177 @@
+"""`fsdplaunch merge-weights`: show what will be merged, show progress, say what came of it."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from fsdplaunch.checkpoint.merge.merge import MergeOptions, MergeResult, MergeStart, merge, prepare_merge
+from fsdplaunch.checkpoint.readers.find import AmbiguousError, find_model, find_optimizer
+from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.progress import byte_progress, size_text
+from fsdplaunch.errors import UsageError
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the block as Ctrl-C does, so that its cleaning up is done; a second one waits."""
+    caught = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+
+    def stop(number: int, _: FrameType | None) -> NoReturn:
+        for other in caught:
+            signal.signal(other, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for number in caught:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in caught:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def parse_format(text: str) -> bool:
+    """Read the name of an output format: True for safetensors, False for torch's own.
+
+    Raises:
+        UsageError: When it is neither.
+    """
+    if text not in {"safetensors", "torch"}:
+        msg = f"--format {text!r} is not known"
+        raise UsageError(msg, hint="use safetensors or torch")
+    return text == "safetensors"
+
+
+def choose_checkpoint(given: Path, *, optimizer: bool, out: Output) -> Path:
+    """Return the checkpoint to merge; when `given` holds several, a person at a terminal is asked which.
+
+    Raises:
+        AmbiguousError: When it holds several and nobody can be asked.
+    """
+    try:
+        (find_optimizer if optimizer else find_model)(given)
+    except AmbiguousError as problem:
+        if os.environ.get("CI") or not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise
+        return _asked(problem, out)
+    return given
+
+
+def _asked(problem: AmbiguousError, out: Output) -> Path:
+    out.say(f"{problem.message.partition(': ')[0]}:")
+    for number, path in enumerate(problem.candidates, 1):
+        out.say(f"  {number}  {path}")
+    out.ask(f"which one? [1-{len(problem.candidates)}] ")
+    answer = sys.stdin.readline().strip()
+    if not answer.isdecimal() or not 1 <= int(answer) <= len(problem.candidates):
+        raise problem
+    return problem.candidates[int(answer) - 1]
+
+
+def parse_rename(text: str) -> tuple[str, str]:
+    """Read `OLD=NEW`.
+
+    Raises:
+        UsageError: When there is no `=`, or nothing beside it.
+    """
+    old, equals, new = text.partition("=")
+    if not equals or not (old or new):
+        msg = f"--rename {text!r} is not OLD=NEW"
+        raise UsageError(msg, hint="write it as --rename model.language_model=model")
+    return old, new
+
+
+def merge_command(
+    checkpoint: Path, output: Path, *, options: MergeOptions, dry_run: bool, as_json: bool, out: Output
+) -> None:
+    """Merge a sharded checkpoint and report the result, or only show the plan."""
+    checkpoint = choose_checkpoint(checkpoint, optimizer=options.optimizer, out=out)
+    if dry_run:
+        show_plan(checkpoint, output, options=options, as_json=as_json, out=out)
+        return
+    with ended_by_signals(), byte_progress(out) as update:
+        result = merge(
+            checkpoint,
+            output,
+            options=options,
+            progress=lambda now: update(now.phase, now.done, now.total, now.tensor),
+            announce=lambda start: out.say("\n".join(start_lines(start))),
+        )
+    if as_json:
+        out.json(result_as_data(result))
+        return
+    for line in result_lines(result, checkpoint):
+        out.say(line)
+    for path in result.files:
+        out.data(str(path))
+
+
+def start_lines(start: MergeStart) -> list[str]:
+    """Say what is about to be read and written, and what it takes."""
+    size = size_text(start.nbytes)
+    return [
+        f"{start.source}: {start.tensors} tensors in {start.files} {'file' if start.files == 1 else 'files'}",
+        f"{start.output}: {size} of {size_text(start.free)} free, memory at most {size_text(start.memory)}",
+    ]
+
+
+def show_plan(checkpoint: Path, output: Path, *, options: MergeOptions, as_json: bool, out: Output) -> None:
+    """Print what a merge would do: files, tensors, sizes. The output's place and the disk are checked as well."""
+    prepared = prepare_merge(checkpoint, options, output=output)
+    if as_json:
+        out.json(prepared.to_dict())
+        return
+    out.say(f"{prepared.folder}: {size_text(prepared.plan.nbytes)}, nothing written")
+    for file in prepared.plan.files:
+        out.data(f"{file.name}  {size_text(file.nbytes)}  {len(file.tensors)} tensors")
+
+
+def result_as_data(result: MergeResult) -> dict[str, Any]:
+    """The result as plain data for `--json`."""
+    return {
+        "source": str(result.source),
+        "output": str(result.output),
+        "files": [str(path) for path in result.files],
+        "tensors": result.tensors,
+        "bytes": result.nbytes,
+        "seconds": round(result.seconds, 3),
+        "dtypes": result.dtypes,
+        "skipped": list(result.skipped),
+        "excluded": list(result.excluded),
+        "renamed": [list(pair) for pair in result.renamed],
+        "tied": [list(pair) for pair in result.tied],
+        "copied": [str(path) for path in result.copied],
+        "verified": result.verified,
+        "removed": result.removed,
+    }
+
+
+def result_lines(result: MergeResult, given: Path) -> list[str]:
+    """Say what was merged, in two or three lines."""
+    lines = []
+    if result.source != given and not (
+        result.source.exists() and given.exists() and result.source.samefile(given)
+    ):
+        lines.append(f"used {result.source}")
+    kinds = ", ".join(f"{count} {name}" for name, count in sorted(result.dtypes.items()))
+    checked = ", read back and equal" if result.verified else ""
+    speed = f"{size_text(result.nbytes)} in {result.seconds:.1f} s"
+    lines.append(f"merged {result.tensors} tensors ({kinds}), {speed}{checked}")
+    if result.skipped:
+        shown = ", ".join(result.skipped[:5]) + (", ..." if len(result.skipped) > 5 else "")  # noqa: PLR2004
+        lines.append(f"left out, not tensors of the model: {shown}")
+    if result.tied:
+        shown = ", ".join(f"{name} is {kept}" for name, kept in result.tied[:5])
+        lines.append(f"tied, written once: {shown} (--keep-tied writes each name)")
+    if result.copied:
+        lines.append(f"copied {', '.join(path.name for path in result.copied)}")
+    if result.removed:
+        lines.append(f"removed {result.source}")
+    if result.excluded:
+        lines.append(f"left out on request: {len(result.excluded)} weights")
+    return lines

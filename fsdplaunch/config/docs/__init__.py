@@ -1,0 +1,1 @@
+"""What a person or a program reads about the keys, generated from the schema."""

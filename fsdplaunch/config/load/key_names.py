@@ -1,0 +1,102 @@
+"""Which key a written name means: canonical names, aliases, missing prefixes, and what to say about the rest."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from fsdplaunch.config.schema.walk import KeySpec, Path, all_keys, section_classes
+
+PREFIXES = {
+    "fsdp_config": "fsdp_",
+    "parallelism_config": "parallelism_config_",
+    "fp8_config": "fp8_",
+    "dynamo_config": "dynamo_",
+}
+"""What keys of a section begin with, and may be written without."""
+_CLOSE = 0.75
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnknownKey:
+    """A name that is no key.
+
+    Attributes:
+        id: `unknown-key` or `misplaced-key`.
+        message: What is wrong.
+        hint: What was meant, as far as that can be guessed.
+        meant: The key of this name in another section, or None.
+    """
+
+    id: str
+    message: str
+    hint: str | None
+    meant: KeySpec | None = None
+
+
+@cache
+def spellings(section: str) -> dict[str, KeySpec]:
+    """Return every spelling that is honoured in a section ("" is the top level), canonical names first."""
+    specs = [spec for spec in all_keys() if ".".join(spec.path[:-1]) == section]
+    prefix = PREFIXES.get(section, "")
+    table = {spec.name: spec for spec in specs}
+    for spec in specs:
+        for name in (spec.name, *spec.key.aliases):
+            bare = name.removeprefix(prefix)
+            for spelling in (name, bare, prefix + bare):
+                table.setdefault(spelling, spec)
+    return table
+
+
+def find_key(section: str, name: str) -> KeySpec | UnknownKey:
+    """Return the key that `name` means inside `section` ("" for the top level), or what to say of it."""
+    found = spellings(section).get(name)
+    if found is not None:
+        return found
+    place = f"in {section}" if section else "at the top level"
+    homes = [(home, spec) for home in ("", *section_classes()) if (spec := spellings(home).get(name)) is not None]
+    if homes:
+        belongs = " or ".join(f"under {home}" if home else "at the top level" for home, _ in homes)
+        meant = homes[0][1] if len(homes) == 1 else None
+        return UnknownKey(
+            id="misplaced-key", message=f"has no meaning {place}", hint=f"it belongs {belongs}", meant=meant
+        )
+    return UnknownKey(id="unknown-key", message=f"is not a key {place}", hint=_guess(section, name))
+
+
+def find_bare(name: str) -> KeySpec | None:
+    """Return the key that `name` means without its section. A test sees to it that there is only one."""
+    exact = [spec for spec in all_keys() if spec.name == name]
+    tables = [spellings(section) for section in ("", *section_classes())]
+    return next(iter(exact or [table[name] for table in tables if name in table]), None)
+
+
+def is_bare_section(names: Iterable[str]) -> bool:
+    """Whether a file's top level consists of keys of fsdp_config alone, as transformers' own files do."""
+    words = list(names)
+    return bool(words) and all(word in spellings("fsdp_config") and word not in spellings("") for word in words)
+
+
+def closest(word: str, words: list[str], *, cutoff: float = _CLOSE) -> list[str]:
+    """Return the spellings most like `word`, best first."""
+    from difflib import get_close_matches
+
+    return get_close_matches(word, words, n=3, cutoff=cutoff)
+
+
+def _guess(section: str, name: str) -> str | None:
+    word = name.replace("-", "_").lower()
+    here = closest(word, [*spellings(section), *(section_classes() if not section else ())])
+    if here:
+        spec = spellings(section).get(here[0])
+        return f"did you mean {spec.name if spec else here[0]}?"
+    for home in ("", *section_classes()):
+        near = closest(word, list(spellings(home)))
+        if near:
+            spec = spellings(home)[near[0]]
+            return f"did you mean {spec.name} {f'under {home}' if home else 'at the top level'}?"
+    return None
+
+
+def path_of(dotted: str) -> Path:
+    """`section.key` -> its parts, dashes as underscores."""
+    return tuple(dotted.strip().replace("-", "_").split("."))

@@ -1,0 +1,240 @@
+"""What each source says: a file, the environment, the command line. Canonical values, with their places."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fsdplaunch.config.environment import raw_values
+from fsdplaunch.config.load.key_names import UnknownKey, closest, find_bare, find_key, is_bare_section, path_of
+from fsdplaunch.config.load.problems import ConfigError, Problem, TextPosition
+from fsdplaunch.config.load.yaml_reader import UnreadableValueError, YamlEntry, YamlText, read_scalar
+from fsdplaunch.config.schema.parsers import NotedValueError
+from fsdplaunch.config.schema.walk import KeySpec, Path, all_keys, keys_by_path, section_classes
+
+LayerName = Literal["default", "file", "env", "flag"]
+_SHOWN = 60
+_PREFIXES = ("FSDP_", "FSDPLAUNCH_", "PARALLELISM_CONFIG_")
+_ALIKE = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueOrigin:
+    """Which layer decided a value, and where: `fsdp.yaml:6`, `env FSDP_VERSION`, `command line`."""
+
+    layer: LayerName
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetValue:
+    """One value that somebody said. A value of None takes back what lower layers said."""
+
+    value: Any
+    origin: ValueOrigin
+    place: TextPosition
+
+
+@dataclass(slots=True)
+class Layer:
+    """One source's values.
+
+    Attributes:
+        said: Canonical values by path.
+        broken: Keys it says wrongly; rules that look at them stay silent.
+        problems: What is wrong.
+        aliases: Written name -> canonical name, for the notes.
+        variables: Single entries of `launch.env`, added to what lower layers say.
+        bare_section: The section a file consists of when it names none, as transformers' `--fsdp_config` files do.
+        strangers: Environment variables that carry no key -> the one that was probably meant.
+    """
+
+    said: dict[Path, SetValue] = field(default_factory=dict)
+    broken: set[Path] = field(default_factory=set)
+    problems: list[Problem] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+    bare_section: str | None = None
+    strangers: dict[str, str] = field(default_factory=dict)
+
+    def reject(self, rule: str, key: str, message: str, place: TextPosition, hint: str | None = None) -> None:
+        """Add a problem."""
+        self.problems.append(Problem(id=rule, key=key, message=message, hint=hint, place=place))
+
+    def take(self, spec: KeySpec, value: Any, place: TextPosition, origin: ValueOrigin) -> None:
+        """Add a value, canonical if it can be made so, else a problem."""
+        try:
+            canonical = None if value is None else spec.key.kind.parse(value)
+        except ValueError as error:
+            self.broken.add(spec.path)
+            self._refuse(spec, value, place, error)
+            return
+        self.said[spec.path] = SetValue(value=canonical, origin=origin, place=place)
+
+    def _refuse(self, spec: KeySpec, value: Any, place: TextPosition, error: ValueError) -> None:
+        why = spec.key.kind.refusal(value)
+        if isinstance(error, NotedValueError):
+            self.reject("wrong-value", spec.dotted, str(error), place)
+            return
+        if why is not None:
+            self.reject("unsupported-value", spec.dotted, f"{value} is not supported: {why}", place)
+            return
+        message = f"must be {spec.key.kind.expects}, got {shown(value)}"
+        self.reject("wrong-value", spec.dotted, message, place, _value_hint(spec, value))
+
+
+def shown(value: Any) -> str:
+    """A value as a message quotes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict | list):
+        return "a mapping" if isinstance(value, dict) else f"a list of {len(value)}"
+    if isinstance(value, str):
+        text = value if value.strip() and value.isprintable() else ascii(value)
+        return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+    return str(value)
+
+
+def _value_hint(spec: KeySpec, value: Any) -> str | None:
+    if isinstance(value, str) and spec.key.kind.choices:
+        near = closest(value.upper(), [choice.upper() for choice in spec.key.kind.choices])
+        return next((f"did you mean {c}?" for c in spec.key.kind.choices if near and c.upper() == near[0]), None)
+    return "leave the key out to get the default" if value == "" else None
+
+
+def file_layer(text: YamlText) -> Layer:
+    """Read a file's keys. The text's own problems are part of the layer's."""
+    layer = Layer()
+    entries = text.entries(text.root)
+    bare = is_bare_section(entry.name for entry in entries)
+    layer.bare_section = "fsdp_config" if bare else None
+    for entry in entries:
+        if bare:
+            _entry(layer, text, "fsdp_config", entry)
+        elif entry.name in section_classes():
+            _section(layer, text, entry)
+        else:
+            _entry(layer, text, "", entry)
+    layer.problems[:0] = text.problems
+    return layer
+
+
+def _section(layer: Layer, text: YamlText, section: YamlEntry) -> None:
+    if section.is_null:
+        return
+    if not section.is_mapping:
+        layer.reject(
+            "not-a-mapping", section.name, "must hold keys of its own", section.place, "indent them below it"
+        )
+        return
+    for entry in text.entries(section.node, section.name):
+        _entry(layer, text, section.name, entry)
+
+
+def _entry(layer: Layer, text: YamlText, section: str, entry: YamlEntry) -> None:
+    found = find_key(section, entry.name)
+    dotted = f"{section}.{entry.name}" if section else entry.name
+    if isinstance(found, UnknownKey):
+        if found.meant is None or not found.meant.key.pending:
+            layer.reject(found.id, dotted, found.message, entry.place, found.hint)
+        if found.meant is None:
+            return
+        found = found.meant
+    if entry.is_null:
+        return
+    earlier = layer.said.get(found.path)
+    if earlier is not None:
+        message = f"says {found.name} again (first on line {earlier.place.line})"
+        layer.reject("duplicate-key", dotted, message, entry.place, "keep one of them")
+        return
+    if entry.name != found.name:
+        layer.aliases[dotted] = found.name
+    origin = ValueOrigin(layer="file", text=f"{text.source}:{entry.place.line}")
+    try:
+        value = text.value(entry.node, verbatim=found.key.kind.verbatim)
+    except UnreadableValueError as error:
+        layer.broken.add(found.path)
+        layer.reject("wrong-value", dotted, str(error), entry.place)
+        return
+    layer.take(found, value, entry.place, origin)
+
+
+def env_layer(environ: Mapping[str, str]) -> Layer:
+    """Read the variables that carry keys, in the encodings accelerate uses."""
+    layer = Layer()
+    for path, value in raw_values(environ).items():
+        spec = keys_by_path()[path]
+        source = f"env {spec.env}"
+        layer.take(spec, value, TextPosition(source=source), ValueOrigin(layer="env", text=source))
+    layer.strangers = _strangers(environ)
+    return layer
+
+
+def _strangers(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that look like a key's but carry none -> the variable that was probably meant."""
+    known = [spec.env for spec in all_keys()]
+    unread = [name for name in environ if name.startswith(_PREFIXES) and name not in known]
+    near = {name: closest(name, known, cutoff=_ALIKE) for name in unread}
+    return {name: words[0] for name, words in near.items() if words}
+
+
+def flag_layer(overrides: Iterable[str]) -> Layer:
+    """Read `KEY=VALUE` texts; later ones win. An empty VALUE takes back what lower layers say."""
+    layer = Layer()
+    for override in overrides:
+        _override(layer, override)
+    return layer
+
+
+def read_assignments(assignments: Sequence[str]) -> list[tuple[KeySpec, Any]]:
+    """Return keys and canonical values of `KEY=VALUE` texts, to be written into a file; None takes a key out.
+
+    Raises:
+        ConfigError: With every problem of the texts.
+    """
+    layer = flag_layer(assignments)
+    if layer.variables:
+        layer.reject(
+            "not-an-assignment", "launch.env", "must be set as a whole", TextPosition(source="command line")
+        )
+    if layer.problems:
+        raise ConfigError(layer.problems)
+    return [(keys_by_path()[path], one.value) for path, one in layer.said.items()]
+
+
+def _override(layer: Layer, override: str) -> None:
+    name, equals, text = override.partition("=")
+    place = TextPosition(source="command line")
+    if not equals or not name.strip():
+        layer.reject("not-an-assignment", "", f"{shown(override)} is not KEY=VALUE", place)
+        return
+    path = path_of(name)
+    if path[:2] == ("launch", "env") and len(path) > 2:  # noqa: PLR2004  (launch.env.NAME)
+        layer.variables[name.split(".", 2)[2]] = text
+        return
+    spec = _named(layer, path, place)
+    if spec is None:
+        return
+    try:
+        value = read_scalar(text, verbatim=spec.key.kind.verbatim)
+    except UnreadableValueError as error:
+        layer.broken.add(spec.path)
+        layer.reject("wrong-value", spec.dotted, f"{shown(text)} {error}", place)
+        return
+    layer.take(spec, value, place, ValueOrigin(layer="flag", text="command line"))
+
+
+def _named(layer: Layer, path: Path, place: TextPosition) -> KeySpec | None:
+    dotted = ".".join(path)
+    bare = find_bare(path[0]) if len(path) == 1 else None
+    if bare is not None:
+        return bare
+    found = find_key(".".join(path[:-1]), path[-1]) if path[:-1] in _sections() else None
+    if isinstance(found, KeySpec):
+        return found
+    hint = found.hint if found else "fsdplaunch config explain lists every key"
+    layer.reject("unknown-key", dotted, "is not a key", place, hint)
+    return None
+
+
+def _sections() -> set[Path]:
+    return {(), *((name,) for name in section_classes())}

@@ -1,0 +1,214 @@
+"""Find the file, stack the layers, check everything: text -> Config, or every problem at once.
+
+Layers, later ones win: defaults, file, environment, command line.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from fsdplaunch.config.load.layers import Layer, SetValue, ValueOrigin, env_layer, file_layer, flag_layer
+from fsdplaunch.config.load.problems import ConfigError, Problem, TextPosition
+from fsdplaunch.config.load.yaml_reader import MAX_BYTES, YamlText, read_text
+from fsdplaunch.config.resolve import keys_of_version_1, resolve
+from fsdplaunch.config.rules.base import RuleContext, TorchVersion, Violation, find_violations, rule_context
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.schema.walk import Path as KeyPath
+from fsdplaunch.config.schema.walk import all_keys, build_config, keys_by_path, value_at
+
+DEFAULT_FILE = "fsdp.yaml"
+FILE_VARIABLE = "FSDPLAUNCH_CONFIG"
+_DEFAULT = ValueOrigin(layer="default", text="default")
+_VERSION = ("fsdp_config", "fsdp_version")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedConfig:
+    """A configuration that has passed every check.
+
+    Attributes:
+        config: Resolved.
+        path: The file that was read, or None when there is none.
+        origins: Which layer decided each key.
+        notes: What the user should be told once.
+        aliases: Names as the file spells them -> the canonical name, where the two differ.
+    """
+
+    config: Config
+    path: Path | None
+    origins: Mapping[KeyPath, ValueOrigin]
+    notes: tuple[str, ...]
+    aliases: Mapping[str, str]
+
+
+def find_file(given: Path | None, environ: Mapping[str, str], cwd: Path) -> Path | None:
+    """Return the file to read: the given one, else $FSDPLAUNCH_CONFIG, else ./fsdp.yaml, else None.
+
+    A file that was named need not exist here; reading it reports that.
+    """
+    if given is not None:
+        return given
+    named = environ.get(FILE_VARIABLE)
+    if named:
+        return Path(named)
+    return Path(DEFAULT_FILE) if (cwd / DEFAULT_FILE).is_file() else None
+
+
+def load_config(
+    file: Path | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    overrides: Sequence[str] = (),
+    assumed: Sequence[str] = (),
+    cwd: Path | None = None,
+    torch: TorchVersion | None = None,
+) -> LoadedConfig:
+    """Read every layer and return the resolved configuration.
+
+    Args:
+        file: The file named on the command line; left out, `find_file` decides.
+        environ: The environment; the process's own when left out.
+        overrides: `KEY=VALUE` texts, the key dotted or bare, the value as in YAML.
+        assumed: The same, from the scheduler that started this process; every other layer wins over them.
+        cwd: Where relative names start; the process's own when left out.
+        torch: Says which torch the run will have, where that is known: the run is for this machine.
+
+    Raises:
+        ConfigError: With every problem of every layer.
+    """
+    environ = os.environ if environ is None else environ
+    cwd = Path.cwd() if cwd is None else cwd
+    path = find_file(file, environ, cwd)
+    text = YamlText("defaults") if path is None else read_file(path, cwd)
+    return stack(text, path=path, environ=environ, overrides=overrides, assumed=assumed, torch=torch)
+
+
+def stack(
+    text: YamlText,
+    *,
+    path: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    overrides: Sequence[str] = (),
+    assumed: Sequence[str] = (),
+    torch: TorchVersion | None = None,
+) -> LoadedConfig:
+    """Return the configuration that a text, an environment and overrides make together.
+
+    Raises:
+        ConfigError: With every problem of every layer.
+    """
+    layers = [file_layer(text), env_layer(environ or {}), flag_layer(overrides)]
+    said, problems = _merge([_scheduler_layer(assumed), *layers])
+    broken = set().union(*(layer.broken for layer in layers))
+    unread = path is not None and text.root is None and bool(text.problems)
+    asked = build_config({key: one.value for key, one in _with_version(said).items()})
+    view = RuleContext(asked=asked, config=resolve(asked), said=frozenset(said))
+    view = replace(view, torch=torch) if torch else view
+    if not unread:
+        problems += [
+            _problem(rule, fault, said, text)
+            for rule, fault in find_violations(view)
+            if not broken & {*fault.about}
+        ]
+    if problems:
+        raise ConfigError(problems)
+    origins = {spec.path: said[spec.path].origin if spec.path in said else _DEFAULT for spec in all_keys()}
+    return LoadedConfig(
+        config=view.config,
+        path=path,
+        origins=MappingProxyType(origins),
+        notes=(*_notes(layers[0], view), *_stranger_notes(layers[1])),
+        aliases=MappingProxyType(layers[0].aliases),
+    )
+
+
+def _scheduler_layer(assumed: Sequence[str]) -> Layer:
+    layer = flag_layer(assumed)
+    for path, one in layer.said.items():
+        layer.said[path] = SetValue(
+            value=one.value,
+            place=TextPosition(source="scheduler"),
+            origin=ValueOrigin(layer="env", text="scheduler"),
+        )
+    return layer
+
+
+def check(config: Config) -> tuple[Problem, ...]:
+    """Return what the rules say against a Config that was built in code, without places."""
+    return tuple(_problem(rule, fault, {}, None) for rule, fault in find_violations(rule_context(config)))
+
+
+def read_file(path: Path, cwd: Path) -> YamlText:
+    """Read a file's text. A file that cannot be read is a problem of the text."""
+    text = YamlText(str(path))
+    try:
+        with (cwd / path).open("rb") as stream:
+            return read_text(stream.read(MAX_BYTES + 1), str(path))
+    except FileNotFoundError:
+        text.report("no-file", "does not exist", hint="fsdplaunch config writes one")
+    except IsADirectoryError:
+        text.report("no-file", "is a folder", hint=f"name the file in it, for example {path / DEFAULT_FILE}")
+    except OSError as error:
+        text.report("no-file", f"cannot be read: {(error.strerror or 'unknown reason').lower()}")
+    return text
+
+
+def _merge(layers: Iterable[Layer]) -> tuple[dict[KeyPath, SetValue], list[Problem]]:
+    said: dict[KeyPath, SetValue] = {}
+    problems: list[Problem] = []
+    for layer in layers:
+        problems += layer.problems
+        for path, one in layer.said.items():
+            said.pop(path, None)
+            if one.value is not None:
+                said[path] = one
+        if layer.variables:
+            _add_variables(layer, said, problems)
+    return said, problems
+
+
+def _add_variables(layer: Layer, said: dict[KeyPath, SetValue], problems: list[Problem]) -> None:
+    spec = keys_by_path()["launch", "env"]
+    table = {**(said[spec.path].value if spec.path in said else {}), **layer.variables}
+    extra = Layer()
+    extra.take(spec, table, TextPosition(source="command line"), ValueOrigin(layer="flag", text="command line"))
+    said.update(extra.said)
+    problems += extra.problems
+
+
+def _with_version(said: Mapping[KeyPath, SetValue]) -> dict[KeyPath, SetValue]:
+    """A file that says a key of version 1, even with its default, and no version, means version 1."""
+    if _VERSION in said:
+        return dict(said)
+    old = [said[spec.path] for spec in keys_of_version_1() if spec.path in said]
+    one = SetValue(value=1, origin=old[0].origin, place=old[0].place) if old else None
+    return {**said, _VERSION: one} if one else dict(said)
+
+
+def _problem(rule: str, fault: Violation, said: Mapping[KeyPath, SetValue], text: YamlText | None) -> Problem:
+    path = next((path for path in fault.about if path in said), fault.about[0])
+    place = said[path].place if path in said else TextPosition(source=text.source) if text else None
+    return Problem(id=rule, key=".".join(path), message=fault.message, hint=fault.hint, place=place)
+
+
+def _stranger_notes(layer: Layer) -> Iterator[str]:
+    for name, meant in layer.strangers.items():
+        yield f"env {name} is not read; did you mean {meant}?"
+
+
+def _notes(layer: Layer, view: RuleContext) -> tuple[str, ...]:
+    notes = [f"{written} is read as {canonical}" for written, canonical in layer.aliases.items()]
+    if layer.bare_section:
+        notes.append(f"all keys of the file are read as {layer.bare_section}")
+    noise = [spec.name for spec in all_keys() if spec.key.noise and spec.path in view.said]
+    if noise:
+        notes.append(f"without effect here: {', '.join(noise)}")
+    if view.version != 1:
+        notes += [
+            f"{spec.name} is left out under fsdp_version 2, which does the same of its own accord"
+            for spec in all_keys()
+            if spec.key.versions == (1,) and spec.path in view.said and value_at(view.asked, spec.path) is not None
+        ]
+    return tuple(notes)

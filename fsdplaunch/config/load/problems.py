@@ -1,0 +1,119 @@
+"""What is wrong with a configuration: every fault with its place, gathered before anything is said."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fsdplaunch.errors import EXIT_USAGE, LaunchError
+
+TEXT_PROBLEMS = {
+    "no-file": "The file does not exist or cannot be read.",
+    "too-large": "The file is larger, or its aliases stand for more values, than any configuration needs.",
+    "too-deep": "The file is nested deeper than any configuration needs.",
+    "not-utf-8": "The file is not UTF-8.",
+    "syntax": "The file is not YAML, or holds more than one document.",
+    "not-a-mapping": "The file, or a section, does not consist of `key: value` lines.",
+    "not-a-key": "A key is a list or a mapping.",
+    "duplicate-key": "A key is set twice, under one spelling or two.",
+    "unknown-key": "There is no such key.",
+    "misplaced-key": "The key belongs to another section.",
+    "not-an-assignment": "A text on the command line is not `KEY=VALUE`.",
+    "wrong-value": "The value is none that the key takes.",
+    "unsupported-value": "accelerate knows the value, fsdplaunch cannot honour it.",
+}
+"""The ids of problems that a text, a name or a single value can have; those of key combinations are rules."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPosition:
+    """Where a value was said.
+
+    Attributes:
+        source: The file as the user named it, `env NAME`, or `command line`.
+        line: From 1; None for what has no lines.
+        col: From 1, in characters.
+    """
+
+    source: str
+    line: int | None = None
+    col: int | None = None
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}:{self.col}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One fault.
+
+    Attributes:
+        id: The stable name of what was violated, for example `unknown-key`.
+        key: The dotted key, or "" when the fault is the whole text's.
+        message: What is wrong, with the value; lower case, no full stop.
+        hint: What to do, or None.
+        place: Where, or None for a value that nobody said.
+    """
+
+    id: str
+    key: str
+    message: str
+    hint: str | None = None
+    place: TextPosition | None = None
+
+    @property
+    def file(self) -> str | None:
+        """The file, `env NAME` or `command line`."""
+        return self.place.source if self.place else None
+
+    @property
+    def line(self) -> int | None:
+        """Line in the file, from 1."""
+        return self.place.line if self.place else None
+
+    @property
+    def col(self) -> int | None:
+        """Column in the line, from 1."""
+        return self.place.col if self.place else None
+
+    def __str__(self) -> str:
+        parts = [str(part) for part in (self.place, self.key) if part]
+        text = f"{': '.join([*parts, self.message])} [{self.id}]"
+        return f"{text}\n    hint: {self.hint}" if self.hint else text
+
+    def as_json(self) -> dict[str, str | int | None]:
+        """What a program wants to know, for `--json`."""
+        return {
+            "id": self.id,
+            "key": self.key,
+            "message": self.message,
+            "hint": self.hint,
+            "file": self.file,
+            "line": self.line,
+            "col": self.col,
+        }
+
+
+class ConfigError(LaunchError):
+    """A configuration is wrong. Holds every problem that was found.
+
+    Attributes:
+        problems: The faults, in the order of their places.
+    """
+
+    exit_code = EXIT_USAGE
+    located = True
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(sorted(problems, key=_order))
+        super().__init__(describe(self.problems))
+
+
+def _order(problem: Problem) -> tuple[bool, str, int, int]:
+    source = problem.file or ""
+    is_file = problem.line is not None
+    return not is_file, source, problem.line or 0, problem.col or 0
+
+
+def describe(problems: tuple[Problem, ...]) -> str:
+    """Return one line per problem, hints below, the count at the end."""
+    count = f"{len(problems)} problem" + ("" if len(problems) == 1 else "s")
+    return "\n".join([*(str(problem) for problem in problems), count])

@@ -1,0 +1,142 @@
+"""What keys may not say together. One small function per rule; every rule has a stable id.
+
+A rule looks at a `RuleContext` and yields a `Violation` each time. Values of keys are checked by their kinds.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fsdplaunch.config.resolve import resolve
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.schema.walk import KeySpec, Path, all_keys, value_at
+
+TorchVersion = Callable[[], tuple[int, int] | None]
+
+
+def _unknown() -> None:
+    """The run may be for another machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleContext:
+    """What a rule may look at.
+
+    Attributes:
+        asked: As said; None where nobody said anything.
+        config: The same, resolved.
+        said: The keys that somebody said.
+        torch: Called where it matters, says major and minor version of the torch that the run will have, or None
+            where that cannot be known here.
+    """
+
+    asked: Config
+    config: Config
+    said: frozenset[Path]
+    torch: TorchVersion = _unknown
+
+    @property
+    def version(self) -> int:
+        """The FSDP version that would run."""
+        return self.config.fsdp_config.fsdp_version or 2
+
+    @property
+    def shards(self) -> bool:
+        """Whether FSDP is asked for at all."""
+        return self.config.distributed_type == "FSDP"
+
+    def says(self, spec: KeySpec) -> bool:
+        """Whether a key was said with another value than its default."""
+        return spec.path in self.said and value_at(self.asked, spec.path) != spec.default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One violation.
+
+    Attributes:
+        about: The keys it is about; the first one that was said is where it is reported.
+        message: What is wrong, with the value.
+        hint: What to do.
+    """
+
+    about: tuple[Path, ...]
+    message: str
+    hint: str | None = None
+
+
+Check = Callable[[RuleContext], Iterator[Violation]]
+RULES: dict[str, Check] = {}
+
+
+def rule(rule_id: str) -> Callable[[Check], Check]:
+    """Register a rule under its stable id."""
+
+    def register(check: Check) -> Check:
+        RULES[rule_id] = check
+        return check
+
+    return register
+
+
+def find_violations(view: RuleContext) -> Iterator[tuple[str, Violation]]:
+    """Every violation with the id of its rule, in the rules' order."""
+    for rule_id, check in _registered().items():
+        for fault in check(view):
+            yield rule_id, fault
+
+
+def all_rules() -> dict[str, str]:
+    """Every rule's id and what it refuses."""
+    return {rule_id: check.__doc__ or "" for rule_id, check in _registered().items()}
+
+
+def _registered() -> dict[str, Check]:
+    from fsdplaunch.config.rules import compute, launch_rules, sharding  # noqa: F401  (they register rules)
+
+    return RULES
+
+
+def rule_context(config: Config) -> RuleContext:
+    """Return the View of a Config that was built in code: said is what differs from the default."""
+    said = frozenset(spec.path for spec in all_keys() if value_at(config, spec.path) != spec.default)
+    return RuleContext(asked=config, config=resolve(config), said=said)
+
+
+def fsdp(name: str) -> Path:
+    """Path of a key of fsdp_config, without its prefix."""
+    return ("fsdp_config", f"fsdp_{name}")
+
+
+def mesh(name: str) -> Path:
+    """Path of a key of parallelism_config, without its prefix."""
+    return ("parallelism_config", f"parallelism_config_{name}_size")
+
+
+@rule("not-supported-yet")
+def _pending(view: RuleContext) -> Iterator[Violation]:
+    """A key has a value whose effect is not built yet, or belongs to another engine."""
+    for spec in all_keys():
+        if spec.key.pending and view.says(spec):
+            yield Violation(about=(spec.path,), message=spec.key.pending, hint="remove the key")
+
+
+@rule("newer-torch")
+def _newer_torch(view: RuleContext) -> Iterator[Violation]:
+    """A key has a value that the installed torch cannot honour, only a newer one; asked where the run starts."""
+    for spec in all_keys():
+        needed = spec.key.torch_for(value_at(view.asked, spec.path)) if spec.key.needs_torch else ""
+        if not needed or not view.says(spec) or view.config.ssh.hosts or view.config.ssh.hostfile:
+            continue
+        installed = view.torch()
+        if installed is not None and installed < tuple(map(int, needed.split("."))):
+            here = ".".join(map(str, installed))
+            value = shown_value(value_at(view.asked, spec.path))
+            message = f"{value} needs torch {needed} or newer, and torch {here} is installed"
+            hint = f"leave it out, or install torch {needed} or newer"
+            yield Violation(about=(spec.path,), message=message, hint=hint)
+
+
+def shown_value(value: Any) -> str:
+    """A canonical value as a message quotes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

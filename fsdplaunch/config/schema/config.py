@@ -1,0 +1,135 @@
+"""The one list of configuration keys: name, type, values, default, environment variable, question, text.
+
+YAML validation, env encoding and decoding, command-line options, wizard, `explain`, JSON Schema and the key
+reference all walk these classes. None as a default means "decided from the rest of the file", and the text says
+how; `fsdplaunch.config.resolve` does it. Standard library only: it runs in every command and in every worker.
+
+Key names, places and meanings are accelerate's where accelerate has the key.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdplaunch.config.schema import kinds as v
+from fsdplaunch.config.schema.cluster import KubernetesSection, SlurmSection, SshSection
+from fsdplaunch.config.schema.compile import DynamoConfig, Fp8Config
+from fsdplaunch.config.schema.fsdp import FsdpConfig, ParallelismConfig, ShardingSection
+from fsdplaunch.config.schema.key import Key, key
+from fsdplaunch.config.schema.launch_section import CheckpointSection, LaunchSection, PrecisionSection
+
+__all__ = [
+    "OWN_SECTIONS",
+    "CheckpointSection",
+    "Config",
+    "DynamoConfig",
+    "Fp8Config",
+    "FsdpConfig",
+    "Key",
+    "KubernetesSection",
+    "LaunchSection",
+    "ParallelismConfig",
+    "PrecisionSection",
+    "ShardingSection",
+    "SlurmSection",
+    "SshSection",
+]
+
+OWN_SECTIONS = ("launch", "precision", "sharding", "checkpoint", "slurm", "kubernetes", "ssh")
+"""Sections that accelerate does not have and refuses."""
+_TPU = "Written by accelerate for TPUs; without effect here."
+
+
+def _other(engine: str) -> str:
+    return f"fsdplaunch trains with PyTorch FSDP only; {engine} needs accelerate launch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A whole file, every key at its place."""
+
+    compute_environment: v.EnvironmentName | None = key(
+        v.ENVIRONMENT,
+        None,
+        "Written by accelerate. A file that says it means fsdp_version 1 where it names none.",
+    )
+    distributed_type: v.DistributedName = key(
+        v.DISTRIBUTED,
+        "FSDP",
+        "FSDP shards the model. MULTI_GPU, MULTI_CPU and NO only start the workers, as accelerate does.",
+        pinned=(1, 2),
+    )
+    num_processes: v.Workers = key(
+        v.WORKERS,
+        "auto",
+        "Worker processes over all machines: a number, or auto for one per GPU (2 on a machine without).",
+        question="How many workers in all?",
+    )
+    num_machines: int = key(
+        v.COUNT, 1, "Machines that take part.", question="How many machines?", aliases=("nnodes",)
+    )
+    machine_rank: int | None = key(
+        v.WHOLE,
+        None,
+        "This machine's number, from 0. Best left out: the same file then serves every machine.",
+        aliases=("node_rank",),
+    )
+    main_process_ip: str | None = key(v.TEXT, None, "Address of machine 0.", aliases=("master_addr",))
+    main_process_port: int | None = key(
+        v.PORT, None, "Port of machine 0. Left out or 0 on one machine, a free one.", aliases=("master_port",)
+    )
+    rdzv_backend: v.RendezvousName = key(
+        v.RENDEZVOUS,
+        "c10d",
+        "How machines find each other: c10d, or static, which numbers them by machine_rank.",
+    )
+    same_network: bool = key(
+        v.FLAG, True, "Written by accelerate; addresses are used the same way whatever it says.", noise=True
+    )
+    mixed_precision: v.PrecisionName = key(
+        v.PRECISION,
+        "no",
+        "Format of forward and backward: no (the model's own), bf16, fp16, fp8.",
+        env="ACCELERATE_MIXED_PRECISION",
+        question="Which number format computes?",
+        pinned=(1, 2),
+    )
+    downcast_bf16: bool = key(v.FLAG, False, _TPU, noise=True)
+    debug: bool = key(
+        v.FLAG,
+        False,
+        "Check the shapes and order of collectives on all ranks (TORCH_DISTRIBUTED_DEBUG=DETAIL); slower.",
+        env="ACCELERATE_DEBUG_MODE",
+    )
+    use_cpu: bool = key(v.FLAG, False, "Run on CPU with gloo even where there are GPUs.", env="ACCELERATE_USE_CPU")
+    gpu_ids: str | None = key(v.DEVICES, None, "GPUs to use, numbers separated by commas, or all.")
+    enable_cpu_affinity: bool = key(
+        v.FLAG,
+        False,
+        "accelerate's word for launch.numa_binding: node.",
+        env="ACCELERATE_CPU_AFFINITY",
+    )
+    main_training_function: str = key(v.TEXT, "main", _TPU, noise=True)
+    tpu_name: str | None = key(v.TEXT, None, _TPU, noise=True)
+    tpu_zone: str | None = key(v.TEXT, None, _TPU, noise=True)
+    tpu_use_cluster: bool = key(v.FLAG, False, _TPU, noise=True)
+    tpu_use_sudo: bool = key(v.FLAG, False, _TPU, noise=True)
+    tpu_vm: tuple[str, ...] = key(v.LINES, (), _TPU, noise=True)
+    tpu_env: tuple[str, ...] = key(v.LINES, (), _TPU, noise=True)
+    commands: tuple[str, ...] = key(v.LINES, (), _TPU, noise=True)
+    command_file: str | None = key(v.TEXT, None, _TPU, noise=True)
+    deepspeed_config: dict[str, Any] = key(v.TABLE, {}, "Settings of DeepSpeed.", pending=_other("DeepSpeed"))
+    megatron_lm_config: dict[str, Any] = key(
+        v.TABLE, {}, "Settings of Megatron-LM.", pending=_other("Megatron-LM")
+    )
+    mpirun_config: dict[str, Any] = key(v.TABLE, {}, "Settings of mpirun.", pending=_other("mpirun"))
+    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    parallelism_config: ParallelismConfig = field(default_factory=ParallelismConfig)
+    launch: LaunchSection = field(default_factory=LaunchSection)
+    precision: PrecisionSection = field(default_factory=PrecisionSection)
+    sharding: ShardingSection = field(default_factory=ShardingSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    fp8_config: Fp8Config = field(default_factory=Fp8Config)
+    dynamo_config: DynamoConfig = field(default_factory=DynamoConfig)
+    slurm: SlurmSection = field(default_factory=SlurmSection)
+    kubernetes: KubernetesSection = field(default_factory=KubernetesSection)
+    ssh: SshSection = field(default_factory=SshSection)

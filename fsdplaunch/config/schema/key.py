@@ -1,0 +1,53 @@
+"""What the schema says about one configuration key beside its Python type and its default."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdplaunch.config.schema.kinds import Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """What the schema says about a key beside its Python type and default.
+
+    Attributes:
+        kind: How a loose value is read.
+        text: What the key does and when to change it.
+        env: The environment variable that carries it to the workers; "": `FSDPLAUNCH_` and the key's path.
+        versions: The FSDP versions the key has a meaning in.
+        aliases: Other spellings that are honoured and name this one.
+        question: What the wizard asks, or None when it does not ask.
+        noise: Written by accelerate and without any effect on FSDP training; read, and named in one note.
+        pending: Why a value other than the default is refused for now, or None.
+        pinned: The FSDP versions in which every new file says the key, because tools disagree about its default.
+        needs_torch: The oldest torch, `2.9`, that has what the key asks for; for single values, a table of them.
+    """
+
+    kind: Kind
+    text: str
+    env: str = ""
+    versions: tuple[int, ...] = (1, 2)
+    aliases: tuple[str, ...] = ()
+    question: str | None = None
+    noise: bool = False
+    pending: str | None = None
+    pinned: tuple[int, ...] = ()
+    needs_torch: str | Mapping[str, str] = ""
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the text, without its full stop where it is the only one."""
+        return self.text.split(". ", 1)[0].rstrip(".")
+
+    def torch_for(self, value: Any) -> str:
+        """The oldest torch that has what a value other than the default asks for; "" where all have it."""
+        return self.needs_torch if isinstance(self.needs_torch, str) else self.needs_torch.get(str(value), "")
+
+
+def key(kind: Kind, default: Any, text: str, **remarks: Any) -> Any:
+    """Declare a key. Typed Any so that the class below can give the precise type."""
+    metadata = {"key": Key(kind=kind, text=" ".join(text.split()), **remarks)}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)

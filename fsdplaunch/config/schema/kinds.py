@@ -1,0 +1,269 @@
+"""The kinds of value a key may have, and how loose spellings become the one we keep.
+
+Every spelling accelerate accepts (numeric codes, `yes`, comma lists) and those that published guides print
+(`full shard`, any case) end as one canonical Python value, so nothing after this file needs to know them.
+Standard library only: this file runs in every worker and in every command.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from fsdplaunch.config.schema import parsers as p
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of value.
+
+    Attributes:
+        expects: What a value must be, in words that complete "must be ...".
+        parse: Turns a loose value into the canonical one; raises ValueError when it is none of this kind.
+        schema: What JSON Schema says about values an editor should accept.
+        choices: The canonical names, for kinds that have a list of them.
+        write: Turns the canonical value into the text `parse` gives it back from, for an environment variable.
+        verbatim: Numbers of a file are handed to `parse` as they are spelled (`1.10` is not `1.1`).
+        refused: Known values that cannot be honoured, upper case, and why.
+    """
+
+    expects: str
+    parse: Callable[[Any], Any]
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    choices: tuple[str, ...] = ()
+    write: Callable[[Any], str] = p.write
+    verbatim: bool = False
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def refusal(self, value: Any) -> str | None:
+        """Why a value that accelerate knows cannot be honoured, or None when it is not such a value."""
+        return self.refused.get(p.plain_name(value)) if isinstance(value, str) else None
+
+
+def _parse_reshard(value: Any) -> bool | int | str:
+    """A flag or a group size under FSDP2, a strategy's name or code under FSDP1."""
+    if isinstance(value, bool):
+        return value
+    with suppress(ValueError):
+        return int(WHOLE.parse(value))
+    with suppress(ValueError):
+        return p.parse_flag(value)
+    return str(STRATEGY.parse(value))
+
+
+def whole(minimum: int, maximum: int | None = None) -> Kind:
+    """A whole number within limits, both included."""
+
+    def parse(value: Any) -> int:
+        number = p.parse_whole(value)
+        if number < minimum or (maximum is not None and number > maximum):
+            raise ValueError(value)
+        return number
+
+    limits: dict[str, Any] = {"type": "integer", "minimum": minimum}
+    if maximum is None:
+        return Kind(f"a whole number, at least {minimum}", parse, limits)
+    return Kind(f"a whole number from {minimum} to {maximum}", parse, limits | {"maximum": maximum})
+
+
+def one_of(
+    names: Any, *, aliases: Mapping[str, str] | None = None, refused: Mapping[str, str] | None = None
+) -> Kind:
+    """A name in any case, with spaces or dashes, or its code: its place in the list, from 1.
+
+    Args:
+        names: A `Literal[...]` of strings or ints, in the order of accelerate's numeric codes.
+        aliases: Further spellings, upper case, and the name they mean.
+        refused: Known values that cannot be honoured, upper case, and why.
+    """
+    allowed = get_args(names)
+    table = {p.plain_name(name): name for name in allowed} | dict(aliases or {})
+    if all(isinstance(name, str) for name in allowed):
+        table = {str(code): name for code, name in enumerate(allowed, start=1)} | table
+
+    def parse(value: Any) -> Any:
+        if value is False and "NO" in table:
+            return table["NO"]  # YAML 1.1 writers turn a bare no into false
+        if isinstance(value, bool) or not isinstance(value, str | int) or p.plain_name(value) not in table:
+            raise ValueError(value)
+        return table[p.plain_name(value)]
+
+    words = tuple(str(name) for name in allowed)
+    schema: dict[str, Any] = {"enum": list(allowed)}
+    if isinstance(allowed[0], str):
+        schema = {"anyOf": [schema, {"type": "integer", "minimum": 1, "maximum": len(allowed)}]}
+    return Kind("one of " + ", ".join(words), parse, schema, words, refused=refused or {})
+
+
+_TEXT_SCHEMA = {"type": ["string", "number"]}
+_LIST_SCHEMA = {"type": "array", "items": {"type": ["string", "number"]}}
+_FLAG_SCHEMA = {"anyOf": [{"type": "boolean"}, {"enum": ["yes", "no", "on", "off", "true", "false"]}]}
+TRUE_WORDS, FALSE_WORDS = p.TRUE_WORDS, p.FALSE_WORDS
+FLAG = Kind("true or false", p.parse_flag, _FLAG_SCHEMA)
+WHOLE = whole(0)
+COUNT = whole(1)
+PORT = whole(0, p.MAX_PORT)
+NUMBER = Kind("a number", p.parse_number, {"type": "number"})
+SECONDS = Kind("a number of seconds above 0", p.parse_seconds, {"type": "number", "exclusiveMinimum": 0})
+WAIT = Kind("a number of seconds, at least 0", p.parse_wait, {"type": "number", "minimum": 0})
+TEXT = Kind("text, not empty", p.parse_text, _TEXT_SCHEMA, verbatim=True)
+PATTERN = Kind(
+    "a regular expression that Python can compile, or a list of them",
+    p.parse_pattern,
+    {"anyOf": [_TEXT_SCHEMA, {"type": "array", "items": {"type": "string"}}]},
+    verbatim=True,
+)
+NAMES = Kind(
+    "names separated by commas, or a list of names",
+    p.parse_names,
+    {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+    write=",".join,
+    verbatim=True,
+)
+HOSTS = Kind(
+    "names of machines separated by commas, or a list of them",
+    p.parse_hosts,
+    NAMES.schema,
+    write=",".join,
+    verbatim=True,
+)
+LINES = Kind(
+    "a list of texts", p.parse_lines, _LIST_SCHEMA, write=lambda value: p.write_json(list(value)), verbatim=True
+)
+TABLE = Kind("a mapping of names to values", p.parse_table, {"type": "object"}, write=p.write_json)
+VARIABLES = Kind(
+    "a mapping of variable names to texts",
+    p.parse_variables,
+    {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}},
+    write=p.write_json,
+    verbatim=True,
+)
+RANKS = Kind(
+    "all, or rank numbers separated by commas", p.parse_ranks, {"type": ["string", "integer"]}, verbatim=True
+)
+DEVICES = Kind(
+    "all, or GPU numbers separated by commas", p.parse_devices, {"type": ["string", "integer"]}, verbatim=True
+)
+MODULES = Kind(
+    "module names separated by commas, or a list of them",
+    p.parse_modules,
+    NAMES.schema,
+    write=p.write_modules,
+    verbatim=True,
+)
+THREE_FLAGS = Kind(
+    "true or false for each of forward, data gradient and weight gradient",
+    p.parse_three_flags,
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 3},
+    write=lambda value: ",".join(map(p.write, value)),
+)
+NODE_RANGE = Kind("MIN:MAX, two whole numbers", p.parse_node_range, {"type": ["string", "integer"]}, verbatim=True)
+ENDPOINT = Kind("HOST:PORT", p.parse_endpoint, {"type": "string"}, verbatim=True)
+WORKERS = Kind(
+    "a whole number, at least 1, or auto", p.parse_workers, {"anyOf": [{"type": "integer"}, {"const": "auto"}]}
+)
+LOCAL_WORKERS = Kind(
+    "a whole number, at least 1, or auto, gpu or cpu",
+    p.parse_local_workers,
+    {"anyOf": [{"type": "integer"}, {"enum": ["auto", "gpu", "cpu"]}]},
+)
+SETTINGS = Kind(
+    "name=value pairs separated by commas, or a mapping",
+    p.parse_settings,
+    {"anyOf": [{"type": "string"}, VARIABLES.schema]},
+    write=p.write_json,
+    verbatim=True,
+)
+STREAMS = Kind(
+    "0, 1, 2 or 3, or RANK:NUMBER pairs separated by commas",
+    p.parse_streams,
+    {"type": ["string", "integer", "object"]},
+    verbatim=True,
+)
+SIGNALS = Kind(
+    "signal names separated by commas, or a list of them", p.parse_signals, NAMES.schema, write=",".join
+)
+MESH_SIZE = Kind(
+    "a whole number, at least 1, or -1 for the rest", p.parse_mesh_size, {"type": "integer", "minimum": -1}
+)
+
+StrategyName = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+WrapName = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
+PrefetchName = Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
+StateDictName = Literal["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
+PrecisionName = Literal["no", "fp16", "bf16", "fp8"]
+DtypeName = Literal["fp32", "bf16", "fp16"]
+DistributedName = Literal["NO", "MULTI_CPU", "MULTI_GPU", "FSDP"]
+RendezvousName = Literal["static", "c10d"]
+EnvironmentName = Literal["LOCAL_MACHINE"]
+EventLogName = Literal["console"]
+NumaName = Literal["node", "socket", "exclusive", "core-complex"]
+ShardName = Literal["auto", "explicit", "off"]
+KubernetesName = Literal["job", "trainjob"]
+ContextName = Literal["allgather", "alltoall"]
+ContextBackendName = Literal["torch"]
+SequenceBackendName = Literal["deepspeed"]
+AttentionName = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"]
+Fp8BackendName = Literal["AO", "TE", "MSAMP"]
+Fp8FormatName = Literal["HYBRID", "E4M3", "E5M2"]
+AmaxName = Literal["max", "most_recent"]
+OptLevelName = Literal["O1", "O2"]
+DynamoName = Literal[
+    "NO",
+    "EAGER",
+    "AOT_EAGER",
+    "INDUCTOR",
+    "AOT_TS_NVFUSER",
+    "NVPRIMS_NVFUSER",
+    "CUDAGRAPHS",
+    "OFI",
+    "FX2TRT",
+    "ONNXRT",
+    "TENSORRT",
+    "AOT_TORCHXLA_TRACE_ONCE",
+    "TORCHXLA_TRACE_ONCE",
+    "IPEX",
+    "TVM",
+    "HPU_BACKEND",
+]
+DynamoModeName = Literal["default", "reduce-overhead", "max-autotune"]
+Workers = int | Literal["auto"]
+LocalWorkers = int | Literal["auto", "gpu", "cpu"]
+Reshard = bool | int | StrategyName
+
+_LONG_DTYPES = {"FLOAT32": "fp32", "BFLOAT16": "bf16", "FLOAT16": "fp16", "HALF": "fp16"}
+VERSION = one_of(Literal[1, 2])
+STRATEGY = one_of(StrategyName)
+WRAP = one_of(WrapName, aliases={"SIZED_BASED_WRAP": "SIZE_BASED_WRAP"})
+PREFETCH = one_of(PrefetchName)
+STATE_DICT = one_of(StateDictName)
+PRECISION = one_of(PrecisionName, aliases=_LONG_DTYPES | {"FP32": "no", "FLOAT32": "no"})
+DTYPE = one_of(DtypeName, aliases=_LONG_DTYPES)
+_ENGINES = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "PyTorch/XLA", "TPU": "PyTorch/XLA"}
+_DEVICES = ("NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
+DISTRIBUTED = one_of(
+    DistributedName,
+    refused={name: f"{engine} needs accelerate launch" for name, engine in _ENGINES.items()}
+    | {f"MULTI_{name}": "fsdplaunch runs on NVIDIA GPUs and CPUs" for name in _DEVICES},
+)
+ENVIRONMENT = one_of(EnvironmentName, refused={"AMAZON_SAGEMAKER": "fsdplaunch starts processes on this machine"})
+RENDEZVOUS = one_of(RendezvousName)
+NUMA = one_of(NumaName)
+EVENT_LOG = one_of(EventLogName)
+SHARD = one_of(ShardName)
+KUBERNETES = one_of(KubernetesName)
+CONTEXT = one_of(ContextName)
+CONTEXT_BACKEND = one_of(ContextBackendName)
+SEQUENCE_BACKEND = one_of(SequenceBackendName)
+ATTENTION = one_of(AttentionName)
+FP8_BACKEND = one_of(Fp8BackendName)
+FP8_FORMAT = one_of(Fp8FormatName)
+AMAX = one_of(AmaxName)
+OPT_LEVEL = one_of(OptLevelName)
+DYNAMO = one_of(DynamoName)
+DYNAMO_MODE = one_of(DynamoModeName)
+RESHARD = Kind(
+    "true, false, a number of ranks (version 2), or a sharding strategy's name (version 1)",
+    _parse_reshard,
+    {"anyOf": [{"type": "boolean"}, {"type": "integer"}, STRATEGY.schema]},
+)

@@ -1,0 +1,225 @@
+"""Keys of our own that say how workers start, compute and save. Part of the one schema."""
+
+from dataclasses import dataclass
+
+from fsdplaunch.config.schema import kinds as v
+from fsdplaunch.config.schema.key import key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSection:
+    """How workers are started. A section of our own; accelerate has no such keys in its file."""
+
+    workers_per_node: v.LocalWorkers | None = key(
+        v.LOCAL_WORKERS,
+        None,
+        """Worker processes per machine: a number; auto for one per GPU (2 without GPUs); gpu for one per GPU, an
+        error without; cpu for one per processor. Left out, num_processes divided by num_machines.""",
+        aliases=("nproc_per_node",),
+        question="How many workers on each machine?",
+    )
+    nodes: str | None = key(
+        v.NODE_RANGE,
+        None,
+        """MIN:MAX machines for an elastic run, which starts with MIN and takes in more up to MAX. Machines that
+        come or go have all workers start again from the last checkpoint. Left out, exactly num_machines.""",
+    )
+    shard: v.ShardName = key(
+        v.SHARD,
+        "auto",
+        """Who shards the model. auto: what the script calls, and where nothing in it shards, each worker itself,
+        where the script moves its model to the device, compiles it or builds its optimizer (fsdp_version 2).
+        explicit: only what the script calls. off: nobody, and a script that shards nothing may end well.""",
+    )
+    keep_global_batch: bool = key(
+        v.FLAG,
+        False,
+        """Compute what one process would where a script is sharded for it: each batch of its loaders is divided
+        over the workers, and what it draws at random is the same on all. Otherwise every worker takes whole
+        batches of its own, and draws of its own.""",
+    )
+    max_restarts: int = key(v.WHOLE, 0, "How often all workers are started again after one of them failed.")
+    monitor_interval_seconds: float = key(
+        v.SECONDS, 0.1, "How often the workers are looked at.", aliases=("monitor_interval",)
+    )
+    role: str = key(v.TEXT, "default", "Name of this kind of worker, which scripts find as ROLE_NAME.")
+    event_log: v.EventLogName | None = key(
+        v.EVENT_LOG,
+        None,
+        "console: torch's agent writes its events into the run's agent.log. Left out, nowhere.",
+        aliases=("event_log_handler",),
+        needs_torch="2.8",  # torchrun's option came with it
+    )
+    rendezvous_endpoint: str | None = key(
+        v.ENDPOINT,
+        None,
+        "HOST:PORT where the machines meet. Left out on one machine, a free local port.",
+        aliases=("rdzv_endpoint",),
+    )
+    rendezvous_id: str | None = key(
+        v.TEXT,
+        None,
+        "Name under which the machines of one run find each other. Left out, the run's own name.",
+        aliases=("rdzv_id",),
+    )
+    rendezvous_options: dict[str, str] = key(
+        v.SETTINGS,
+        {},
+        "Further settings of torch's rendezvous, for example read_timeout=30,last_call_timeout=5.",
+        aliases=("rdzv_conf",),
+    )
+    local_address: str | None = key(
+        v.TEXT, None, "This machine's address, as the other machines reach it.", aliases=("local_addr",)
+    )
+    network_interface: str | None = key(
+        v.TEXT,
+        None,
+        """Interface the machines talk over, for example eth0: gives this machine's address and sets
+        GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. Left out, gloo uses the interface towards machine 0, and NCCL
+        chooses.""",
+    )
+    rendezvous_timeout_seconds: float = key(
+        v.SECONDS, 300.0, "How long to wait for the other machines before giving up."
+    )
+    meeting: bool = key(
+        v.FLAG,
+        True,
+        """Have the launchers of several machines compare versions and configuration before torch starts, watch
+        each other and end together. Torch's store then gets the port after main_process_port. False is for a run
+        whose other machines are started by torchrun.""",
+    )
+    machine_timeout_seconds: float = key(
+        v.SECONDS, 10.0, "How long a machine may be silent before it counts as lost."
+    )
+    process_group_timeout_seconds: float = key(
+        v.SECONDS, 600.0, "How long a collective may wait for the slowest rank before the run fails."
+    )
+    log_dir: str = key(
+        v.TEXT, "runs", "Folder that gets one subfolder per run, with the plan, the result and rank output."
+    )
+    show_ranks: str = key(
+        v.RANKS,
+        "0",
+        """Ranks whose output reaches the terminal: all, or numbers separated by commas. Every other rank's output
+        goes to its files in the run's folder.""",
+    )
+    show_local_ranks: str | None = key(
+        v.RANKS,
+        None,
+        "Ranks whose output reaches this machine's terminal, counted on each machine. Goes before show_ranks.",
+        aliases=("local_ranks_filter",),
+    )
+    redirects: str | None = key(
+        v.STREAMS,
+        None,
+        """Output that goes to the files only, as torchrun's option says it: 1 stdout, 2 stderr, 3 both, for all
+        workers of a machine or for some, `0:3,1:2`. Goes before show_ranks.""",
+    )
+    tee: str | None = key(
+        v.STREAMS,
+        None,
+        "Output that reaches the terminal as well as the files, said as in redirects. Goes before show_ranks.",
+    )
+    preload: tuple[str, ...] = key(
+        v.MODULES,
+        ("torch",),
+        """Modules imported once per machine, before the workers are forked. Torch is among them unless the list is
+        empty; an empty list starts every worker as a fresh Python.""",
+    )
+    numa_binding: v.NumaName | None = key(
+        v.NUMA,
+        None,
+        """Bind each worker to the CPUs near its GPU: to its node, its socket, its share of the node's cores
+        (exclusive), or one core complex. Left out, the system decides.""",
+    )
+    virtual_local_rank: bool = key(
+        v.FLAG, False, "Show each worker only its own GPU, as number 0, and give all of them LOCAL_RANK 0."
+    )
+    signals: tuple[str, ...] = key(
+        v.SIGNALS,
+        ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"),
+        """Signals to the launcher that are passed on to the workers. After SIGUSR1 and SIGUSR2 the run may go on;
+        after the others it ends.""",
+        aliases=("signals_to_handle",),
+    )
+    shutdown_grace_seconds: float = key(
+        v.WAIT,
+        30.0,
+        """How long workers may take to save and end after a signal, or after another worker failed, before they
+        are killed.""",
+        aliases=("shutdown_timeout",),
+    )
+    stall_seconds: float = key(
+        v.WAIT,
+        600.0,
+        """When no rank has made a step or written anything for so long, say which ones are behind and save every
+        rank's stack. 0 is never.""",
+    )
+    env: dict[str, str] = key(v.VARIABLES, {}, "Further environment variables for the workers, name: value.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionSection:
+    """Number formats, each on its own. Left out, mixed_precision decides."""
+
+    param: v.DtypeName | None = key(
+        v.DTYPE, None, "Format parameters are gathered and computed in. Left out, that of mixed_precision."
+    )
+    reduce: v.DtypeName | None = key(
+        v.DTYPE,
+        None,
+        "Format gradients are summed over ranks in. Left out, fp32 whenever parameters compute in less.",
+    )
+    output: v.DtypeName | None = key(
+        v.DTYPE,
+        None,
+        "Format the model's outputs are cast to (version 2). Left out, that of the computation.",
+        versions=(2,),
+    )
+    buffer: v.DtypeName | None = key(
+        v.DTYPE,
+        None,
+        "Format of buffers in forward (version 1). Left out, that of mixed_precision.",
+        versions=(1,),
+    )
+    master: v.DtypeName | None = key(
+        v.DTYPE,
+        None,
+        """Format the shards and the optimizer state are kept in. Left out, fp32 under mixed precision, else the
+        model's own.""",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSection:
+    """Where and how checkpoints are written."""
+
+    dir: str = key(
+        v.TEXT,
+        "checkpoints",
+        "Folder that save_checkpoint and load_checkpoint use when the script names none.",
+    )
+    weights: str | None = key(
+        v.TEXT,
+        None,
+        """Folder of pretrained weights (safetensors, or pytorch_model.bin), or one file of them. prepare reads
+        them into the model, every rank its own shards only; build the model on the meta device and no rank ever
+        holds all of it. Left out, the model keeps the weights the script gave it.""",
+    )
+    weights_strict: bool = key(
+        v.FLAG,
+        True,
+        """Whether tensors that checkpoint.weights lacks, or has too many, are errors. With false the model
+        initialises what is missing, and what is left over is left out; both are said.""",
+    )
+    async_: bool = key(
+        v.FLAG,
+        False,
+        """Write checkpoints in the background: save_checkpoint returns when everything is copied to host memory.
+        Each worker then needs memory for its part of the checkpoint once more.""",
+    )
+    keep_last: int | None = key(
+        v.COUNT,
+        None,
+        "How many complete checkpoints that were saved with a step stay; older ones are deleted. Left out, all.",
+    )

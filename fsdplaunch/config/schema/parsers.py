@@ -1,0 +1,327 @@
+"""Loose values -> canonical ones: one parser per kind of value, and the texts that carry them.
+
+Every parser raises ValueError for a value of another kind. Standard library only.
+"""
+
+import json
+import math
+import re
+import signal
+from typing import Any
+
+TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
+MAX_PORT = 65535
+RENDEZVOUS_PORT = 29400
+"""Where machines meet when an endpoint names no port, as torchrun has it."""
+FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})
+
+
+class NotedValueError(ValueError):
+    """A wrong value that the parser itself can describe best; its words are for the user."""
+
+
+def plain_name(value: Any) -> str:
+    """The one spelling of a name: upper case, words joined by underscores."""
+    return str(value).strip().upper().replace(" ", "_").replace("-", "_")
+
+
+def write(value: Any) -> str:
+    """Write a scalar as accelerate and torch read it: `true`, `2`, `1e-05`."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def write_json(value: Any) -> str:
+    """Write lists and mappings as JSON."""
+    return json.dumps(value, sort_keys=True)
+
+
+def parse_flag(value: Any) -> bool:
+    """A flag, in any of the words accelerate takes for one."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str | int):
+        text = str(value).strip().lower()
+        if text in TRUE_WORDS:
+            return True
+        if text in FALSE_WORDS:
+            return False
+    raise ValueError(value)
+
+
+def parse_whole(value: Any) -> int:
+    """A whole number; `1e8` is one."""
+    if isinstance(value, str):
+        value = float(value) if any(mark in value for mark in ".eE") else int(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(value)
+    return value
+
+
+def parse_number(value: Any) -> float:
+    """A finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(value)
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(value)
+    return number
+
+
+def parse_text(value: Any) -> str:
+    """Text that an environment variable can carry: not blank, no NUL, encodable."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(value)
+    text = str(value)
+    text.encode()
+    if not text.strip() or "\0" in text:
+        raise ValueError(value)
+    return text
+
+
+def parse_pattern(value: Any) -> str:
+    """A regular expression that compiles; several are joined to one, which `alternatives` takes apart again."""
+    if isinstance(value, list | tuple) and value:
+        each = [parse_pattern(item) for item in value]
+        return each[0] if len(each) == 1 else "|".join(f"(?:{pattern})" for pattern in each)
+    text = parse_text(value)
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        msg = f"{text} is not a regular expression: {error}"
+        raise NotedValueError(msg) from None
+    return text
+
+
+def alternatives(pattern: str) -> list[str]:
+    """The expressions that a joined one was made of; any other one alone."""
+    if not (pattern.startswith("(?:") and pattern.endswith(")")):
+        return [pattern]
+    parts = pattern[3:-1].split(")|(?:")
+    try:
+        for part in parts:
+            re.compile(part)
+    except re.error:
+        return [pattern]
+    return parts
+
+
+def parse_names(value: Any) -> tuple[str, ...]:
+    """Names never hold a comma, so that a comma list can always carry them."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+        raise ValueError(value)
+    names = [name.strip() for item in items for name in item.split(",")]
+    return tuple(parse_text(name) for name in names if name)
+
+
+def parse_hosts(value: Any) -> tuple[str, ...]:
+    """Names of machines; one that is missing between commas is a shell's variable that was not set."""
+    names = value.split(",") if isinstance(value, str) and value.strip() else value or ()
+    if isinstance(names, list | tuple) and not all(str(name).strip() for name in names):
+        msg = f"must be names of machines separated by commas, and {','.join(map(str, names))!r} lacks one"
+        raise NotedValueError(msg)
+    return parse_names(value)
+
+
+def parse_lines(value: Any) -> tuple[str, ...]:
+    """Texts: a list, one text, or a list in JSON."""
+    if isinstance(value, str):
+        value = json.loads(value) if value.startswith("[") else [value]
+    if not isinstance(value, list | tuple):
+        raise ValueError(value)
+    return tuple(parse_text(item) for item in value)
+
+
+def parse_table(value: Any) -> dict[str, Any]:
+    """A mapping with texts as names, or the same in JSON."""
+    if isinstance(value, str):
+        value = json.loads(value)
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise ValueError(value)
+    return value
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def parse_variables(value: Any) -> dict[str, str]:
+    """Environment variables; true and false become lower-case words, an empty text is allowed."""
+    return {_variable_name(name): _variable_text(name, item) for name, item in parse_table(value).items()}
+
+
+def _variable_name(name: str) -> str:
+    if not _VARIABLE.fullmatch(name):
+        msg = f"{name} cannot name an environment variable"
+        raise NotedValueError(msg)
+    return name
+
+
+def _variable_text(name: str, value: Any) -> str:
+    try:
+        return "" if value == "" else parse_text(write(value) if isinstance(value, bool) else value)
+    except ValueError:
+        msg = f"{name} must be a text; '' is the empty one"
+        raise NotedValueError(msg) from None
+
+
+def parse_ranks(value: Any) -> str:
+    """`all`, or numbers separated by commas."""
+    if isinstance(value, str) and value.strip().lower() == "all":
+        return "all"
+    items = str(value).split(",") if isinstance(value, str | int) else value
+    if not isinstance(items, list | tuple) or not items or isinstance(value, bool):
+        raise ValueError(value)
+    ranks = [parse_whole(item) for item in items]
+    if min(ranks) < 0:
+        raise ValueError(value)
+    return ",".join(map(str, ranks))
+
+
+_DEVICE = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z/-]+")
+
+
+def parse_devices(value: Any) -> str:
+    """`all`, or indices or NVML names separated by commas, in the given order."""
+    if isinstance(value, str) and value.strip().lower() == "all":
+        return "all"
+    items = str(value).split(",") if isinstance(value, str | int) else value
+    if not isinstance(items, list | tuple) or not items or isinstance(value, bool):
+        raise ValueError(value)
+    names = [str(item).strip() for item in items]
+    if not all(_DEVICE.fullmatch(name) for name in names):
+        raise ValueError(value)
+    return ",".join(names)
+
+
+def parse_workers(value: Any) -> int | str:
+    """A number from 1, or auto; accelerate writes -1 where it does not know."""
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return "auto"
+    number = parse_whole(value)
+    if number == -1:
+        return "auto"
+    if number < 1:
+        raise ValueError(value)
+    return number
+
+
+def parse_local_workers(value: Any) -> int | str:
+    """The same, or gpu or cpu: as many as this machine has of these."""
+    word = value.strip().lower() if isinstance(value, str) else ""
+    return word if word in ("gpu", "cpu") else parse_workers(value)
+
+
+def parse_mesh_size(value: Any) -> int:
+    """A number from 1, or -1 for what the other sizes leave."""
+    number = parse_whole(value)
+    if number < 1 and number != -1:
+        raise ValueError(value)
+    return number
+
+
+def parse_modules(value: Any) -> tuple[str, ...]:
+    """Module names; `none` carries the empty list through an environment variable."""
+    names = () if value == "none" else parse_names(value)
+    if not all(part.isidentifier() for name in names for part in name.split(".")):
+        raise ValueError(value)
+    return names
+
+
+def write_modules(value: tuple[str, ...]) -> str:
+    """What `parse_modules` reads back."""
+    return ",".join(value) or "none"
+
+
+def parse_three_flags(value: Any) -> tuple[bool, bool, bool]:
+    """Three flags, or one for all three."""
+    items = value.split(",") if isinstance(value, str) else [value] * 3 if isinstance(value, bool) else value
+    if not isinstance(items, list | tuple):
+        raise ValueError(value)
+    first, second, third = items  # another length is a ValueError of its own
+    return parse_flag(first), parse_flag(second), parse_flag(third)
+
+
+def parse_node_range(value: Any) -> str:
+    """MIN:MAX, or one number for both."""
+    low, _, high = str(value).partition(":")
+    first, last = parse_whole(low), parse_whole(high or low)
+    if not 1 <= first <= last:
+        raise ValueError(value)
+    return f"{first}:{last}"
+
+
+def port_number(value: Any) -> int:
+    """A TCP port; 0 means a free one."""
+    port = parse_whole(value)
+    if not 0 <= port <= MAX_PORT:
+        raise ValueError(value)
+    return port
+
+
+def parse_endpoint(value: Any) -> str:
+    """HOST:PORT; a host with colons of its own stands in brackets. Without a port, the one that torchrun takes."""
+    text = parse_text(value)
+    if ":" not in text or text.endswith("]"):
+        text = f"{text}:{RENDEZVOUS_PORT}"
+    host, colon, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
+    if not colon or not bare or any(mark in host for mark in " /") or (":" in bare and bare == host):
+        raise ValueError(value)
+    return f"{host}:{port_number(port)}"
+
+
+_SETTING = re.compile(r"[A-Za-z_]\w*=[^,]*")
+
+
+def parse_settings(value: Any) -> dict[str, str]:
+    """A mapping of names to values, or torchrun's `name=value,name=value`."""
+    if isinstance(value, str) and not value.startswith("{"):
+        parts = [part.strip() for part in value.split(",")]
+        if not all(_SETTING.fullmatch(part) for part in parts):
+            raise ValueError(value)
+        value = dict(part.split("=", 1) for part in parts)
+    return parse_variables(value)
+
+
+_STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
+
+
+def parse_streams(value: Any) -> str:
+    """Torchrun's notation: 1 is stdout, 2 stderr, 3 both, 0 neither; for all local ranks, or `0:3,1:2`."""
+    text = ",".join(f"{rank}:{code}" for rank, code in value.items()) if isinstance(value, dict) else str(value)
+    text = text.replace(" ", "")
+    if isinstance(value, bool) or not _STREAMS.fullmatch(text):
+        raise ValueError(value)
+    return text
+
+
+_UNHANDLED = {"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
+
+
+def parse_signals(value: Any) -> tuple[str, ...]:
+    """Names of signals that a process can pass on, with or without SIG."""
+    names = [name.upper() for name in parse_names(value)]
+    whole = tuple(name if name.startswith("SIG") else f"SIG{name}" for name in names)
+    if not whole or not all(name in signal.Signals.__members__ and name not in _UNHANDLED for name in whole):
+        raise ValueError(value)
+    return whole
+
+
+def parse_seconds(value: Any) -> float:
+    """A number above 0."""
+    number = parse_number(value)
+    if number <= 0:
+        raise ValueError(value)
+    return number
+
+
+def parse_wait(value: Any) -> float:
+    """A number, at least 0."""
+    number = parse_number(value)
+    if number < 0:
+        raise ValueError(value)
+    return number

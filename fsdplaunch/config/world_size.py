@@ -1,0 +1,77 @@
+"""How many workers a configuration means, as far as the file alone can tell."""
+
+from dataclasses import replace
+
+from fsdplaunch.config.resolve import REST
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.errors import UsageError
+
+
+def node_range(config: Config) -> tuple[int, int]:
+    """The fewest and the most machines a run may have."""
+    if config.launch.nodes is None:
+        return config.num_machines, config.num_machines
+    least, _, most = config.launch.nodes.partition(":")
+    return int(least), int(most or least)
+
+
+def workers_per_node(config: Config) -> int | None:
+    """Workers on each machine, or None when that depends on the machine's GPUs."""
+    said = config.launch.workers_per_node
+    if isinstance(said, int):
+        return said
+    if said is None and isinstance(config.num_processes, int) and config.num_processes % config.num_machines == 0:
+        return config.num_processes // config.num_machines
+    return None
+
+
+def world_size(config: Config) -> int | None:
+    """Workers over all machines, or None when that depends on the machines' GPUs."""
+    if isinstance(config.num_processes, int):
+        return config.num_processes
+    said = config.launch.workers_per_node
+    return said * config.num_machines if isinstance(said, int) else None
+
+
+def mesh_sizes(config: Config, world: int) -> tuple[int, int]:
+    """Return (copies, ranks per copy) for a number of workers; their product is `world`.
+
+    Args:
+        config: Resolved.
+        world: Number of workers over all machines.
+
+    Raises:
+        UsageError: The sizes do not fit.
+    """
+    sizes = config.parallelism_config
+    copies, shards = (
+        sizes.parallelism_config_dp_replicate_size or 1,
+        sizes.parallelism_config_dp_shard_size or REST,
+    )
+    known = max(copies, 1) * max(shards, 1)
+    if REST in (copies, shards) and world % known == 0:
+        copies, shards = (world // known if size == REST else size for size in (copies, shards))
+    if copies * shards != world or min(copies, shards) < 1:
+        msg = f"a mesh of {copies} x {shards} does not fit {world} workers"
+        raise UsageError(msg, hint="the sizes must multiply to the number of workers; -1 takes the rest")
+    return copies, shards
+
+
+def with_mesh(config: Config, world: int) -> Config:
+    """Return the Config with both mesh sizes as numbers, which is what other libraries read from the environment.
+
+    A mesh of one dimension stays unsaid.
+
+    Raises:
+        UsageError: The sizes do not fit the number of workers.
+    """
+    mesh = config.parallelism_config
+    if mesh.parallelism_config_dp_replicate_size == 1 and mesh.parallelism_config_dp_shard_size is None:
+        return config
+    copies, shards = mesh_sizes(config, world)
+    return replace(
+        config,
+        parallelism_config=replace(
+            mesh, parallelism_config_dp_replicate_size=copies, parallelism_config_dp_shard_size=shards
+        ),
+    )

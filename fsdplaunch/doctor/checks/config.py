@@ -1,0 +1,21 @@
+"""Checks of the configuration against this machine: its own rules, and what preflight would say."""
+
+from collections.abc import Iterator
+
+from fsdplaunch.doctor.facts import Check, MachineFacts
+
+
+def check_config(facts: MachineFacts) -> Iterator[Check]:
+    """The configuration says nothing wrong, and this machine can do what it says."""
+    for error in facts.config_errors:
+        yield Check(
+            topic="config", status="problem", text=error, hint="fsdplaunch config validate shows all of it"
+        )
+    if facts.config is None:
+        return
+    seen = False
+    for text, hint, fatal in facts.obstacles:
+        seen = True
+        yield Check(topic="config", status="problem" if fatal else "warning", text=text, hint=hint)
+    if not seen:
+        yield Check(topic="config", status="ok", text=facts.config_path)

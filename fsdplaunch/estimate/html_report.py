@@ -1,0 +1,213 @@
+"""The estimate as one HTML page: no script, no network, no font but the reader's own. Pure: returns text."""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from fsdplaunch.estimate.advice import verdict_of
+from fsdplaunch.estimate.memory import MOMENTS
+from fsdplaunch.estimate.report import GIB, Report, Row, moment_words, shares
+
+_COLOURS = {
+    "parameters": "#4363b8", "gradients": "#e6893a", "optimizer": "#3a9a5b", "gathered": "#7fa7e0",
+    "communication": "#b26fd1", "activations": "#d9534f", "temporary": "#c9a227", "context": "#8a8f98",
+}  # fmt: skip
+_PHASES = {"forward": "#7fa7e0", "backward": "#d9534f", "step": "#3a9a5b"}
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 900, 260, 60, 30
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+.verdict { font-size: 1.2rem; font-weight: 600; }
+.bar { display: flex; height: 1.6rem; position: relative; background: rgba(128,128,128,.15); }
+.bar span { display: block; height: 100%; }
+.limit { position: absolute; top: -.2rem; bottom: -.2rem; border-left: 3px solid currentColor; }
+.row { margin: .8rem 0; } .row p { margin: 0 0 .2rem; display: flex; justify-content: space-between; gap: 1rem; }
+.yours { font-weight: 600; }
+.key { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; padding: 0; list-style: none; }
+.key i { display: inline-block; width: .9rem; height: .9rem; margin-right: .4rem; vertical-align: -.1rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; }
+th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid rgba(128,128,128,.35); }
+th:first-child, td:first-child, td.text, th.text { text-align: left; }
+svg { width: 100%; height: auto; } svg text { fill: currentColor; font-size: 13px; }
+"""
+
+
+def html_report(report: Report) -> str:
+    """Return the page.
+
+    Args:
+        report: The estimate.
+    """
+    body = "\n".join(
+        [
+            f"<h1>{escape(report.title)}</h1>",
+            f"<p>{escape(report.model)}</p>",
+            *_answer(report),
+            "<h2>Memory per GPU, by way to shard</h2>",
+            *_bars(report),
+            _key(report),
+            *_table(report),
+            "<h2>Memory over one step</h2>",
+            *_course(report),
+            *_changes(report),
+            *_notes(report),
+        ]
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<link rel="icon" href="data:,"><title>{escape(report.title)}</title><style>{_STYLE}</style></head>\n'
+        f"<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _gib(amount: int) -> str:
+    return f"{amount / GIB:.2f}"
+
+
+def _answer(report: Report) -> Iterator[str]:
+    if report.memory is None:
+        yield '<p class="verdict">The memory of the GPUs is not known: pass --gpu-memory.</p>'
+    else:
+        have = f"{_gib(report.gpu)} of {_gib(report.memory)} GiB per GPU"
+        yield f'<p class="verdict" id="verdict">{report.verdict}: {have}</p>'
+        fewest = f"{report.fewest} ranks" if report.fewest else "no number of ranks is enough"
+        batch = "unknown" if report.batch is None else str(report.batch)
+        yield f"<p>Smallest world size: {fewest}. Largest batch per rank: {batch}.</p>"
+    yield f"<p>The calculated peak is at {escape(moment_words(report.yours.need))}.</p>"
+
+
+def _longest(report: Report) -> int:
+    return max([row.need.gpu for row in report.rows] + [report.memory or 0]) or 1
+
+
+def _bars(report: Report) -> Iterator[str]:
+    longest = _longest(report)
+    for row in report.rows:
+        spans = "".join(
+            f'<span data-part="{name}" style="width:{100 * amount / longest:.3f}%;background:{_COLOURS[name]}"'
+            f' title="{name}: {_gib(amount)} GiB"></span>'
+            for name, amount in shares(row.need.parts, row.need.context)
+        )
+        limit = ""
+        if report.memory:
+            limit = (
+                f'<span class="limit" style="left:{100 * report.memory / longest:.3f}%" title="one GPU"></span>'
+            )
+        words = f"{_gib(row.need.gpu)} GiB" + (f", {row.verdict}" if row.verdict != "unknown" else "")
+        kind = "row yours" if row.is_yours else "row"
+        label = escape(_name(row))
+        yield (
+            f'<div class="{kind}"><p><span>{label}</span><span>{words}</span></p>'
+            f'<div class="bar" role="img" aria-label="{label}: {words}">{spans}{limit}</div></div>'
+        )
+
+
+def _name(row: Row) -> str:
+    return f"{row.name} (yours)" if row.is_yours else row.name
+
+
+def _key(report: Report) -> str:
+    names = [
+        name
+        for name in _COLOURS
+        if any(dict(shares(row.need.parts, row.need.context)).get(name) for row in report.rows)
+    ]
+    items = "".join(f'<li><i style="background:{_COLOURS[name]}"></i>{name}</li>' for name in names)
+    line = "<li>the upright line is the memory of one GPU</li>" if report.memory else ""
+    return f'<ul class="key">{items}{line}</ul>'
+
+
+def _table(report: Report) -> Iterator[str]:
+    parts = [name for name in _COLOURS if name != "context"]
+    heads = "".join(f"<th>{name}</th>" for name in parts)
+    yield f'<div class="wide"><table id="strategies"><tr><th>GiB per GPU</th>{heads}'
+    yield "<th>context</th><th>total</th></tr>"
+    for row in report.rows:
+        cells = "".join(f"<td>{_gib(row.need.parts[name])}</td>" for name in parts)
+        total = f"<td>{_gib(row.need.context)}</td><td>{_gib(row.need.gpu)}</td>"
+        yield f"<tr><td>{escape(_name(row))}</td>{cells}{total}</tr>"
+    yield "</table></div>"
+
+
+def _course(report: Report) -> Iterator[str]:
+    """The traced course of the step, or the moments that were calculated."""
+    trace = report.exact
+    if trace is not None:
+        where = f" of {trace.module}" if trace.module else ""
+        yield (
+            f"<p>Traced on rank 0: {_gib(trace.total)} GiB at the peak, in the {trace.phase}{escape(where)}. "
+            "Each point is the highest of a short stretch of operations.</p>"
+        )
+        yield _drawing(trace.course, report.memory)
+        return
+    yield "<p>Four moments of the step, calculated. --exact traces the whole step.</p>"
+    yield '<div class="wide"><table id="moments"><tr><th class="text">moment</th><th>GiB per GPU</th></tr>'
+    for name, parts in report.yours.need.moments.items():
+        total = sum(parts.values()) + report.yours.need.context
+        yield f'<tr><td class="text">{escape(MOMENTS[name])}</td><td>{_gib(total)}</td></tr>'
+    yield "</table></div>"
+
+
+def _drawing(course: Sequence[tuple[str, int]], memory: int | None) -> str:
+    top = max([amount for _, amount in course] + [1])
+    shown_limit = memory if memory is not None and memory < 1.5 * top else None
+    top = max(top, shown_limit or 0)
+    step = (_WIDTH - _LEFT) / max(1, len(course))
+    bars = "".join(
+        f'<rect x="{_LEFT + number * step:.2f}" y="{_y(amount, top):.2f}" width="{step + 0.3:.2f}" '
+        f'height="{_HEIGHT - _BOTTOM - _y(amount, top):.2f}" fill="{_PHASES[phase]}">'
+        f"<title>{phase}: {_gib(amount)} GiB</title></rect>"
+        for number, (phase, amount) in enumerate(course)
+    )
+    marks = "".join(
+        f'<text x="0" y="{_y(part * top // 4, top) + 4:.1f}">{part * top / 4 / GIB:.1f}</text>'
+        for part in range(5)
+    )
+    limit = ""
+    if shown_limit:
+        y = _y(shown_limit, top)
+        limit = (
+            f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" stroke-width="2"/>'
+        )
+    return (
+        f'<svg id="course" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="memory over one step">'
+        f"{marks}{bars}{limit}{_phase_words(course, step)}</svg>"
+    )
+
+
+def _y(amount: int, top: int) -> float:
+    return 10 + (_HEIGHT - _BOTTOM - 10) * (1 - amount / top)
+
+
+def _phase_words(course: Sequence[tuple[str, int]], step: float) -> str:
+    starts: dict[str, int] = {}
+    for number, (phase, _) in enumerate(course):
+        starts.setdefault(phase, number)
+    return "".join(
+        f'<text x="{_LEFT + number * step:.1f}" y="{_HEIGHT - 8}">{phase}</text>'
+        for phase, number in starts.items()
+    )
+
+
+def _changes(report: Report) -> Iterator[str]:
+    if not report.changes:
+        return
+    yield "<h2>What to change</h2>"
+    yield '<div class="wide"><table id="changes"><tr><th>change</th><th>saves GiB</th><th>then</th>'
+    yield '<th class="text">fits</th><th class="text">how</th><th class="text">cost</th></tr>'
+    for change in report.changes:
+        words = (change.option, change.cost)
+        cells = "".join(f'<td class="text">{escape(word)}</td>' for word in words)
+        verdict = verdict_of(change.need.gpu, report.memory)
+        yield (
+            f"<tr><td>{escape(change.what)}</td><td>{_gib(change.saves)}</td><td>{_gib(change.need.gpu)}</td>"
+            f'<td class="text">{verdict}</td>{cells}</tr>'
+        )
+    yield "</table></div>"
+
+
+def _notes(report: Report) -> Iterator[str]:
+    if report.notes:
+        yield "<h2>About these numbers</h2>"
+        yield "<ul>" + "".join(f"<li>{escape(note)}</li>" for note in report.notes) + "</ul>"

@@ -1,0 +1,194 @@
+"""What a model consists of: how many tensors of which shape, in which unit. Read from headers, or from names."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from fsdplaunch.checkpoint.dtypes import DTYPES
+from fsdplaunch.errors import UsageError
+from fsdplaunch.probe.model_folder import read_header, read_index, weight_files
+from fsdplaunch.probe.repeated_blocks import find_blocks
+
+_FLOATS = ("F64", "F32", "F16", "BF16", "F8", "F4")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSize:
+    """One kind of tensor: its shape and its bytes per element."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    def share(self, ranks: int) -> int:
+        """Elements that the first of `ranks` ranks holds: whole rows of the first dimension, rounded up."""
+        rows = self.shape[0] if self.shape else 1
+        return -(-rows // ranks) * (self.numel // rows if rows else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSize:
+    """Tensors that are gathered together, as often as the model repeats them.
+
+    Attributes:
+        name: Prefix of the tensors' names; empty for the model itself.
+        count: How many such units there are.
+        tensors: The tensors of one of them, and how many there are of each kind.
+    """
+
+    name: str
+    count: int
+    tensors: tuple[tuple[TensorSize, int], ...]
+
+    @property
+    def parameters(self) -> int:
+        """Elements of one unit."""
+        return sum(tensor.numel * number for tensor, number in self.tensors)
+
+    @property
+    def rows(self) -> int:
+        """The longest first dimension: more ranks than this leave some without a part."""
+        return max((tensor.shape[0] for tensor, _ in self.tensors if tensor.shape), default=1)
+
+    def share(self, ranks: int, *, flat: bool = False) -> int:
+        """Elements of one unit that a rank holds; flat: cut anywhere, as FSDP version 1 does."""
+        if flat:
+            return -(-self.parameters // ranks)
+        return sum(tensor.share(ranks) * number for tensor, number in self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """A whole model.
+
+    Attributes:
+        source: Where the sizes come from, in words.
+        root: What belongs to no repeated block: embeddings, head, last norm.
+        blocks: The repeated blocks, one entry per kind.
+        itemsize: Bytes per element of most parameters.
+        names: Every tensor by its full name; needed where units are found by size.
+    """
+
+    source: str
+    root: UnitSize
+    blocks: tuple[UnitSize, ...]
+    itemsize: int
+    names: Mapping[str, TensorSize]
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the whole model."""
+        return self.root.parameters + sum(unit.parameters * unit.count for unit in self.blocks)
+
+    @property
+    def depth(self) -> int:
+        """Repeated blocks of all kinds."""
+        return sum(unit.count for unit in self.blocks)
+
+    @property
+    def stored(self) -> int:
+        """Bytes of all tensors in their own formats."""
+        return sum(tensor.numel * tensor.itemsize for tensor in self.names.values())
+
+
+def model_sizes(
+    tensors: Mapping[str, TensorSize], source: str, *, prefixes: tuple[str, ...] | None = None
+) -> ModelSizes:
+    """Sort tensors into the model's repeated blocks and the rest.
+
+    Args:
+        tensors: By full name.
+        source: Where they come from, in words.
+        prefixes: Names of the blocks; found by repetition when left out.
+    """
+    if prefixes is None:
+        groups = find_blocks({name: tensor.numel for name, tensor in tensors.items()})
+        prefixes = tuple(f"{group.prefix}.{number}" for group in groups for number in range(group.count))
+    members: dict[str, Counter[TensorSize]] = {prefix: Counter() for prefix in prefixes}
+    root: Counter[TensorSize] = Counter()
+    for name, tensor in tensors.items():
+        home = next((prefix for prefix in _parents(name) if prefix in members), None)
+        (root if home is None else members[home])[tensor] += 1
+    kinds: dict[tuple[tuple[TensorSize, int], ...], list[str]] = {}
+    for prefix, content in members.items():
+        kinds.setdefault(_ordered(content), []).append(prefix)
+    widths: Counter[int] = Counter()
+    for tensor in tensors.values():
+        widths[tensor.itemsize] += tensor.numel
+    return ModelSizes(
+        source=source,
+        root=UnitSize(name="", count=1, tensors=_ordered(root)),
+        blocks=tuple(
+            UnitSize(name=found[0], count=len(found), tensors=kind) for kind, found in kinds.items() if kind
+        ),
+        itemsize=widths.most_common(1)[0][0] if widths else 4,
+        names=dict(tensors),
+    )
+
+
+def read_sizes(folder: Path) -> ModelSizes:
+    """Read the sizes from the headers of a model folder's safetensors files; no tensor is read.
+
+    Args:
+        folder: With `*.safetensors` files, with or without an index.
+
+    Raises:
+        UsageError: A file is missing, cut short or not readable, or there is none.
+    """
+    files = weight_files(folder)
+    if not files:
+        msg = f"{folder} holds no *.safetensors file"
+        raise UsageError(msg, hint="give a folder with safetensors weights, or a config.json")
+    tensors: dict[str, TensorSize] = {}
+    homes: dict[str, str] = {}
+    for path in files:
+        header = read_header(path)
+        _check_length(path, header)
+        homes |= dict.fromkeys(header, path.name)
+        for name, entry in header.items():
+            if entry["dtype"].startswith(_FLOATS):
+                tensors[name] = TensorSize(tuple(entry["shape"]), _width(path, name, entry["dtype"]))
+    for name, file in read_index(folder).items():
+        if homes.get(name) != file:
+            msg = f"the index of {folder} says that {file} holds {name}, and it does not"
+            raise UsageError(msg, hint="download or copy the folder again")
+    return model_sizes(tensors, f"headers of {len(files)} file{'s' if len(files) > 1 else ''} in {folder}")
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts))]
+
+
+def _ordered(content: Counter[TensorSize]) -> tuple[tuple[TensorSize, int], ...]:
+    return tuple(sorted(content.items(), key=lambda item: (item[0].shape, item[0].itemsize)))
+
+
+def _width(path: Path, name: str, code: str) -> int:
+    found = next((dtype.size for dtype in DTYPES.values() if dtype.code == code), 0)
+    if not found:
+        msg = f"{path}: {name} has the unknown number format {code}"
+        raise UsageError(msg)
+    return found
+
+
+def _check_length(path: Path, header: Mapping[str, Any]) -> None:
+    """A file that ends before its last tensor was cut short."""
+    try:
+        end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+    except (KeyError, IndexError, TypeError, ValueError):
+        msg = f"{path} is no complete safetensors file: a tensor has no place in it"
+        raise UsageError(msg, hint="download or copy it again") from None
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+    size = path.stat().st_size
+    if size != start + end:
+        msg = f"{path} is no complete safetensors file: it has {size} bytes, its header says {start + end}"
+        raise UsageError(msg, hint="download or copy it again")

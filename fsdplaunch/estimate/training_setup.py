@@ -1,0 +1,185 @@
+"""How a run shards and computes, as far as memory depends on it: from a configuration, or varied from one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.world_size import mesh_sizes, workers_per_node, world_size
+from fsdplaunch.errors import UsageError
+from fsdplaunch.estimate.model_sizes import ModelSizes
+
+WIDTHS: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+STATES: Mapping[str, int] = {
+    "adamw": 2, "adam": 2, "nadam": 2, "adagrad": 1, "rmsprop": 1, "momentum": 1, "sgd": 0,
+}  # fmt: skip
+"""Tensors that each optimizer keeps per parameter, of the parameter's own size."""
+_KEEPS = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
+CPU_WORKERS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSetup:
+    """Everything that decides how many bytes a rank needs, beside the model.
+
+    Attributes:
+        strategy: Name of the sharding strategy, for people.
+        world: Ranks over all machines.
+        per_node: Ranks on each machine.
+        shards: Ranks that one copy of the model is split over.
+        keeps: After forward gathered parameters are freed (0), kept (1), or kept split over so many ranks.
+        version: Of FSDP.
+        master: Bytes per element of what is kept; 0 for the model's own.
+        compute: Bytes per element of what is gathered and computed with; 0 for that of what is kept.
+        reduce: Bytes per element of gradients as they are summed; 0 for the computing format.
+        offload: Whether what is kept lies in host memory.
+        checkpointing: Whether blocks are computed again in backward.
+        checkpoint_offload: Whether checkpointed inputs wait in host memory.
+        optimizer: Its name.
+        wrap: Name of the wrap policy.
+        smallest: Parameters below which the size-based policy makes no unit.
+        batch_size: Sequences per rank and step.
+        length: Tokens of each.
+        on_gpu: Whether the run computes on GPUs.
+        ram_efficient: Whether only one rank of a machine reads weights.
+    """
+
+    strategy: str
+    world: int
+    per_node: int
+    shards: int
+    keeps: int = 0
+    version: int = 2
+    master: int = 0
+    compute: int = 0
+    reduce: int = 0
+    offload: bool = False
+    checkpointing: bool = False
+    checkpoint_offload: bool = False
+    optimizer: str = "adamw"
+    wrap: str = "TRANSFORMER_BASED_WRAP"
+    smallest: int = 100_000_000
+    batch_size: int = 1
+    length: int = 2048
+    on_gpu: bool = True
+    ram_efficient: bool = True
+
+    @property
+    def copies(self) -> int:
+        """Copies of the model over all machines."""
+        return self.world // self.shards
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per rank and step."""
+        return self.batch_size * self.length
+
+    def widths(self, sizes: ModelSizes) -> tuple[int, int, int]:
+        """Bytes per element of what is kept, computed with, and summed over ranks, for this model."""
+        master = self.master or sizes.itemsize
+        compute = self.compute or master
+        return master, compute, self.reduce or compute
+
+
+def training_setup(
+    config: Config, *, world: int, per_node: int, batch_size: int, length: int, optimizer: str, on_gpu: bool
+) -> TrainingSetup:
+    """Take from a configuration what memory depends on.
+
+    Args:
+        config: Resolved.
+        world: Ranks over all machines.
+        per_node: Ranks on each machine.
+        batch_size: Sequences per rank and step.
+        length: Tokens of each.
+        optimizer: A key of STATES.
+        on_gpu: Whether the run computes on GPUs.
+
+    Raises:
+        UsageError: The mesh does not fit the ranks, or the optimizer is not known.
+    """
+    if optimizer not in STATES:
+        msg = f"the optimizer {optimizer!r} is not known"
+        raise UsageError(msg, hint=f"one of {', '.join(STATES)}")
+    fsdp, formats = config.fsdp_config, config.precision
+    strategy = fsdp.fsdp_sharding_strategy or "FULL_SHARD"
+    reshard = fsdp.fsdp_reshard_after_forward
+    if fsdp.fsdp_version == 1 or isinstance(reshard, str | None):
+        keeps = int(strategy in _KEEPS)
+    else:
+        keeps = int(reshard) if not isinstance(reshard, bool) else int(not reshard)
+    return TrainingSetup(
+        strategy=strategy,
+        world=world,
+        per_node=per_node,
+        shards=shard_ranks(config, world, per_node),
+        keeps=keeps,
+        version=fsdp.fsdp_version or 2,
+        master=WIDTHS.get(formats.master or "", 0),
+        compute=WIDTHS.get(formats.param or "", 0),
+        reduce=WIDTHS.get(formats.reduce or "", 0),
+        offload=fsdp.fsdp_offload_params and on_gpu,
+        checkpointing=fsdp.fsdp_activation_checkpointing,
+        checkpoint_offload=fsdp.fsdp_activation_checkpointing_offload and on_gpu,
+        optimizer=optimizer,
+        wrap=fsdp.fsdp_auto_wrap_policy,
+        smallest=fsdp.fsdp_min_num_params,
+        batch_size=batch_size,
+        length=length,
+        on_gpu=on_gpu,
+        ram_efficient=bool(fsdp.fsdp_cpu_ram_efficient_loading),
+    )
+
+
+def shard_ranks(config: Config, world: int, per_node: int) -> int:
+    """Return over how many ranks one copy of the model is split.
+
+    Raises:
+        UsageError: The configured sizes do not fit the ranks.
+    """
+    strategy = config.fsdp_config.fsdp_sharding_strategy or "FULL_SHARD"
+    if strategy == "NO_SHARD":
+        return 1
+    copies, shards = mesh_sizes(config, world)
+    if strategy.startswith("HYBRID") and copies == 1 and world > per_node:
+        return per_node
+    return shards
+
+
+def ranks_of(config: Config, *, gpus: int, asked: int | None) -> tuple[int, int]:
+    """Return (ranks over all machines, ranks on each).
+
+    Args:
+        config: Resolved.
+        gpus: GPUs seen here.
+        asked: What the command line says for all machines, or None.
+
+    Raises:
+        UsageError: The number asked for is less than 1.
+    """
+    if asked is not None and asked < 1:
+        msg = f"--world-size must be at least 1, got {asked}"
+        raise UsageError(msg)
+    here = workers_per_node(config) or gpus
+    world = asked or world_size(config) or (here or CPU_WORKERS) * config.num_machines
+    per_node = here or (world if world <= 8 else 8)  # noqa: PLR2004  (most machines with GPUs have 8)
+    if asked is not None and (per_node > world or world % per_node):
+        per_node = next(size for size in range(min(per_node, world), 0, -1) if world % size == 0)
+    return world, per_node
+
+
+def alternatives(yours: TrainingSetup) -> list[TrainingSetup]:
+    """Return the other ways to shard the same run, the one that needs least communication last."""
+    plain = replace(yours, offload=False)
+    found = [
+        replace(plain, strategy="FULL_SHARD", shards=yours.world, keeps=0),
+        replace(plain, strategy="SHARD_GRAD_OP", shards=yours.world, keeps=1),
+        replace(plain, strategy="NO_SHARD", shards=1, keeps=0),
+    ]
+    if yours.world > yours.per_node > 1:
+        inside = replace(plain, strategy="HYBRID_SHARD", shards=yours.per_node, keeps=0)
+        found.insert(2, inside)
+        found.insert(3, replace(inside, strategy="HYBRID_SHARD_ZERO2", keeps=1))
+    if yours.on_gpu:
+        found.append(replace(found[0], offload=True))
+    mine = (yours.shards, yours.keeps, yours.offload)
+    return [other for other in found if (other.shards, other.keeps, other.offload) != mine]

@@ -1,0 +1,160 @@
+"""Addresses and interfaces of this machine, and whether another one can be reached. Standard library only."""
+
+import array
+import fcntl
+import secrets
+import socket
+import struct
+import threading
+from contextlib import suppress
+
+_SIOCGIFADDR = 0x8915
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+"""Addresses for documentation: asking for the way to them sends nothing."""
+_BACKLOG = 256
+_PROBE_SECONDS = 5.0
+_GLANCE_SECONDS = 1.0
+
+
+def interfaces() -> dict[str, str]:
+    """Each interface's IPv4 address, by the interface's name, in the kernel's order."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        for _, name in socket.if_nameindex():
+            request = array.array("B", struct.pack("256s", name.encode()[:15]))
+            with suppress(OSError):
+                fcntl.ioctl(query.fileno(), _SIOCGIFADDR, request, True)
+                found[name] = socket.inet_ntoa(request.tobytes()[20:24])
+    return found
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that has an address; None for an address that is not this machine's."""
+    return next((name for name, own in interfaces().items() if own == address), None)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach an address."""
+    return address.startswith("127.") or address in ("::1", "localhost")
+
+
+def own_address() -> str:
+    """The address this machine would use to reach the world; else the first that is not loopback."""
+    for elsewhere in _ELSEWHERE:
+        if address := address_towards(elsewhere):
+            return address
+    return next((own for own in interfaces().values() if not is_loopback(own)), "127.0.0.1")
+
+
+def address_towards(host: str) -> str | None:
+    """The address of this machine on the way to a host, asked of the kernel's routes; None without a way."""
+    with suppress(OSError):
+        family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as trial:
+            trial.connect(place)
+            return str(trial.getsockname()[0])
+    return None
+
+
+def resolve(host: str) -> list[str]:
+    """The addresses a name stands for; empty when it is not known."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(place[4][0]) for place in found))
+
+
+def is_own(address: str) -> bool:
+    """Whether this machine has an address: only then can something listen there."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as trial:
+            trial.bind((address, 0))
+            return True
+    except OSError:
+        return False
+
+
+def own_address_of(host: str) -> str | None:
+    """The address by which a name means this machine; None when it means another one, or is not known."""
+    return next((address for address in resolve(host) if is_own(address)), None)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; on every address when `host` is empty.
+
+    Raises:
+        OSError: The port is taken, or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host or (not host and socket.has_dualstack_ipv6()) else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind((host, port))
+        sock.listen(_BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+class ReachabilityProbe:
+    """A free port that answers with this machine's own word, so that others can see whether they reach it."""
+
+    def __init__(self, address: str) -> None:
+        self.word = secrets.token_hex(8)
+        self._sock = listen(address, 0)
+        self.port = int(self._sock.getsockname()[1])
+        threading.Thread(target=self._answer, daemon=True).start()
+
+    def _answer(self) -> None:
+        with suppress(OSError):
+            while True:
+                visitor, _ = self._sock.accept()
+                with suppress(OSError), visitor:
+                    visitor.sendall(self.word.encode())
+
+    def close(self) -> None:
+        """Stop answering."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._sock.close()
+
+
+def reach(address: str, port: int, word: str) -> str | None:
+    """Try to reach another machine's beacon; return what is wrong, or None.
+
+    Args:
+        address: Where the other machine says it is.
+        port: Its beacon's.
+        word: What its beacon answers.
+    """
+    try:
+        with socket.create_connection((address, port), timeout=_PROBE_SECONDS) as probe:
+            answer = b""
+            while len(answer) < len(word) and (part := probe.recv(64)):
+                answer += part
+    except OSError as error:
+        return reason(error)
+    return None if answer.decode(errors="replace") == word else "another machine answers there"
+
+
+def answers(host: str, port: int) -> bool:
+    """Whether anything listens somewhere."""
+    try:
+        with socket.create_connection((host, port), timeout=_GLANCE_SECONDS):
+            return True
+    except OSError:
+        return False
+
+
+def reason(error: OSError) -> str:
+    """Why a connection was not made, in a few words."""
+    if isinstance(error, socket.gaierror):
+        return "the name is not known"
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    return (error.strerror or str(error) or type(error).__name__).lower()

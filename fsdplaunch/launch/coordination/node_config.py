@@ -1,0 +1,90 @@
+"""A run on several machines, this one's part: configuration and agreement -> the plan for this machine."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.world_size import node_range
+from fsdplaunch.launch.coordination.interfaces import RunAssignment
+from fsdplaunch.launch.coordination.join import LAST_CALL_SECONDS
+from fsdplaunch.launch.coordination.placement import Placement
+
+ATTEMPTS = 3
+"""Missed keep-alives after which torch's rendezvous drops a machine."""
+
+
+def provisional_config(config: Config, place: Placement, *, address: str) -> Config:
+    """The configuration with everything that is known before the meeting, for a dry run and for checks.
+
+    Args:
+        config: Resolved.
+        place: This machine's.
+        address: Machine 0's, or what stands for it.
+    """
+    endpoint = f"{_bracketed(place.host or address)}:{place.port}"
+    return _placed(
+        config, endpoint=endpoint, rank=place.rank or 0, machines=place.least, address=None, run_id=None
+    )
+
+
+def agreed_config(config: Config, assignment: RunAssignment) -> Config:
+    """The configuration with what the machines agreed on.
+
+    Args:
+        config: Resolved.
+        assignment: The meeting's.
+    """
+    return _placed(
+        config,
+        endpoint=assignment.store,
+        rank=assignment.rank,
+        machines=len(assignment.names),
+        address=assignment.address,
+        run_id=assignment.run_id,
+    )
+
+
+def _placed(
+    config: Config, *, endpoint: str, rank: int, machines: int, address: str | None, run_id: str | None
+) -> Config:
+    launch = replace(
+        config.launch,
+        rendezvous_endpoint=endpoint,
+        rendezvous_id=run_id or config.launch.rendezvous_id,
+        local_address=address or config.launch.local_address,
+        rendezvous_options=_options(config),
+    )
+    return replace(
+        config,
+        num_machines=machines,
+        machine_rank=rank,
+        main_process_ip=None,
+        main_process_port=None,
+        launch=launch,
+    )
+
+
+def _options(config: Config) -> dict[str, str]:
+    """Torch's settings; for an elastic run, such that a lost machine is dropped when we count it as lost."""
+    least, most = node_range(config)
+    if least == most:
+        return dict(config.launch.rendezvous_options)
+    interval = max(1, round(config.launch.machine_timeout_seconds / ATTEMPTS))
+    defaults = {
+        "last_call_timeout": f"{LAST_CALL_SECONDS:.0f}",
+        "keep_alive_interval": str(interval),
+        "keep_alive_max_attempt": str(ATTEMPTS),
+    }
+    return defaults | config.launch.rendezvous_options
+
+
+def node_folder(run_dir: Path, rank: int) -> Path:
+    """The folder of one machine's part: the run's own for machine 0, else one inside it.
+
+    On a file system that all machines share nothing collides; elsewhere each machine has its part.
+    """
+    return run_dir if rank == 0 else run_dir / f"node{rank}"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -1,0 +1,211 @@
+"""What each machine says of itself when it arrives, and what keeps machines from running together. Pure."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from fsdplaunch.launch.coordination.protocol import Message
+
+_OWN_VALUES = frozenset(
+    {
+        "machine_rank",
+        "gpu_ids",
+        "main_process_ip",
+        "main_process_port",
+        "launch.local_address",
+        "launch.network_interface",
+        "launch.rendezvous_endpoint",
+        "launch.log_dir",
+        "launch.show_local_ranks",
+        "launch.workers_per_node",
+        "num_processes",
+        "ssh.hosts",
+        "ssh.hostfile",
+    }
+)
+"""Keys that may differ from machine to machine."""
+_NAMED = 3
+"""How many differing keys to name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeInfo:
+    """One machine, as it presents itself.
+
+    Attributes:
+        host: Its name.
+        address: Where the others reach it.
+        rank: The number it was given; None when it is to be assigned one.
+        workers: Worker processes it will start.
+        versions: Of fsdplaunch, torch and Python.
+        config: Its configuration as texts, by key; what may differ between machines left out.
+        command: What its workers run.
+        script: Digest of the script's text; empty for modules and programs.
+        obstacles: What keeps it from starting.
+        probe: Port and word of its beacon.
+        folder: Where it keeps the run's files.
+    """
+
+    host: str
+    address: str
+    rank: int | None = None
+    workers: int = 1
+    versions: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, str] = field(default_factory=dict)
+    command: Sequence[str] = ()
+    script: str = ""
+    obstacles: Sequence[str] = ()
+    probe: tuple[int, str] = (0, "")
+    folder: str = ""
+
+    def to_message(self) -> Message:
+        """As it is sent."""
+        return asdict(self)
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> "NodeInfo":
+        """Read what another machine sent.
+
+        Raises:
+            TypeError: Something is missing.
+        """
+        known = {entry.name for entry in fields(cls)}
+        return cls(**{name: value for name, value in message.items() if name in known})
+
+    @property
+    def name(self) -> str:
+        """How people know the machine: its name, and its address where that says more."""
+        return self.host if self.host == self.address else f"{self.host} ({self.address})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incompatibility:
+    """One thing in the way of running together; not fatal: worth saying."""
+
+    message: str
+    hint: str
+    fatal: bool = True
+
+
+def shared_values(values: Mapping[str, str]) -> dict[str, str]:
+    """Of a configuration's texts by key, those that all machines must agree on."""
+    return {name: value for name, value in values.items() if name not in _OWN_VALUES}
+
+
+def digest(data: bytes) -> str:
+    """A short fingerprint."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def assign_ranks(arrived: Sequence[NodeInfo]) -> list[int]:
+    """Give every machine its number: the one it asked for, else the lowest that is free, in order of arrival.
+
+    Args:
+        arrived: The machines; the first one is the one the others came to, and becomes 0 when it asked for none.
+    """
+    taken = {one.rank for one in arrived if one.rank is not None}
+    free = (number for number in range(len(arrived) + len(taken)) if number not in taken)
+    return [next(free) if one.rank is None else one.rank for one in arrived]
+
+
+def find_incompatibilities(arrived: Sequence[NodeInfo], *, most: int) -> list[Incompatibility]:
+    """Return everything that keeps these machines from running together.
+
+    Args:
+        arrived: The machines; the first one is what the others are compared with.
+        most: How many may take part.
+    """
+    first, others = arrived[0], arrived[1:]
+    found = [*_obstacles(arrived), *_ranks(arrived, most), *_workers(arrived)]
+    for other in others:
+        found += [*_versions(first, other), *_config(first, other), *_script(first, other)]
+    return found
+
+
+def _obstacles(arrived: Sequence[NodeInfo]) -> Iterator[Incompatibility]:
+    for one in arrived:
+        for obstacle in one.obstacles:
+            message, _, hint = obstacle.partition("\n")
+            yield Incompatibility(
+                message=f"{one.name} cannot start: {message}", hint=hint or "see that machine's output"
+            )
+
+
+def _ranks(arrived: Sequence[NodeInfo], most: int) -> Iterator[Incompatibility]:
+    counts = Counter(one.rank for one in arrived if one.rank is not None)
+    for rank, count in sorted(counts.items()):
+        if count > 1:
+            names = " and ".join(one.name for one in arrived if one.rank == rank)
+            yield Incompatibility(
+                message=f"{names} both say that they are machine {rank}",
+                hint="give each machine a number of its own (--machine-rank), or none: it is then assigned",
+            )
+        elif rank >= most:
+            name = next(one.name for one in arrived if one.rank == rank)
+            yield Incompatibility(
+                message=f"{name} says that it is machine {rank}, but there are {most}",
+                hint="machines count from 0",
+            )
+
+
+def _workers(arrived: Sequence[NodeInfo]) -> Iterator[Incompatibility]:
+    idle = [one.name for one in arrived if one.workers < 1]
+    if idle:
+        yield Incompatibility(
+            message=f"{', '.join(idle)} would start no workers", hint="set launch.workers_per_node"
+        )
+
+
+def _versions(first: NodeInfo, other: NodeInfo) -> Iterator[Incompatibility]:
+    for program in ("fsdplaunch", "torch", "python"):
+        here, there = first.versions.get(program), other.versions.get(program)
+        if here != there:
+            what = f"{there or 'missing'} on {other.name} and {here or 'missing'} on {first.name}"
+            yield Incompatibility(
+                message=f"{program} is {what}",
+                hint="install the same versions on every machine",
+                fatal=program != "python",
+            )
+
+
+def _config(first: NodeInfo, other: NodeInfo) -> Iterator[Incompatibility]:
+    if first.config != other.config:
+        names = sorted(
+            name for name in {*first.config, *other.config} if first.config.get(name) != other.config.get(name)
+        )
+        said = [
+            f"{name} is {_text(other.config.get(name))} there and {_text(first.config.get(name))} on {first.host}"
+            for name in names[:_NAMED]
+        ]
+        more = f"; and {len(names) - _NAMED} more keys differ" if len(names) > _NAMED else ""
+        yield Incompatibility(
+            message=f"{other.name} has another configuration: {', '.join(said)}{more}",
+            hint="use the same file, options and FSDPLAUNCH_ variables on every machine",
+        )
+    if list(first.command) != list(other.command):
+        yield Incompatibility(
+            message=f"{other.name} would run {_command(other)}, and {first.host} {_command(first)}",
+            hint="give every machine the same script and arguments",
+        )
+
+
+def _text(value: str | None) -> str:
+    return "left out" if value is None else repr(value)
+
+
+def _command(one: NodeInfo) -> str:
+    import shlex
+
+    text = shlex.join(one.command)
+    return text if len(text) <= 120 else text[:117] + "..."  # noqa: PLR2004
+
+
+def _script(first: NodeInfo, other: NodeInfo) -> Iterator[Incompatibility]:
+    if first.script and other.script and first.script != other.script:
+        yield Incompatibility(
+            message=f"the script on {other.name} is not the same text as on {first.name}",
+            hint="copy it there again",
+            fatal=False,
+        )

@@ -1,0 +1,110 @@
+"""How a run on several machines ended: one cause out of every machine's record. Pure.
+
+An outcome is what a launcher reports of its machine: status, stopped_by, error, attempt (the last one, with its
+workers). On arrival `host`, `rank`, `offset_ns` (its clock against machine 0's) are added, and `ended` where it
+was asked to end because another machine had failed.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsdplaunch.agent.stop_request import EXIT_SAVED
+from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE
+from fsdplaunch.launch.report.root_cause import failure_status, first_failure, is_consequence
+
+Outcome = Mapping[str, Any]
+
+
+def outcome_of(record: Mapping[str, Any], status: int) -> dict[str, Any]:
+    """What to report of this machine.
+
+    Args:
+        record: The agent's.
+        status: The agent's own exit status.
+    """
+    attempts = record.get("attempts") or []
+    return {
+        "status": status,
+        "stopped_by": record.get("stopped_by"),
+        "error": record.get("error"),
+        "attempt": attempts[-1] if attempts else None,
+    }
+
+
+def has_failed(outcome: Outcome) -> bool:
+    """Whether a machine's part ended badly of its own accord."""
+    return outcome["status"] != 0 and not outcome["stopped_by"] and not outcome.get("ended")
+
+
+def workers_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Every machine's workers of its last attempt, with machine 0's clock."""
+    found = []
+    for outcome in outcomes:
+        attempt, offset = outcome.get("attempt") or {}, int(outcome.get("offset_ns") or 0)
+        for worker in attempt.get("workers") or ():
+            moved = {name: worker[name] + offset for name in ("started_ns", "ended_ns") if worker.get(name)}
+            error = worker.get("error")
+            if error and error.get("time_ns"):
+                moved["error"] = error | {"time_ns": error["time_ns"] + offset}
+            place = {"host": outcome["host"], "machine": outcome["rank"]}
+            found.append(worker | moved | place)
+    return sorted(found, key=lambda worker: int(worker["rank"]))
+
+
+def merge_outcomes(outcomes: Sequence[Outcome], *, lost: Sequence[str], stopped_by: str | None) -> dict[str, Any]:
+    """Return how the run ended: `status`, `stopped_by`, `cause` (a worker), `error`, `lost`, `workers`.
+
+    Args:
+        outcomes: Of every machine that reported one, by number.
+        lost: What happened to machines that the run could not go on without.
+        stopped_by: The signal somebody sent from outside.
+    """
+    workers = workers_of(outcomes)
+    cause = first_failure(workers)
+    final = {"status": 0, "stopped_by": None, "cause": None, "error": None, "lost": [], "workers": workers}
+    failed = [outcome for outcome in outcomes if has_failed(outcome)]
+    if lost and (cause is None or is_consequence(cause)):
+        return final | {"status": EXIT_MACHINE, "lost": list(lost)}
+    if stopped_by and not any(_has_own_status(outcome) for outcome in outcomes):
+        return final | {"status": _stop_status(outcomes), "stopped_by": stopped_by}
+    if cause is not None and (failed or stopped_by):
+        return final | {"status": failure_status(cause), "cause": cause}
+    if failed:
+        first = failed[0]
+        return final | {"status": first["status"] or EXIT_FAILED, "error": first["error"], "host": first["host"]}
+    return final
+
+
+def _has_own_status(outcome: Outcome) -> bool:
+    """Whether workers of a machine that was asked to stop ended in a way of their own."""
+    return has_failed(outcome) and outcome["status"] != EXIT_SAVED
+
+
+def _stop_status(outcomes: Sequence[Outcome]) -> int:
+    """75 when every machine's workers ended well; else what the first other machine says."""
+    statuses = [outcome["status"] for outcome in outcomes]
+    return next((status for status in statuses if status not in (0, EXIT_SAVED)), EXIT_SAVED)
+
+
+def merged_record(record: Mapping[str, Any], final: Mapping[str, Any], *, whole: bool) -> dict[str, Any]:
+    """This machine's record with the run's end in place of its own.
+
+    Args:
+        record: The agent's.
+        final: As `merge_outcomes` returns it.
+        whole: Put every machine's workers into it.
+    """
+    attempts = [*(record.get("attempts") or [])]
+    if attempts:
+        workers = final["workers"] if whole and final.get("workers") else attempts[-1]["workers"]
+        attempts[-1] = {**attempts[-1], "workers": workers, "cause": final["cause"]}
+    elif final["cause"] is not None:  # it had not started any
+        attempts = [{"attempt": 0, "started_ns": None, "ended_ns": 0, "workers": [], "cause": final["cause"]}]
+    error = "\n".join(final["lost"]) or final["error"]
+    return {
+        **record,
+        "attempts": attempts,
+        "stopped_by": final["stopped_by"],
+        "error": error,
+        "lost": list(final["lost"]),
+    }

@@ -1,0 +1,59 @@
+"""Failures between ranks, and those that come from outside the run."""
+
+import re
+
+from fsdplaunch.launch.report.diagnosis.facts import Diagnosis, FailureFacts, name_ranks
+from fsdplaunch.launch.report.root_cause import has_failed, is_consequence
+
+_TIMEOUT = re.compile(
+    r"Timed out waiting|Watchdog caught collective operation timeout|Collective .* timed? ?out|Wait timeout", re.I
+)
+
+
+def collective_timeout(scene: FailureFacts) -> Diagnosis | None:
+    """A rank waited for others that did not come."""
+    if not _TIMEOUT.search(scene.text):
+        return None
+    waited = {worker["rank"] for worker in scene.workers if has_failed(worker) and is_consequence(worker)}
+    missing = [worker["rank"] for worker in scene.workers if worker["rank"] not in waited]
+    seconds = scene.config.launch.process_group_timeout_seconds if scene.config else None
+    limit = f" for {seconds:.0f} s" if seconds else ""
+    who = f"rank {name_ranks(missing)}, which did not come" if missing else "the others, which did not come"
+    return Diagnosis(
+        why=f"it waited in a collective{limit} for {who}: ranks took different paths, or one is slow",
+        remedies=(
+            "check that every rank makes the same calls, evaluation and saving included",
+            "--process-group-timeout-seconds with a larger number, if one rank is meant to take long",
+        ),
+    )
+
+
+def lost_connection(scene: FailureFacts) -> Diagnosis | None:
+    """All that is known is that a connection broke."""
+    if not is_consequence(scene.cause):
+        return None
+    return Diagnosis(
+        why="the connection to another rank broke, and no rank of this machine says why",
+        remedies=("look at the other machines' logs; on one machine, at every rank's stderr.log",),
+    )
+
+
+def port_in_use(scene: FailureFacts) -> Diagnosis | None:
+    """A port that something else holds."""
+    if "Address already in use" not in scene.text and "EADDRINUSE" not in scene.text:
+        return None
+    return Diagnosis(
+        why="a port the run needs is held by another program",
+        remedies=("leave main_process_port out to take a free one", "see who holds it: ss -ltnp"),
+    )
+
+
+def killed_from_outside(scene: FailureFacts) -> Diagnosis | None:
+    """SIGKILL without a trace: somebody sent it, or the whole machine ran out of memory."""
+    if scene.died_of not in ("SIGKILL", "SIGTERM"):
+        return None
+    return Diagnosis(
+        why=f"something outside this run sent {scene.died_of}: a user, a scheduler, or the kernel of a machine"
+        " without memory",
+        remedies=("the scheduler's log; as root: dmesg | grep -i 'killed process'",),
+    )

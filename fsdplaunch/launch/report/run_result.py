@@ -1,0 +1,212 @@
+"""What came of a run, as plain values read from the agent's record. Pure: reads no clock, prints nothing."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdplaunch.launch.report.diagnosis import Diagnosis
+from fsdplaunch.launch.report.root_cause import Worker, brief, has_failed, own_signal, shell_status
+
+_SOURCE = re.compile(r"\[\S+\.(cc|cpp|cu):\d+\] ?")
+"""Where in torch's C++ code a message comes from, which helps nobody here."""
+_STUBBORN = "did not stop when asked and was killed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The worker that failed first.
+
+    Attributes:
+        rank: Its global rank, or None when the agent itself failed.
+        exit_code: Its status as a shell would see it (128 + n for signal n).
+        signal: Name of the signal it died of, or None.
+        message: `Type: text` of its exception, or None when it left no record.
+        traceback: The exception's traceback, or None.
+        local_rank: Its rank on its machine.
+        pid: Its process id.
+        host: Its machine's name.
+        gpu: Its GPU, by number or name; None on CPU.
+        seconds: From its start to its failure.
+        steps: Optimizer steps it had made; None when it kept no count.
+        tail: The last lines of its error output, where there was no exception.
+        log: The file with all of its error output, inside the run's folder.
+        others: What became of the other workers, in words.
+        lost: The machines the run could not go on without, in words.
+    """
+
+    rank: int | None
+    exit_code: int
+    signal: str | None = None
+    message: str | None = None
+    traceback: str | None = None
+    local_rank: int | None = None
+    pid: int | None = None
+    host: str | None = None
+    gpu: str | None = None
+    seconds: float | None = None
+    steps: int | None = None
+    tail: tuple[str, ...] = ()
+    log: str | None = None
+    others: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """The end of a run.
+
+    Attributes:
+        exit_code: What the launcher exits with.
+        seconds: Wall time of the whole run.
+        failure: The cause, or None after success or a requested stop.
+        diagnosis: Why, and what to try.
+        stopped_by: Name of the signal that was asked for from outside, or None.
+        attempts: Every attempt as the agent recorded it.
+        notes: What the agent said on the way.
+    """
+
+    exit_code: int
+    seconds: float
+    failure: Failure | None = None
+    diagnosis: Diagnosis = field(default_factory=Diagnosis)
+    stopped_by: str | None = None
+    attempts: Sequence[Mapping[str, Any]] = ()
+    notes: Sequence[str] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data."""
+        failure = None
+        if self.failure is not None:
+            failure = {name: getattr(self.failure, name) for name in Failure.__dataclass_fields__}
+            failure |= {"why": self.diagnosis.why, "try": list(self.diagnosis.remedies)}
+        return {
+            "stage": "run",
+            "exit_code": self.exit_code,
+            "seconds": self.seconds,
+            "failure": failure,
+            "stopped_by": self.stopped_by,
+            "notes": list(self.notes),
+            "attempts": [attempt_summary(attempt) for attempt in self.attempts],
+        }
+
+
+def attempt_summary(attempt: Mapping[str, Any]) -> dict[str, Any]:
+    """One attempt in a few values: when, how long, how each rank ended, which failure explains the others."""
+    start, end, cause = attempt["started_ns"], attempt["ended_ns"], attempt["cause"]
+    return {
+        "attempt": attempt["attempt"],
+        "seconds": round((end - start) / 1e9, 3) if start else 0.0,
+        "cause": brief(cause) if cause else None,
+        "ranks": [
+            {
+                "rank": worker["rank"],
+                "exit_code": shell_status(worker["code"]) if worker["code"] is not None else None,
+                "signal": worker["signal"],
+                "message": (worker["error"] or {}).get("message"),
+                "seconds": _lifetime(worker),
+                "peak_bytes": worker["peak_bytes"],
+                "steps": worker.get("steps"),
+            }
+            for worker in attempt["workers"]
+        ],
+    }
+
+
+def read_result(
+    record: Mapping[str, Any], *, exit_code: int, seconds: float = 0.0, gpus: Sequence[str] = ()
+) -> RunResult:
+    """Make a RunResult of the agent's record.
+
+    Args:
+        record: The record; empty when the agent ended without writing one.
+        exit_code: The agent process's own status.
+        seconds: Wall time of the whole run.
+        gpus: The GPU of each local rank; empty on CPU.
+    """
+    attempts = record.get("attempts") or []
+    stopped_by = record.get("stopped_by")
+    failure = None
+    if exit_code and not stopped_by:
+        failure = _failure(record, exit_code, gpus)
+    return RunResult(
+        exit_code=exit_code,
+        seconds=seconds,
+        failure=failure,
+        stopped_by=stopped_by,
+        attempts=attempts,
+        notes=record.get("notes") or (),
+    )
+
+
+def _failure(record: Mapping[str, Any], exit_code: int, gpus: Sequence[str]) -> Failure:
+    attempts = record.get("attempts") or []
+    cause = attempts[-1]["cause"] if attempts else None
+    if cause is None:
+        lost = tuple(record.get("lost") or ())
+        return Failure(rank=None, exit_code=exit_code, message=record.get("error"), lost=lost)
+    error, local_rank = cause["error"] or {}, cause["local_rank"]
+    number, machine = attempts[-1]["attempt"], cause.get("machine")
+    folder = f"{f'node{machine}/' if machine else ''}ranks/{cause['rank']}"
+    return Failure(
+        rank=cause["rank"],
+        exit_code=exit_code,
+        signal=own_signal(cause),
+        message=error.get("message"),
+        traceback=error.get("traceback"),
+        local_rank=local_rank,
+        pid=cause["pid"],
+        host=cause.get("host") or record.get("host"),
+        gpu=gpus[local_rank] if local_rank < len(gpus) and not machine else None,
+        seconds=_lifetime(cause),
+        steps=cause.get("steps"),
+        tail=tuple(cause["tail"]),
+        log=f"{folder}/stderr{f'.attempt{number}' if number else ''}.log",
+        others=tuple(describe_others(cause, attempts[-1]["workers"])),
+    )
+
+
+def _lifetime(worker: Worker) -> float | None:
+    """Seconds from a worker's start to its exception, or else to its end."""
+    end = (worker["error"] or {}).get("time_ns") or worker["ended_ns"]
+    return round((end - worker["started_ns"]) / 1e9, 3) if end else None
+
+
+def describe_others(cause: Worker, workers: Sequence[Worker]) -> list[str]:
+    """Say what became of the workers beside the one that failed first, alike ones together."""
+    groups: dict[str, list[int]] = {}
+    for worker in workers:
+        if worker["rank"] != cause["rank"]:
+            same = has_failed(worker) and _message(worker) == _message(cause) is not None
+            groups.setdefault("failed in the same way" if same else _end_of(worker), []).append(worker["rank"])
+    return [_sentence(ranks, end) for end, ranks in groups.items()]
+
+
+def _sentence(ranks: Sequence[int], end: str) -> str:
+    if len(ranks) > 1 and end.startswith(("was ", _STUBBORN)):
+        end = end.replace("was ", "were ", 1)
+    return f"{_ranks(ranks)} {end}"
+
+
+def _message(worker: Worker) -> str | None:
+    return (worker["error"] or {}).get("message")
+
+
+def _end_of(worker: Worker) -> str:
+    if has_failed(worker):
+        words = _SOURCE.sub("", brief(worker).partition(" ")[2].partition(" ")[2])  # without its own number
+        words = words.partition(". ")[0]
+        return words if len(words) < 100 else words[:97] + "..."  # noqa: PLR2004
+    if worker["code"] == 0:
+        return "ended well"
+    if worker["code"] is None or -worker["code"] not in worker["sent"]:
+        return "did not end"
+    return _STUBBORN if worker["code"] == -9 else "was stopped because of it"  # noqa: PLR2004
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:  # noqa: PLR2004
+        return f"{len(ranks)} other ranks"
+    return f"ranks {', '.join(map(str, ranks))}"

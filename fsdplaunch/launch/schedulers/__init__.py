@@ -1,0 +1,1 @@
+"""Handing a run to SLURM, to Kubernetes, or to nodes over ssh."""

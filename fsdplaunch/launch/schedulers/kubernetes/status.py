@@ -1,0 +1,138 @@
+"""A run on Kubernetes: how its Job or TrainJob is doing, what its pods print, how they ended."""
+
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fsdplaunch.errors import EXIT_FAILED, LaunchError
+from fsdplaunch.launch.runs.states import State
+from fsdplaunch.launch.schedulers.kubernetes import kubectl
+from fsdplaunch.launch.schedulers.kubernetes.manifests import JOB_CONTAINER, TRAIN_JOB_CONTAINER
+
+LOOK_SECONDS = 2.0
+"""Between two looks at a run that is followed."""
+MOST_STREAMS = 32
+"""Pods whose output is shown at a time: each costs a process here and a connection there."""
+_INDEX = "batch.kubernetes.io/job-completion-index"
+Job = Mapping[str, Any]
+
+
+def selector(job: Job) -> str:
+    """The labels of a run's pods: Kubernetes' own for a Job, those of the JobSet that a TrainJob becomes.
+
+    Args:
+        job: What the run is known by: kind, name, namespace.
+    """
+    if job.get("kind") == "job":
+        return f"job-name={job['name']}"
+    return f"jobset.sigs.k8s.io/jobset-name={job['name']},jobset.sigs.k8s.io/replicatedjob-name=node"
+
+
+def container(job: Job) -> str:
+    """The container that runs the launcher."""
+    return JOB_CONTAINER if job.get("kind") == "job" else TRAIN_JOB_CONTAINER
+
+
+def state_of(job: Job) -> State:
+    """State of a run, as the cluster has it."""
+    try:
+        found = kubectl.read([str(job.get("kind")), str(job["name"])], job.get("namespace"))
+    except LaunchError as error:
+        return f"unknown: {error}", True
+    return object_state(found)
+
+
+def object_state(found: Mapping[str, Any]) -> State:
+    """State of a Job or TrainJob.
+
+    Args:
+        found: The object; empty when it is not there any more.
+    """
+    if not found:
+        return "deleted", False
+    status = found.get("status") or {}
+    true = {one["type"]: one for one in status.get("conditions") or () if one.get("status") == "True"}
+    if "Complete" in true:
+        return "done", False
+    if "Failed" in true:
+        return f"failed: {true['Failed'].get('reason') or 'no reason given'}", False
+    if "Suspended" in true:
+        return "suspended", True
+    if "jobsStatus" in status:  # of a TrainJob, which counts jobs and not pods
+        return ("running" if any(one["ready"] for one in status["jobsStatus"]) else "pending"), True
+    ready = status.get("ready") or 0
+    return (f"running ({ready} of {found['spec']['parallelism']} pods ready)" if ready else "pending"), True
+
+
+def status_of(job: Job) -> int:
+    """The exit status of a run that has ended: 0, or that of the container that failed first."""
+    if state_of(job)[0] == "done":
+        return 0
+    ends = [end for pod in _pods(job) if (end := _end_of(pod, container(job))) and end["exitCode"]]
+    first = min(ends, key=lambda end: str(end.get("finishedAt")), default=None)
+    return int(first["exitCode"]) if first else EXIT_FAILED
+
+
+def _pods(job: Job) -> list[dict[str, Any]]:
+    """The run's pods by number, those of earlier starts included."""
+    found = kubectl.read(["pods", "--selector", selector(job)], job.get("namespace"))
+    return sorted(found.get("items") or (), key=lambda pod: int(pod["metadata"]["labels"].get(_INDEX, 0)))
+
+
+def _end_of(pod: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    for one in (pod.get("status") or {}).get("containerStatuses") or ():
+        if one["name"] == name:
+            end = (one.get("state") or {}).get("terminated")
+            return dict(end) if end else None
+    return None
+
+
+def show_logs(job: Job) -> int:
+    """Print what all pods have printed; returns kubectl's status."""
+    what = ["logs", "--tail=-1", "--container", container(job), "--selector", selector(job)]
+    return subprocess.call(kubectl.words_for(what, job.get("namespace")), stdin=subprocess.DEVNULL)
+
+
+def follow(job: Job, tell: Callable[[str], None]) -> None:
+    """Print what the pods print until the run has ended. Ctrl-C leaves the run alone.
+
+    A pod is waited for: kubectl itself refuses one whose image is still being fetched.
+
+    Args:
+        job: What the run is known by.
+        tell: Gets each new state.
+    """
+    streams: dict[str, subprocess.Popen[bytes]] = {}
+    said = ""
+    try:
+        while True:
+            state, unfinished = state_of(job)
+            if state != said:
+                tell(said := state)
+            _open_streams(job, streams)
+            if not unfinished:
+                break
+            time.sleep(LOOK_SECONDS)
+        for stream in streams.values():
+            stream.wait()
+    finally:
+        for stream in streams.values():
+            if stream.poll() is None:
+                stream.terminate()
+
+
+def _open_streams(job: Job, streams: dict[str, "subprocess.Popen[bytes]"]) -> None:
+    try:
+        pods = _pods(job)
+    except LaunchError:  # the next look tells
+        return
+    for pod in pods:
+        name, phase = pod["metadata"]["name"], (pod.get("status") or {}).get("phase")
+        running = sum(stream.poll() is None for stream in streams.values())
+        if name in streams or phase not in ("Running", "Succeeded", "Failed") or running >= MOST_STREAMS:
+            continue
+        what = ["logs", "--follow", "--container", container(job), name]
+        streams[name] = subprocess.Popen(
+            kubectl.words_for(what, job.get("namespace")), stdin=subprocess.DEVNULL, start_new_session=True
+        )

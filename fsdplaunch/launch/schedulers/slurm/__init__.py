@@ -1,0 +1,1 @@
+"""SLURM: its commands, and the batch script of a run."""

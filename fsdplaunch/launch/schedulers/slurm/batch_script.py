@@ -1,0 +1,159 @@
+"""The batch script that a submitted run is: sbatch's options, and one launcher on each machine. Pure.
+
+The script puts itself back into the queue. SLURM does so only for jobs that are still there when the grace of a
+preemption ends, and not for those that have saved and left in time.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fsdplaunch.agent.stop_request import EXIT_SAVED
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.world_size import node_range
+from fsdplaunch.errors import UsageError
+from fsdplaunch.launch.run_id import GROUP_RUN
+from fsdplaunch.launch.schedulers.slurm.commands import one_launcher_each
+from fsdplaunch.run_dir import LOST
+
+OUTPUT, ARRAY_OUTPUT = "slurm-%j.out", "slurm-%A_%a.out"
+LOST_TIMES = 20
+"""How often a job goes back into the queue because a machine was lost: a network may be broken for good."""
+_PART = '"${SLURM_ARRAY_TASK_ID:+task$SLURM_ARRAY_TASK_ID/}try${SLURM_RESTART_COUNT:-0}"'
+"""Folder of this part of the run, inside the run's own: one per task of an array and per start."""
+_PLAIN = re.compile(r"[^\x00-\x1f\x7f]*")
+
+_BODY = """\
+job=$SLURM_JOB_ID
+if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then  # the number of the last task is also the whole array's
+    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+fi
+warned=0
+warn() {
+    warned=1
+    echo "fsdplaunch: SLURM announces the end of job $job: asking the workers to save" >&2
+    scancel --signal=TERM "$job"
+}
+trap warn USR1
+
+srun @SRUN@ \\
+    @COMMAND@ &
+step=$!
+while :; do  # a trapped signal ends wait early
+    wait "$step"
+    code=$?
+    kill -0 "$step" 2>/dev/null || break
+done
+"""
+_REQUEUE = """
+preempted() { scontrol show job -o "$job" | grep -q ' PreemptTime=[0-9]'; }
+lost() {  # the launchers notice a lost machine long before SLURM does; but not for ever
+    [ "${SLURM_RESTART_COUNT:-0}" -lt @TIMES@ ] || return
+    find @RUNS@/"$@GROUP@" -maxdepth 2 -name @LOST@ | grep -q .
+}
+if [ "$code" = @SAVED@ ] || { [ "$code" != 0 ] && { [ "$warned" = 1 ] || preempted || lost; }; }; then
+    echo "fsdplaunch: the workers have stopped ($code): back into the queue" >&2
+    if scontrol requeue "$job"; then
+        sleep 60  # until SLURM ends this script
+    fi
+fi
+"""
+
+
+def batch_script(config: Config, command: Sequence[str], *, run_id: str, run_dir: Path, folder: Path) -> str:
+    """Return the script.
+
+    Args:
+        config: Resolved.
+        command: What starts the launcher on each machine; `srun` gets it word by word.
+        run_id: The run's name.
+        run_dir: The run's folder, absolute.
+        folder: Where the script is to run, absolute.
+
+    Raises:
+        UsageError: A value cannot stand in a line of the script.
+    """
+    slurm = config.slurm
+    lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in options(config, run_id=run_id, run_dir=run_dir))]
+    lines += ["", f"# run {shlex.quote(run_id)}, written by fsdplaunch launch --slurm", *_environment(run_id)]
+    lines += [f"cd -- {shlex.quote(str(folder))} || exit 1"]
+    lines += [f"module load {shlex.quote(module)} || exit 1" for module in slurm.modules]
+    lines += [*slurm.setup, ""]
+    words = " \\\n        ".join(shlex.quote(word) for word in command)
+    body = _BODY.replace("@SRUN@", " ".join(map(shlex.quote, _srun(config)))).replace("@COMMAND@", words)
+    requeue = _REQUEUE if slurm.requeue else ""
+    facts = {
+        "GROUP": GROUP_RUN,
+        "SAVED": EXIT_SAVED,
+        "LOST": LOST,
+        "TIMES": LOST_TIMES,
+        "RUNS": shlex.quote(str(run_dir.parent)),
+    }
+    for name, value in facts.items():
+        requeue = requeue.replace(f"@{name}@", str(value))
+    return "\n".join(lines) + body + requeue + 'exit "$code"\n'
+
+
+def options(config: Config, *, run_id: str, run_dir: Path) -> Iterator[str]:
+    """What follows #SBATCH on each line.
+
+    Raises:
+        UsageError: A value holds a line break.
+    """
+    slurm = config.slurm
+    least, most = node_range(config)
+    output = ARRAY_OUTPUT if slurm.array else OUTPUT
+    named = {
+        "job-name": run_id,
+        "nodes": str(least) if least == most else f"{least}-{most}",
+        "ntasks-per-node": "1",
+        "output": str(run_dir).replace("%", "%%") + f"/{output}",
+        "open-mode": "append",
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "time": slurm.time,
+        "gpus-per-node": slurm.gpus_per_node,
+        "cpus-per-task": str(slurm.cpus_per_task) if slurm.cpus_per_task else None,
+        "mem": slurm.mem,
+        "constraint": slurm.constraint,
+        "array": slurm.array,
+        "signal": f"B:USR1@{slurm.signal_seconds}" if slurm.signal_seconds else None,
+    }
+    for name, value in named.items():
+        if value is not None:
+            yield f"--{name}={_option_value(name, value)}"
+    yield "--requeue" if slurm.requeue else "--no-requeue"
+    for line in slurm.lines:
+        if not _PLAIN.fullmatch(line):
+            msg = f"slurm.lines: {line!r} is more than one line"
+            raise UsageError(msg, hint="give each #SBATCH line an entry of its own")
+        yield line.removeprefix("#SBATCH").strip()
+
+
+def _option_value(name: str, value: str) -> str:
+    """A value as sbatch reads it from the script: in quotes where it holds more than plain characters."""
+    if not _PLAIN.fullmatch(value):
+        msg = f"--{name}={value!r} cannot be given to sbatch: it holds a line break or a control character"
+        raise UsageError(msg, hint="choose another name or folder")
+    if re.fullmatch(r"[\w.,:/%@+=&|*()\[\]-]+", value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _environment(run_id: str) -> list[str]:
+    """Variables for the launchers: the name they all use, and what SLURM forgets to hand on."""
+    return [
+        f"export {GROUP_RUN}={shlex.quote(run_id)}/{_PART}",
+        '[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK',
+    ]
+
+
+def _srun(config: Config) -> list[str]:
+    slurm, words = config.slurm, one_launcher_each(config)
+    if slurm.container_image:
+        words.append(f"--container-image={slurm.container_image}")
+    if slurm.container_mounts:
+        words.append(f"--container-mounts={','.join(slurm.container_mounts)}")
+    return words

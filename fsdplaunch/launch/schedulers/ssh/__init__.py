@@ -1,0 +1,1 @@
+"""Nodes over ssh: which there are, and the sessions on them."""

@@ -1,0 +1,191 @@
+"""Whole parameters of a sharded model for a while: to look at them, to change them. Every rank calls these."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from fsdplaunch.errors import UsageError
+from fsdplaunch.runtime.sharding.mesh import groups_from_first
+from fsdplaunch.runtime.sharding.registry import registered
+from fsdplaunch.runtime.state_dict.split_like import split_like
+from fsdplaunch.runtime.torch_internals import own_parameters, put_tensor
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Hold a model's whole parameters, in the format they are kept in; nothing can be computed with it inside.
+
+    Args:
+        module: Sharded by either version, or with sharded modules inside.
+        recurse: Also those of the units inside the outermost.
+        writeback: Keep what was changed: every rank keeps its own part of its own whole parameters, so all ranks
+            must make the same change.
+        rank0_only: Only the first rank holds them; the others keep their shards.
+        offload_to_cpu: Hold them in host memory.
+        with_grads: Gradients, too.
+
+    Raises:
+        UsageError: Changes of one rank only were to be kept.
+    """
+    if rank0_only and writeback:
+        msg = "summon_full_params cannot write back what only the first rank holds"
+        raise UsageError(msg, hint="set writeback=False or rank0_only=False")
+    with ExitStack() as stack:
+        if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
+            stack.enter_context(_summoned_1(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads))
+        else:
+            stack.enter_context(_summoned_2(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads))
+        yield
+
+
+@contextmanager
+def _summoned_1(
+    module: nn.Module, recurse: bool, writeback: bool, rank0_only: bool, offload: bool, grads: bool
+) -> Iterator[None]:
+    """Torch's own way, without two of its traps.
+
+    Up to torch 2.13 it frees what it moves to the host if it was there already, and the process dies; with
+    gradients it changes views in place, which autograd must not see.
+    """
+    on_host = next((p.device.type == "cpu" for p in module.parameters()), True)
+    options = {
+        "recurse": recurse,
+        "writeback": writeback,
+        "rank0_only": rank0_only,
+        "offload_to_cpu": offload and not on_host,
+        "with_grads": grads,
+    }
+    with ExitStack() as stack:
+        if grads:
+            stack.enter_context(torch.no_grad())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that offloading without rank0_only needs memory
+            stack.enter_context(FullyShardedDataParallel.summon_full_params(module, **options))
+        yield
+
+
+@dataclass(slots=True)
+class _RegisteredParameter:
+    """Where a parameter is registered."""
+
+    module: nn.Module
+    attribute: str
+    sharded: nn.Parameter
+
+
+@contextmanager
+def _summoned_2(
+    module: nn.Module, recurse: bool, writeback: bool, rank0_only: bool, offload: bool, grads: bool
+) -> Iterator[None]:
+    """Exchange the DTensors for whole tensors; gathered for computing they would be in the computing format."""
+    places = list(_places(module, recurse))
+    here = not rank0_only or dist.get_rank() == 0
+    whole: dict[int, nn.Parameter] = {}
+    for place in places:
+        if id(place.sharded) not in whole:
+            whole[id(place.sharded)] = _whole(place.sharded, offload=offload, grads=grads)
+    try:
+        if here:
+            for place in places:
+                put_tensor(place.module, place.attribute, whole[id(place.sharded)])
+        yield
+        if writeback:
+            for place in places:
+                _keep(whole[id(place.sharded)], place.sharded, grads=grads)
+    finally:
+        for place in places:
+            put_tensor(place.module, place.attribute, place.sharded)
+
+
+def _places(root: nn.Module, recurse: bool) -> Iterator[_RegisteredParameter]:
+    waiting, seen = [(root, 0)], {root}
+    while waiting:
+        module, depth = waiting.pop()
+        depth += isinstance(module, FSDPModule)
+        if depth > 1 and not recurse:
+            continue
+        for attribute, param in own_parameters(module):
+            if isinstance(param, DTensor):
+                yield _RegisteredParameter(module, attribute, param)
+        for child in module.children():
+            if child not in seen:
+                seen.add(child)
+                waiting.append((child, depth))
+
+
+def _whole(param: nn.Parameter, *, offload: bool, grads: bool) -> nn.Parameter:
+    with torch.no_grad():
+        full = _gathered(param)
+        new = nn.Parameter(full.cpu() if offload else full, requires_grad=param.requires_grad)
+        if grads and param.grad is not None:
+            gradient = _gathered(param.grad)
+            new.grad = gradient.cpu() if offload else gradient
+    return new
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that changes to do not reach the shards through, also where one rank holds everything."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    full = tensor.full_tensor().detach()
+    return full.clone() if full.data_ptr() == tensor.to_local().data_ptr() else full
+
+
+def _keep(whole: nn.Parameter, sharded: nn.Parameter, *, grads: bool) -> None:
+    with torch.no_grad():
+        _copy(whole, sharded)
+        if grads and sharded.grad is not None and whole.grad is not None:
+            _copy(whole.grad, sharded.grad)
+
+
+def _copy(whole: torch.Tensor, sharded: torch.Tensor) -> None:
+    if isinstance(sharded, DTensor):
+        sharded.to_local().copy_(split_like(whole.detach(), sharded).to_local())
+
+
+def apply(module: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Module:
+    """Call a function on every module, children first, while parameters are whole; the first rank's changes stay.
+
+    Args:
+        module: Sharded by either version.
+        fn: Typically gives parameters values.
+
+    Returns:
+        The module.
+    """
+    prepared = registered(module)
+    groups: list[dist.ProcessGroup | None] = [None] if prepared is None else groups_from_first(prepared.mesh)
+    with summon_full_params(module), torch.no_grad():
+        for each in _children_first(module, set()):
+            fn(each)
+        for param in module.parameters():
+            for group in groups:
+                first = 0 if group is None else dist.get_global_rank(group, 0)
+                data = (param.to_local() if isinstance(param, DTensor) else param).detach()
+                sent = data.contiguous()
+                dist.broadcast(sent, src=first, group=group)
+                if sent is not data:
+                    data.copy_(sent)
+    return module
+
+
+def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if child not in seen:
+            seen.add(child)
+            yield from _children_first(child, seen)
+    yield module

@@ -1,0 +1,142 @@
+"""Data loaders give each worker its part of every batch, in the order the script's own sampler draws.
+
+Needed because all workers run the same loop. Loaders that are read while the script evaluates stay whole on every
+worker: what is computed from them, and decided by it, is then the same everywhere.
+"""
+
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.data.samplers import FullBatches, RankBatches, RankItems, RankTurns
+from fsdplaunch.runtime.auto.detect.ownership import script_line
+from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.data.data_loader import _is_split, _set
+
+
+@contextmanager
+def dividing_loaders(hook_context: HookContext) -> Iterator[None]:
+    """Fit a loader when it is first read or asked for its length."""
+    loaders = _Loaders(hook_context)
+    with (
+        replaced(DataLoader, "__iter__", loaders.reading),
+        replaced(DataLoader, "__len__", loaders.measuring),
+    ):
+        yield
+
+
+class _Loaders:
+    """The loaders of one worker's script."""
+
+    def __init__(self, hook_context: HookContext) -> None:
+        self.hook_context = hook_context
+        self.fitted: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def _are_ours(self, loader: Any) -> bool:
+        """Whether a loader is to be divided; fits it if it is."""
+        hook_context = self.hook_context
+        if hook_context.size == 1 or not hook_context.ownership.decided() or _is_split(loader):
+            return False
+        if loader not in self.fitted:
+            self.fitted.add(loader)
+            fit(loader, hook_context)
+        return True
+
+    def reading(self, original: Any) -> Any:
+        """What stands for a loader's `__iter__`."""
+
+        def iterate(loader: Any) -> Any:
+            if not self._are_ours(loader):
+                return original(loader)
+            _check_batch(loader, self.hook_context)
+            if self.hook_context.models and not self.hook_context.evaluating():
+                self.hook_context.streams.part()  # before the loader's processes get their seeds
+            if isinstance(loader.dataset, IterableDataset):
+                return _read_stream(loader, original, self.hook_context)
+            return original(loader)
+
+        return iterate
+
+    def measuring(self, original: Any) -> Any:
+        """What stands for a loader's `__len__`."""
+
+        def measure(loader: Any) -> int:
+            if not self._are_ours(loader) or not isinstance(loader.dataset, IterableDataset):
+                return int(original(loader))
+            length = int(original(loader))
+            return (
+                length
+                if self.hook_context.keeps_batch or _whole(self.hook_context)
+                else math.ceil(length / self.hook_context.size)
+            )
+
+        return measure
+
+
+def _whole(hook_context: HookContext) -> bool:
+    return bool(hook_context.models) and hook_context.evaluating()
+
+
+def fit(loader: Any, hook_context: HookContext) -> None:
+    """Give a loader the sampler that divides its batches, in place, before its first reading.
+
+    Args:
+        loader: As the script made it.
+        hook_context: This worker's.
+
+    """
+    batches = loader.batch_sampler
+    if isinstance(loader.dataset, IterableDataset):
+        return
+    if batches is None:
+        _set(loader, sampler=RankItems(loader.sampler, hook_context))
+        messages.say(f"{script_line()}: the loader makes no batches, so ranks take turns at its items")
+    elif type(batches) is BatchSampler:
+        _set(loader, batch_sampler=RankBatches(batches, hook_context))
+    else:
+        how = "each is divided" if hook_context.keeps_batch else "ranks take turns"
+        messages.say(f"{type(batches).__name__}: rank 0 draws its batches, {how}")
+        _set(loader, batch_sampler=FullBatches(batches, hook_context))
+
+
+def _check_batch(loader: Any, hook_context: HookContext) -> None:
+    """Refuse a training batch that the workers cannot divide as asked; say once how large batches are.
+
+    Raises:
+        ShardingError: They cannot.
+    """
+    size = loader.batch_size
+    if size is None or not hook_context.models or hook_context.evaluating():
+        return
+    if hook_context.keeps_batch and size % hook_context.size and size > 1:
+        msg = f"{script_line()} reads batches of {size}, which {hook_context.size} workers cannot divide evenly"
+        raise ShardingError(msg, hint="change the batch size or the number of workers, or leave keep_global_batch")
+    if "batch" not in hook_context.said:
+        hook_context.said.add("batch")
+        each, all_ = (
+            (size // hook_context.size, size) if hook_context.keeps_batch else (size, size * hook_context.size)
+        )
+        messages.say(f"batches of {each} on each of {hook_context.size} ranks, {all_} together")
+
+
+def _read_stream(loader: Any, iterate: Any, hook_context: HookContext) -> Any:
+    """Begin to read an iterable dataset: ranks take turns at its items, batches are divided if they are to be."""
+    if hook_context.evaluating():
+        return iterate(loader)
+    kept = {"dataset": loader.dataset, "batch_sampler": loader.batch_sampler}
+    _set(loader, dataset=RankTurns(loader.dataset, hook_context))
+    if loader.batch_sampler is not None and hook_context.keeps_batch:
+        part = BatchSampler(loader.sampler, loader.batch_size // hook_context.size, loader.drop_last)
+        _set(loader, batch_sampler=part)
+    try:
+        with hook_context.streams.shared():  # its workers' seeds: all ranks must read one stream in one order
+            return iterate(loader)
+    finally:
+        _set(loader, **kept)

@@ -1,0 +1,143 @@
+"""Random numbers: streams that all workers share, for order and evaluation, and one of each worker's own.
+
+Needed because all workers run the same script with the same seed: they must agree on the shuffled order of the
+data and on initial values, and must not draw the same batches, noise and dropout. What they draw while the script
+evaluates is the same again: validation losses, and what is decided by them, are then equal on all of them.
+"""
+
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdplaunch.runtime.auto.patch import replaced
+
+_STRIDE = 1_000_003
+"""Between the seeds of neighbouring ranks; a prime, so that a script's own seeds in a row do not meet them."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RngStreams:
+    """The generators of one worker.
+
+    Attributes:
+        rank: Rank 0 goes on as one process would; the others part from it.
+        kept: All ranks go on alike, for a run that computes what one process would.
+        parted: Whether they have parted.
+        evaluating: Whether the script evaluates.
+    """
+
+    rank: int
+    kept: bool
+    parted: bool = False
+    evaluating: bool = False
+    _aside: dict[str, Any] = field(default_factory=dict)
+    _shared: dict[str, Any] = field(default_factory=dict)
+
+    def part(self) -> None:
+        """From now on give each rank draws of its own, derived from the script's seed and the rank.
+
+        When training begins, and not before: data that is made or split by drawing is the same on all ranks.
+        """
+        if self.kept or self.parted:
+            return
+        box = [_states()]
+        dist.broadcast_object_list(box, src=0)
+        self._shared = box[0]
+        self.parted = True
+        if self.rank:
+            _set_states(self._shared)
+            self._reseed(torch.initial_seed())
+
+    def _reseed(self, seed: int) -> None:
+        mine = (seed + self.rank * _STRIDE) % 2**63
+        _TORCH_SEED[0](mine)
+        random.seed(mine)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(mine % 2**32)
+
+    def seeded(self, seed: int) -> int:
+        """What a seed that the script sets means on this rank; the shared stream begins anew with it."""
+        if not self.parted or self.evaluating:
+            return seed
+        self._shared["torch"] = torch.Generator().manual_seed(seed).get_state()
+        return (seed + self.rank * _STRIDE) % 2**63
+
+    def evaluate(self, *, now: bool) -> None:
+        """Draw alike on all ranks while the script evaluates, and then go on where each rank was.
+
+        A stream apart from the shared one: what only some ranks evaluate does not part the order of the data.
+        """
+        if self.parted and now != self.evaluating:
+            self.evaluating = now
+            others, self._aside = self._aside or dict(self._shared), _states()
+            _set_states(others)
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Draw from the stream that is the same on all ranks."""
+        if not self.parted:
+            yield
+            return
+        mine = _states()
+        _set_states(self._shared)
+        try:
+            yield
+        finally:
+            self._shared = _states()
+            _set_states(mine)
+
+
+_TORCH_SEED = [torch.manual_seed]
+"""Torch's own function, whatever stands in its place."""
+
+
+def _states() -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    return states
+
+
+def _set_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+
+
+@contextmanager
+def drawing_alike_in_evaluation(streams: RngStreams, models: Iterable[nn.Module]) -> Iterator[None]:
+    """Notice when `model.eval()` and `model.train()` turn all sharded models to evaluation, or one to training."""
+
+    def turn(original: Any) -> Any:
+        def train(self: nn.Module, mode: bool = True) -> Any:
+            result = original(self, mode)
+            if streams.parted:
+                streams.evaluate(now=not any(model.training for model in list(models)))
+            return result
+
+        return train
+
+    with replaced(nn.Module, "train", turn):
+        yield
+
+
+@contextmanager
+def seeding_by_rank(streams: RngStreams) -> Iterator[None]:
+    """Give a seed that the script sets later, for each epoch say, its part of the rank."""
+
+    def offset(original: Any) -> Any:
+        def manual_seed(seed: Any) -> Any:
+            return original(streams.seeded(int(seed)))
+
+        return manual_seed
+
+    with replaced(torch, "manual_seed", offset):
+        yield

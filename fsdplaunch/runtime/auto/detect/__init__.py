@@ -1,0 +1,1 @@
+"""Whether, when and which models of an unmodified script are sharded."""

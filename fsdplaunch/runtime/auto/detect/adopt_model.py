@@ -1,0 +1,86 @@
+"""Shard one model of the script: what the hooks found, given to `prepare`."""
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.api.prepare import prepare
+from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.detect.ownership import script_line
+from fsdplaunch.runtime.auto.model.deepcopy import allow_deepcopy
+from fsdplaunch.runtime.auto.model.forward_hooks import ForwardHooks, late_parameter, original_name
+from fsdplaunch.runtime.auto.state.save_hooks import save_full
+from fsdplaunch.runtime.inspection.parameter_names import named_parameters
+from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin, ambient_plugin
+from fsdplaunch.runtime.sharding.blocks import class_name, find_blocks
+from fsdplaunch.runtime.sharding.shard import is_sharded
+
+
+def adopt_model(model: nn.Module, hook_context: HookContext, *, what: str) -> None:
+    """Shard a model that is not sharded yet, in place.
+
+    Args:
+        model: The whole of it, with all its parameters.
+        hook_context: This worker's.
+        what: What the script does here, for errors.
+
+    Raises:
+        ShardingError: It cannot be sharded; the error names the script's line.
+    """
+    if is_sharded(model):
+        return
+    line = script_line()
+    _check_unsharded(model, hook_context, line)
+    try:
+        prepare(model, plugin=_plugin(model, hook_context))
+    except ShardingError as error:
+        msg = f"{line} {what}, and {class_name(model)} cannot be sharded there: {error.message}"
+        ways = "or call fsdplaunch.prepare(model, optimizer) in the script where it should be"
+        raise ShardingError(msg, hint=f"{error.hint}; {ways}" if error.hint else ways) from error
+    attach_hooks(model, hook_context, line)
+
+
+def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None:
+    """Make a model that was just sharded behave as the script expects of the one it wrote.
+
+    Args:
+        model: Sharded.
+        hook_context: This worker's.
+        line: Where the script had it sharded.
+    """
+    hook_context.models[model] = line
+    allow_deepcopy(model, hook_context)
+    save_full(model, hook_context)
+    hook_context.complete[model] = ForwardHooks(model, line, hook_context.streams.part).check
+
+
+def _check_unsharded(model: nn.Module, hook_context: HookContext, line: str) -> None:
+    """A part that was sharded, because the script moved it by itself, cannot become part of a whole."""
+    params = dict(named_parameters(model))
+    sharded = [name for name, param in params.items() if isinstance(param, DTensor)]
+    if not sharded:
+        return
+    for part in model.modules():
+        if part in hook_context.models:
+            earlier = hook_context.models[part]
+            msg = f"{line}: {original_name(part)} was sharded at {earlier}, before it was part of a model"
+            hint = "move the whole model to the device, not its parts, or call fsdplaunch.prepare(model)"
+            raise ShardingError(msg, hint=hint)
+    late = next(name for name in params if name not in sharded)
+    raise late_parameter(model, late, line)
+
+
+def _plugin(model: nn.Module, hook_context: HookContext) -> FullyShardedDataParallelPlugin:
+    """The launch's plugin; for a model without repeated blocks one that makes it a single unit."""
+    plugin = ambient_plugin()
+    settings = plugin.settings()
+    if settings.wrap != "TRANSFORMER_BASED_WRAP" or (settings.block_classes and not hook_context.models):
+        return plugin
+    try:
+        find_blocks(model, settings.block_classes)
+    except ShardingError:
+        why = "the named block classes" if settings.block_classes else "repeated blocks"
+        messages.say(f"{class_name(model)} has no {why}: it is gathered as one unit")
+        return FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap")
+    return plugin

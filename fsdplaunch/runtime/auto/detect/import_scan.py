@@ -1,0 +1,102 @@
+"""What a program's own source says about who shards: read, never run, and only the user's own files.
+
+A script often builds its optimizer before it hands everything to the library that shards it, so what has been
+called so far does not tell who will. What the script imports does.
+"""
+
+import ast
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_SHARDERS: dict[str, tuple[str, ...]] = {
+    "fsdplaunch": ("prepare", "apply_fsdp2", "fsdp2_prepare_model"),
+    "accelerate": ("Accelerator",),
+    "transformers": ("Trainer",),
+    "trl": ("Trainer",),
+    "torch": ("fully_shard", "FullyShardedDataParallel", "DistributedDataParallel"),
+    "lightning": ("Trainer", "Fabric"),
+    "pytorch_lightning": ("Trainer",),
+    "lightning_fabric": ("Fabric",),
+    "deepspeed": ("",),
+    "colossalai": ("",),
+    "composer": ("Trainer",),
+}
+"""By top-level package, the endings of the names that shard or copy a model; "" for any name of the package."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mention:
+    """A name that shards, and where the program imports or uses it."""
+
+    name: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.name}, {Path(self.file).name}:{self.line}"
+
+
+def find_mention(files: list[str]) -> Mention | None:
+    """The first name in these files that belongs to something that shards; None when there is none."""
+    for file in files:
+        found = next(_mentions(file), None)
+        if found is not None:
+            return found
+    return None
+
+
+def user_files(main: str | None) -> list[str]:
+    """The source files of the program's own modules so far: the script first, nothing that is installed."""
+    files = [main] if main else []
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(".py") and is_users(file):
+            files.append(file)
+    return list(dict.fromkeys(files))
+
+
+def is_users(file: str) -> bool:
+    """Whether a source file is the user's own: not of Python, of this package, or installed."""
+    return not file.startswith(_FOREIGN) and "site-packages" not in file and "dist-packages" not in file
+
+
+_FOREIGN = (
+    str(Path(__file__).parents[3]) + "/",
+    *{sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib")},
+    "<",
+)
+
+
+def _mentions(file: str) -> Iterator[Mention]:
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return  # running it says what is wrong, better than reading it can
+    modules: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {(alias.asname or alias.name.partition(".")[0]): alias.name for alias in node.names}
+    for node in ast.walk(tree):
+        for name in _named(node, modules):
+            yield Mention(name=name, file=file, line=getattr(node, "lineno", 0))
+
+
+def _named(node: ast.AST, modules: dict[str, str]) -> Iterator[str]:
+    """The sharding names that one statement imports, or one expression takes from an imported module."""
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        yield from (alias.name for alias in node.names if _shards(node.module, alias.name))
+    elif isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names if _SHARDERS.get(alias.name.partition(".")[0]) == ("",))
+    elif isinstance(node, ast.Attribute):
+        root: ast.expr = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if isinstance(root, ast.Name) and root.id in modules and _shards(modules[root.id], node.attr):
+            yield node.attr
+
+
+def _shards(module: str, name: str) -> bool:
+    return any(name.endswith(ending) for ending in _SHARDERS.get(module.partition(".")[0], ()))

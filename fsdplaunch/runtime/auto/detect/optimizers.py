@@ -1,0 +1,93 @@
+"""Optimizers train the shards: their models are sharded when they are built, and their groups changed over.
+
+Done right after the optimizer's base class has its groups and before the subclass goes on, so that what a subclass
+keeps for itself is the shards already. Parameters without a module stay whole and equal on all workers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model
+from fsdplaunch.runtime.auto.detect.ownership import script_line
+from fsdplaunch.runtime.auto.model.forward_hooks import reshard
+from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.plugin.plugin import ambient_plugin
+from fsdplaunch.runtime.sharding.optimizer_params import repoint
+from fsdplaunch.runtime.sharding.registry import known_parameters
+from fsdplaunch.runtime.sharding.replicated import ReplicatedParams
+from fsdplaunch.runtime.sharding.shard import shard_target
+
+
+@contextmanager
+def training_shards(hook_context: HookContext) -> Iterator[None]:
+    """Shard what an optimizer is built on, or given later, and let it train the shards."""
+    building: set[int] = set()
+
+    def build(original: Any) -> Any:
+        def __init__(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:  # noqa: N807
+            for model in list(hook_context.models):
+                reshard(model)  # parameters that are read now must be the shards
+            building.add(id(self))
+            try:
+                original(self, params, defaults)
+            finally:
+                building.discard(id(self))
+            _regroup(self, hook_context)
+
+        return __init__
+
+    def extend(original: Any) -> Any:
+        def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+            original(self, param_group)
+            if id(self) not in building:
+                _regroup(self, hook_context)
+
+        return add_param_group
+
+    with replaced(Optimizer, "__init__", build), replaced(Optimizer, "add_param_group", extend):
+        yield
+
+
+def _regroup(optimizer: Optimizer, hook_context: HookContext) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    known = known_parameters()
+    new = [p for p in params if id(p) not in known and not hasattr(p, "fsdplaunch_origin")]
+    what = f"builds {type(optimizer).__name__}"
+    if all(isinstance(p, DTensor) for p in params) and not hook_context.models:
+        return  # sharded by other means
+    if not hook_context.ownership.claim(what):
+        return
+    for check in hook_context.complete.values():
+        check()
+    roots, bare = hook_context.module_registry.roots_of(new)
+    for root in roots:
+        adopt_model(root, hook_context, what=what)
+    if bare:
+        _keep_whole(bare, optimizer)
+    repoint(optimizer, known_parameters() | {id(param): "" for param in bare})
+
+
+def _keep_whole(bare: list[Any], optimizer: Optimizer) -> None:
+    """Keep parameters of no module equal on all workers: rank 0's values, gradients averaged."""
+    mesh = shard_target(ambient_plugin().settings(), mesh=None, process_group=None, device=None).mesh
+    fresh = [param for param in bare if not hasattr(param, "fsdplaunch_whole")]
+    for param in fresh:
+        for axis in range(mesh.ndim):
+            group = mesh.get_group(axis)
+            torch.distributed.broadcast(param.data, src=torch.distributed.get_global_rank(group, 0), group=group)
+        param.fsdplaunch_whole = True
+    if fresh:
+        ReplicatedParams(fresh, mesh)
+        count = sum(param.numel() for param in fresh)
+        messages.say(f"{script_line()}: {count} parameters of no module stay whole, their gradients are averaged")
+    for settings in optimizer.param_groups:  # torch's loops over many tensors at once take no mixture
+        kinds = {isinstance(param, DTensor) for param in settings["params"]}
+        if len(kinds) > 1 and "foreach" in settings and not settings.get("fused"):
+            settings["foreach"] = False

@@ -1,0 +1,72 @@
+"""Who shards the script's models: the script, a library it uses, or this package. Decided once, and printed."""
+
+import sys
+from typing import Any
+
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.auto.detect.import_scan import find_mention, is_users, user_files
+from fsdplaunch.runtime.sharding_watch import sharded_by
+
+
+class Ownership:
+    """The decision, made the first time a hook needs it.
+
+    Attributes:
+        ours: True or False once it is made, None before.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.version = config.fsdp_config.fsdp_version or 2
+        self.ours: bool | None = None
+        self._words = ""
+
+    def decided(self) -> bool:
+        """Whether this package is to act, deciding it now if it is still open; said at the first `claim` only."""
+        if self.ours is None:
+            owner = _acting() or find_mention(user_files(getattr(sys.modules["__main__"], "__file__", None)))
+            self.ours = owner is None
+            self._words = (
+                "launch.shard auto: nothing in the script shards, so its models are sharded for it"
+                if owner is None
+                else f"launch.shard auto: the script shards by itself ({owner})"
+            )
+        return self.ours and self.version != 1
+
+    def claim(self, what: str) -> bool:
+        """Whether this package is to shard what the script has here, and say so the first time.
+
+        Args:
+            what: What the script does here, for the error: `builds AdamW`.
+
+        Raises:
+            ShardingError: It is to act, and the configuration asks for version 1.
+        """
+        self.decided()
+        if self._words:
+            messages.say(self._words)
+            self._words = ""
+        if self.ours and self.version == 1:
+            msg = f"{script_line()} {what}, nothing in the script shards it, and doing so needs fsdp_version 2"
+            raise ShardingError(msg, hint="set fsdp_version to 2, or call fsdplaunch.prepare in the script")
+        return bool(self.ours)
+
+
+def _acting() -> str | None:
+    """What has begun to shard already."""
+    state: Any = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    if getattr(state, "_shared_state", None):
+        return "Accelerator"
+    return sharded_by()
+
+
+def script_line() -> str:
+    """The line of the user's own code that is running: `train.py:31`."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users(file):
+            return f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "the script"

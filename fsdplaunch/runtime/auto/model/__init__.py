@@ -1,0 +1,1 @@
+"""What a sharded model needs to behave like the one the script wrote."""

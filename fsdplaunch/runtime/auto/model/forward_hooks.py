@@ -1,0 +1,125 @@
+"""Watch over one sharded model: its first forward pass, passes without gradients, and methods that compute.
+
+Needed because version 2 gathers parameters around `forward` only, keeps the root's gathered until backward, and
+takes no notice of parameters that appear later.
+"""
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.auto.detect.ownership import script_line
+from fsdplaunch.runtime.inspection.parameter_names import named_parameters
+
+_CHANGES = ("set", "load", "update", "init", "reset", "copy", "tie", "freeze", "save", "to", "register")
+"""First words of methods that change parameters: gathered copies are no place to do that."""
+
+
+class ForwardHooks:
+    """One model's calls."""
+
+    def __init__(self, model: nn.Module, line: str, begin_training: Callable[[], None]) -> None:
+        self.depth = 0
+        self.begin_training: Callable[[], None] | None = begin_training
+        self.model = weakref.ref(model)
+        self.line = line
+        self.known = {id(param) for param in model.parameters()}
+        self.checked = False
+        model.register_forward_pre_hook(self._enter, prepend=True)  # before torch's own exchanges parameters
+        model.register_forward_hook(self._leave, always_call=True)
+        for name in _computing_methods(model):
+            self._gather_around(model, name)
+
+    def _enter(self, model: nn.Module, _args: Any) -> None:
+        if not self.checked:
+            self._check_first()
+        if self.begin_training is not None and model.training and torch.is_grad_enabled():
+            torch.compiler.disable(self.begin_training)()  # a compiled model's hooks are traced
+            self.begin_training = None
+        self.depth += 1
+
+    def _check_first(self) -> None:
+        """Once, before the first pass: the parameters are those that were sharded."""
+        self.checked = True
+        self.check()
+
+    def check(self) -> None:
+        """Check that the model has the parameters that were sharded and no others.
+
+        Raises:
+            ShardingError: It has another one.
+        """
+        model: Any = self.model()
+        for name, param in named_parameters(model):
+            if id(param) not in self.known:
+                raise late_parameter(model, name, self.line)
+
+    def _leave(self, model: Any, _args: Any, _output: Any) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            self._free(model)
+
+    def _free(self, model: Any) -> None:
+        """Without gradients no backward pass will: what the script looks at next are the shards again."""
+        if not torch.is_grad_enabled():
+            model.reshard()
+
+    def _gather_around(self, model: nn.Module, name: str) -> None:
+        """Gather parameters around a method as around forward, where the script calls it itself, with tensors."""
+        gathered = model.__dict__.get(name)
+        plain = getattr(model, name)
+        model_of: Any = self.model
+        if gathered is None:
+            register_fsdp_forward_method(model, name)
+            gathered = model.__dict__[name]
+
+        @functools.wraps(plain)
+        def visit(*args: Any, **kwargs: Any) -> Any:
+            if self.depth or not any(isinstance(arg, torch.Tensor) for arg in [*args, *kwargs.values()]):
+                return plain(*args, **kwargs)
+            self._enter(model_of(), ())
+            try:
+                return gathered(*args, **kwargs)
+            finally:
+                self.depth -= 1
+                if self.depth == 0:
+                    self._free(model_of())
+
+        visit.fsdplaunch_gathers = True  # type: ignore[attr-defined]
+        model.__dict__[name] = visit
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what is gathered of a model: its parameters are the shards again."""
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def late_parameter(model: nn.Module, name: str, line: str) -> ShardingError:
+    """The error for a parameter that a model got after it was sharded."""
+    msg = f"{script_line()}: {name} of {original_name(model)} appeared after the model was sharded at {line}"
+    hint = (
+        f"complete the model before {line}; or call fsdplaunch.prepare(model, optimizer) in the script when it is"
+    )
+    return ShardingError(msg, hint=hint)
+
+
+def original_name(model: nn.Module) -> str:
+    """The name of the class a module had before it was sharded."""
+    return type(model).__name__.removeprefix("FSDP") if isinstance(model, FSDPModule) else type(model).__name__
+
+
+def _computing_methods(model: nn.Module) -> list[str]:
+    """The public methods of the model's own classes, but for forward and those named after a change."""
+    classes = [cls for cls in type(model).__mro__ if not cls.__module__.startswith(("torch.", "builtins"))]
+    names = [name for cls in classes for name, value in vars(cls).items() if inspect.isfunction(value)]
+    chosen = [n for n in names if not n.startswith("_") and n != "forward" and n.split("_")[0] not in _CHANGES]
+    return list(dict.fromkeys(chosen))

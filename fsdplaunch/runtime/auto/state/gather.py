@@ -1,0 +1,109 @@
+"""Whole tensors of shards, one at a time, where they are wanted; all workers take part."""
+
+import io
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdplaunch.runtime.auto.detect.ownership import script_line
+from fsdplaunch.runtime.auto.model.deepcopy import unsharded_copy
+from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier
+from fsdplaunch.runtime.torch_internals import storage_identity
+
+_ALIKE = (
+    "save on all ranks or on none: take it out of `if rank == 0:`, or decide by a number equal on all ranks,"
+    " such as a loss on validation data or one averaged by torch.distributed.all_reduce"
+)
+
+
+class ShardGatherer:
+    """Gathers sharded tensors on all workers; the whole ones are kept where they are wanted.
+
+    Attributes:
+        keep: Whether they are on this one.
+        call: The script's, which all workers must make.
+        count: How many were gathered.
+    """
+
+    def __init__(self, call: str, *, keep: bool) -> None:
+        self.keep = keep
+        self.call = f"{call} at {script_line()}"
+        self.count = 0
+        self._whole: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def whole(self, tensor: DTensor) -> torch.Tensor:
+        """The whole tensor in host memory, or an empty one where it is not wanted. Collective.
+
+        Raises:
+            CheckpointError: The others do not save.
+        """
+        if not self.count:
+            monitored_barrier(self.call, _ALIKE)
+        self.count += 1
+        local = tensor.to_local()
+        key = (storage_identity(local), local.storage_offset(), tuple(tensor.shape), tensor.dtype)
+        if key not in self._whole:  # tied tensors stay tied
+            detached: Any = tensor.detach()
+            full = detached.full_tensor()
+            if full.untyped_storage().nbytes() != full.nbytes:  # a part of uneven shards with their padding
+                full = full.clone() if self.keep else full
+            # The shard is kept as well: its storage's address must not be given to another while this one counts.
+            self._whole[key] = local, full.cpu() if self.keep else full.new_empty(0)
+        whole = self._whole[key][1]
+        return nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
+
+    @contextmanager
+    def pickling(self) -> Iterator[None]:
+        """Pickle sharded tensors as whole ones, and sharded models as what they were before."""
+
+        def reduce_tensor(tensor: DTensor, protocol: int) -> Any:
+            return self.whole(tensor).__reduce_ex__(protocol)
+
+        def reduce_model(model: Any, _protocol: int) -> Any:
+            # Protocol 1 names the class in a way that need not be the pickled object's own.
+            return unsharded_copy(model, _itself, tensors_of(model)).__reduce_ex__(1)
+
+        with (
+            replaced(DTensor, "__reduce_ex__", lambda _: reduce_tensor),
+            replaced(FSDPModule, "__reduce_ex__", lambda _: reduce_model),
+        ):
+            yield
+
+
+def _itself(param: nn.Parameter) -> Any:
+    return param
+
+
+def tensors_of(model: nn.Module) -> dict[int, Any]:
+    """A memo for copying a model without its buffers."""
+    return {id(buffer): buffer for buffer in model.buffers()}
+
+
+class PickleWalk(pickle.Pickler):
+    """Goes through an object as torch.save does, in the same order, and writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(_Nowhere(), protocol=2)
+
+    def persistent_id(self, obj: Any) -> Any:
+        """Pass over storages, as torch.save does."""
+        return "storage" if isinstance(obj, torch.storage.TypedStorage | torch.UntypedStorage) else None
+
+
+class _Nowhere(io.RawIOBase):
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def gathered(tensors: Mapping[str, Any], gathering: ShardGatherer) -> dict[str, Any]:
+    """The same mapping with whole tensors."""
+    return {
+        name: gathering.whole(value) if isinstance(value, DTensor) else value for name, value in tensors.items()
+    }

@@ -1,0 +1,185 @@
+"""`torch.save`, safetensors and `save_pretrained` write what one process would have written, once.
+
+Needed because every worker runs the script's saving line: sharded tensors are gathered one at a time on all
+workers, only rank 0 keeps and writes them, and the others go on when the file is complete.
+"""
+
+import contextlib
+import io
+import os
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.model.deepcopy import unsharded_copy
+from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.state.gather import PickleWalk, ShardGatherer, gathered, tensors_of
+from fsdplaunch.runtime.collectives.error_sync import raise_on_all_ranks
+
+
+@contextmanager
+def saving_whole(hook_context: HookContext) -> Iterator[None]:
+    """Let the script's own saving calls write once, and whole tensors."""
+    import safetensors.torch as safe
+
+    with (
+        replaced(torch, "save", lambda save: _torch_save(save, hook_context)),
+        replaced(safe, "save_file", lambda save: _save_file(save, hook_context)),
+        replaced(safe, "save_model", lambda save: _save_model(save, hook_context)),
+    ):
+        yield
+
+
+def _torch_save(save: Any, hook_context: HookContext) -> Any:
+    def save_once(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if not hook_context.ownership.ours or not _called_for_the_script():
+            save(obj, f, *args, **kwargs)
+            return
+        everywhere = isinstance(f, io.BytesIO)  # the script goes on with the bytes
+        write = _writer(save, obj, f, args, kwargs)
+        gathering = ShardGatherer("torch.save", keep=everywhere or hook_context.rank == 0)
+        failure = _write_or_walk(write, obj, gathering)
+        if gathering.count:
+            _hint(hook_context)
+            with raise_on_all_ranks("write what torch.save was given"):
+                if failure is not None:
+                    raise failure
+        elif failure is not None:
+            raise failure
+        elif not gathering.keep and _is_path(f):
+            _write_if_missing(save, obj, Path(os.fspath(f)), args, kwargs)
+
+    return save_once
+
+
+def _write_or_walk(write: Any, obj: Any, gathering: ShardGatherer) -> Exception | None:
+    """Write where the whole tensors are; take part in gathering them everywhere, also when writing fails."""
+    failure = None
+    with gathering.pickling():
+        if gathering.keep:
+            try:
+                write()
+            except CheckpointError:
+                raise  # the others are not here, or know of it
+            except Exception as error:  # the others wait in the gathering; they learn of it after
+                failure = error
+        if failure is not None or not gathering.keep:
+            PickleWalk().dump(obj)
+    return failure
+
+
+def _writer(save: Any, obj: Any, f: Any, args: Any, kwargs: Any) -> Any:
+    """Write to a path under another name until the file is complete; to anything else directly."""
+    if not _is_path(f):
+        return lambda: save(obj, f, *args, **kwargs)
+    path = Path(os.fspath(f))
+
+    def write_and_rename() -> None:
+        part = _part(path)
+        try:
+            save(obj, part, *args, **kwargs)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    return write_and_rename
+
+
+def _write_if_missing(save: Any, obj: Any, path: Path, args: Any, kwargs: Any) -> None:
+    """Write something without shards unless it is there: rank 0's stays, no rank waits or reads half a file."""
+    if path.exists():
+        return
+    part = _part(path)
+    try:
+        save(obj, part, *args, **kwargs)
+        with contextlib.suppress(FileExistsError):
+            os.link(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+
+
+def _is_path(f: Any) -> bool:
+    return isinstance(f, str | os.PathLike)
+
+
+def _called_for_the_script() -> bool:
+    """Whether the call two frames up is not torch's own or this package's own, which write shards."""
+    return not str(sys._getframe(2).f_globals.get("__name__", "")).startswith(("torch.", "fsdplaunch."))
+
+
+def _hint(hook_context: HookContext) -> None:
+    """Once, where files of shards are configured, name the call that writes them."""
+    if (
+        hook_context.config.fsdp_config.fsdp_state_dict_type != "FULL_STATE_DICT"
+        and "saving" not in hook_context.said
+    ):
+        hook_context.said.add("saving")
+        messages.say(
+            "torch.save gathers whole tensors on rank 0; fsdplaunch.save_checkpoint writes every rank's shards"
+        )
+
+
+def _save_file(save: Any, hook_context: HookContext) -> Any:
+    def save_file_once(tensors: Mapping[str, Any], filename: Any, *args: Any, **kwargs: Any) -> None:
+        if not hook_context.ownership.ours:
+            save(tensors, filename, *args, **kwargs)
+        elif any(isinstance(value, DTensor) for value in tensors.values()):
+            whole = gathered(tensors, ShardGatherer("save_file", keep=hook_context.rank == 0))
+            with raise_on_all_ranks(f"write {filename}"):
+                if hook_context.rank == 0:
+                    save({name: value.detach() for name, value in whole.items()}, filename, *args, **kwargs)
+        elif hook_context.rank == 0:
+            save(tensors, filename, *args, **kwargs)
+
+    return save_file_once
+
+
+def _save_model(save: Any, hook_context: HookContext) -> Any:
+    def save_model_once(model: nn.Module, filename: str, *args: Any, **kwargs: Any) -> None:
+        if model not in hook_context.models:
+            save(model, filename, *args, **kwargs)
+            return
+        plain = full_copy(model, hook_context, "save_model")
+        with raise_on_all_ranks(f"write {filename}"):
+            if hook_context.rank == 0:
+                save(plain, filename, *args, **kwargs)
+
+    return save_model_once
+
+
+def full_copy(model: nn.Module, hook_context: HookContext, call: str) -> nn.Module:
+    """The model as one process would have it, in host memory on rank 0, elsewhere empty. Collective."""
+    gathering = ShardGatherer(call, keep=hook_context.rank == 0)
+
+    def whole(param: nn.Parameter) -> Any:
+        return gathering.whole(param) if isinstance(param, DTensor) else param
+
+    return unsharded_copy(model, whole, tensors_of(model))
+
+
+def save_full(model: Any, hook_context: HookContext) -> None:
+    """Let a transformers model's `save_pretrained` write once, and whole tensors."""
+    if not hasattr(model, "save_pretrained"):
+        return
+
+    def save_pretrained(*args: Any, **kwargs: Any) -> None:
+        plain: Any = full_copy(model, hook_context, "save_pretrained")
+        with raise_on_all_ranks("write what save_pretrained was given"):
+            if hook_context.rank == 0:
+                plain.save_pretrained(*args, **kwargs)
+
+    model.__dict__["save_pretrained"] = save_pretrained

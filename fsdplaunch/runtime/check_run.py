@@ -1,0 +1,105 @@
+"""A rehearsal: after some optimizer steps, take a checkpoint there and back, say how it went, and end the script.
+
+Runs in workers that `fsdplaunch check` started.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.inspection.parameter_names import named_parameters
+from fsdplaunch.runtime.rank import rank, rank_folder
+from fsdplaunch.runtime.saving.save_job import finish_saves
+from fsdplaunch.runtime.saving.save_load import load_checkpoint, save_checkpoint
+from fsdplaunch.runtime.sharding.registry import models_of
+
+RECORD = "rehearsal.json"
+"""File in a rank's folder that says how the rehearsal went."""
+
+
+class EnoughStepsError(SystemExit):
+    """Ends the script as if it had called `sys.exit()`: its `finally` blocks and exit handlers run."""
+
+
+def stop_after(steps: int) -> None:
+    """End the script after the optimizer that steps most has made so many steps.
+
+    Args:
+        steps: At least 1.
+    """
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    made: dict[int, int] = {}
+    began = time.monotonic()
+
+    def count(optimizer: Optimizer, *_: Any) -> None:
+        made[id(optimizer)] = made.get(id(optimizer), 0) + 1
+        if made[id(optimizer)] >= steps:
+            record = {"steps": steps, "seconds": round(time.monotonic() - began, 2), **_round_trip(optimizer)}
+            folder = rank_folder()
+            if folder is not None:
+                (folder / RECORD).write_text(json.dumps(record), encoding="utf-8")
+            raise EnoughStepsError(0)
+
+    register_optimizer_step_post_hook(count)
+
+
+def _round_trip(optimizer: Optimizer) -> dict[str, Any]:
+    """Save, wipe, load, compare.
+
+    Raises:
+        CheckpointError: What came back is not what was there.
+    """
+    trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    models = [model for model in models_of(nn.Module) if any(id(param) in trained for param in model.parameters())]
+    folder = rank_folder()
+    if not models or folder is None:
+        return {"checkpoint": None}
+    target = folder.parent.parent / "rehearsal-checkpoint"
+    before = {name: value.clone() for name, value in _values(models, optimizer)}
+    saved = save_checkpoint(target, model=models, optimizer=optimizer)
+    finish_saves()
+    size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+    with torch.no_grad():
+        for _, value in _values(models, optimizer):
+            value.zero_()
+    load_checkpoint(saved, model=models, optimizer=optimizer)
+    _compare(before, dict(_values(models, optimizer)))
+    dist.barrier()
+    if rank() == 0:
+        shutil.rmtree(target, ignore_errors=True)
+    return {"checkpoint": size}
+
+
+def _values(models: list[nn.Module], optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's parameters, and what the optimizer keeps for them, by name."""
+    for number, model in enumerate(models):
+        for name, param in named_parameters(model):
+            yield f"{name} of model {number}" if len(models) > 1 else name, _local(param)
+            for key, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{key} of {name} of model {number}", _local(value)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _compare(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+    for name, value in before.items():
+        found = after.get(name)
+        if found is None or found.shape != value.shape or not torch.equal(found, value):
+            how = "is missing" if found is None else "is not what it was"
+            msg = f"{name} {how} after a checkpoint was saved and loaded"
+            raise CheckpointError(
+                msg, hint="this is a defect of fsdplaunch or of the model's own state_dict hooks"
+            )

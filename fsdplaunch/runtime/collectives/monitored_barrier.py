@@ -1,0 +1,129 @@
+"""Find out that a call that all ranks must make was made by some only, before a collective would wait for ever.
+
+Ranks meet in the process group's store, where waiting can be watched. A rank that is merely late is waited for.
+When every rank that is missing stands still inside torch, waiting for those that are here, none will ever come.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+
+import torch.distributed as dist
+
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.collectives.hang_detector import MOVING, place_key, report_wait, store
+from fsdplaunch.runtime.torch_internals import group_timeout
+
+NOTICE_SECONDS = 5.0
+"""How late a rank may be before it is mentioned."""
+CONFIRM_SECONDS = 2.0
+"""How long the missing ranks must all have been stuck."""
+_SHORT, _LONG = 0.0005, 0.05
+_SHOWN = 8
+
+_calls: dict[str, int] = {}
+
+
+def monitored_barrier(call: str, hint: str | None = None) -> None:
+    """Wait until every rank is in this call.
+
+    Args:
+        call: The function's name, with what else must be the same on all ranks.
+        hint: What to do when some ranks did not call it.
+
+    Raises:
+        CheckpointError: The missing ranks wait elsewhere for the ones that are here, or for longer than the
+            process group's timeout.
+    """
+    size = dist.get_world_size()
+    number = _calls[call] = _calls.get(call, 0) + 1
+    if size == 1:
+        return
+    room = f"fsdplaunch/muster/{call}/{number}"
+    meeting = store()
+    meeting.set(f"{room}/{dist.get_rank()}", "here")
+    if meeting.add(f"{room}/count", 1) == size:
+        meeting.set(f"{room}/all", "here")
+    start, pause, stuck_since = time.monotonic(), _SHORT, 0.0
+    said = told = False
+    while not meeting.check([f"{room}/all"]):
+        time.sleep(pause)
+        pause = min(2 * pause, _LONG)
+        waited = time.monotonic() - start
+        if waited < NOTICE_SECONDS:
+            continue
+        missing = [rank for rank in range(size) if not meeting.check([f"{room}/{rank}"])]
+        said = said or _notice(call, missing)
+        told = told or report_wait()  # those missing may wait in another call for this rank
+        places = _places(missing)
+        stuck_since = (stuck_since or waited) if missing and len(places) == len(missing) else 0.0
+        if stuck_since and waited - stuck_since > CONFIRM_SECONDS:
+            _withdraw(call, room)
+            raise _alone(call, missing, places, size, hint)
+        if waited > _timeout():
+            _withdraw(call, room)
+            raise _absent(call, missing, waited)
+        time.sleep(0.5)
+    if told:
+        report_wait(MOVING)
+    _forget(call, number - 1)
+
+
+def _places(ranks: Sequence[int]) -> dict[int, str]:
+    """Where each of some ranks is stuck; those that are not are left out."""
+    meeting = store()
+    told = {r: meeting.get(place_key(r)).decode() for r in ranks if meeting.check([place_key(r)])}
+    return {rank: place for rank, place in told.items() if place != MOVING}
+
+
+def _notice(call: str, missing: Sequence[int]) -> bool:
+    if missing:
+        messages.say_anywhere(f"{call} waits for {name_ranks(missing)} to call it too")
+    return bool(missing)
+
+
+def _alone(
+    call: str, missing: Sequence[int], places: dict[int, str], size: int, hint: str | None
+) -> CheckpointError:
+    here = [rank for rank in range(size) if rank not in missing]
+    whose = f" (rank {missing[0]})" if len(missing) > 1 else ""
+    msg = (
+        f"{call} was called on {name_ranks(here)} only: {name_ranks(missing)} went on, waiting for"
+        f" {name_ranks(here)} at {places[missing[0]]}{whose}"
+    )
+    return CheckpointError(msg, hint=hint or f"call {call} on all ranks; take it out of `if rank == 0:`")
+
+
+def _absent(call: str, missing: Sequence[int], waited: float) -> CheckpointError:
+    msg = f"{name_ranks(missing)} did not call {call} within {waited:.0f} s"
+    hint = f"call {call} on all ranks, or set launch.process_group_timeout_seconds higher"
+    return CheckpointError(msg, hint=hint)
+
+
+def _timeout() -> float:
+    """The default group's timeout in seconds: what a collective would wait."""
+    group = dist.group.WORLD
+    return 600.0 if group is None else group_timeout(group)
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0, 1 and 5`, or with many of them the first few and their number."""
+    several = [str(rank) for rank in ranks]
+    if len(several) == 1:
+        return f"rank {several[0]}"
+    if len(several) > _SHOWN:
+        return f"ranks {', '.join(several[:_SHOWN])} and {len(several) - _SHOWN} more"
+    return f"ranks {', '.join(several[:-1])} and {several[-1]}"
+
+
+def _withdraw(call: str, room: str) -> None:
+    """Undo this call, so that the next one on all ranks is the same one on all."""
+    _calls[call] -= 1
+    store().add(f"{room}/count", -1)
+    store().delete_key(f"{room}/{dist.get_rank()}")
+
+
+def _forget(call: str, number: int) -> None:
+    """Remove what this rank wrote for an earlier call, which every rank has left by now."""
+    if number > 0:
+        store().delete_key(f"fsdplaunch/muster/{call}/{number}/{dist.get_rank()}")

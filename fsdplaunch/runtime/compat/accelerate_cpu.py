@@ -1,0 +1,95 @@
+"""Let accelerate shard on a machine without a GPU.
+
+Without one, `Accelerator()` takes itself for a single process: every rank would train its own whole model, and
+nothing would say so. What accelerate lacks there is small. It has to be told that this is one of its distributed
+runs, and of FSDP1 two options that torch refuses on a CPU are carried out here: sending rank 0's values
+(`sync_module_states`) and offloading, which has nothing to do where parameters are in host memory anyway.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.compat.import_hook import once_imported
+
+
+def adapt_accelerate_to_cpu() -> None:
+    """Adapt accelerate, if and when the script imports it, so that what the file says about sharding is done.
+
+    For workers whose device is the CPU, before the script runs.
+    """
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    once_imported("accelerate.state", _adapt_state)
+    once_imported("accelerate.utils.dataclasses", _adapt_plugin)
+    once_imported("accelerate.accelerator", _adapt_accelerator)
+
+
+def _adapt_state(state: Any) -> None:
+    """Its state considers FSDP only for kinds of run that name an accelerator; the device is set beside it."""
+
+    def prepare_backend(*_: Any, **__: Any) -> tuple[str, Any]:
+        return "gloo", state.DistributedType.MULTI_GPU
+
+    state.PartialState._prepare_backend = prepare_backend
+
+
+def _adapt_plugin(dataclasses: Any) -> None:
+    """Its plugin ends its construction by choosing the accelerator that `sync_module_states` allocates on.
+
+    Every field is set by then. The function it would have made is not needed: the values are sent here.
+    """
+    plugin = dataclasses.FullyShardedDataParallelPlugin
+    finish = plugin.__post_init__
+
+    @functools.wraps(finish)
+    def finish_without_device(self: Any) -> None:
+        try:
+            finish(self)
+        except RuntimeError as failure:
+            if not self.sync_module_states or "no available devices" not in str(failure):
+                raise
+
+    plugin.__post_init__ = finish_without_device
+
+
+def _adapt_accelerator(accelerator: Any) -> None:
+    prepare = accelerator.Accelerator.prepare_model
+
+    @functools.wraps(prepare)
+    def prepare_on_cpu(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        plugin = getattr(self.state, "fsdp_plugin", None)
+        if plugin is None or plugin.fsdp_version != 1:
+            return prepare(self, model, *args, **kwargs)
+        return _with_what_torch_can(plugin, model, lambda: prepare(self, model, *args, **kwargs))
+
+    accelerator.Accelerator.prepare_model = prepare_on_cpu
+
+
+def _with_what_torch_can(plugin: Any, model: Any, prepare: Callable[[], Any]) -> Any:
+    """Prepare with the two options off that torch's FSDP1 refuses on a CPU, and on again in the plugin after."""
+    sync, offload = plugin.sync_module_states, plugin.cpu_offload
+    if sync:
+        _send_from_rank_0(model)
+    if offload is not None and offload.offload_params:
+        messages.say("parameters are in host memory already: offloading has nothing to do here")
+    plugin.sync_module_states, plugin.cpu_offload = False, None
+    try:
+        return prepare()
+    finally:
+        plugin.sync_module_states, plugin.cpu_offload = sync, offload
+
+
+def _send_from_rank_0(model: Any) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from fsdplaunch.runtime.sharding.materialize import Materializer
+
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    Materializer(model, mesh=mesh, device=torch.device("cpu"), master=None).settle(model)

@@ -1,0 +1,1 @@
+"""What wraps a unit's forward: activation checkpointing, torch.compile, float8, other methods."""

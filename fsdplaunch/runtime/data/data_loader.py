@@ -1,0 +1,156 @@
+"""Give each rank its own part of the data, in place, in the order and batch size the loader asked for."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.data.loader_state import keep_count
+from fsdplaunch.runtime.sharding.mesh import DataRanks
+from fsdplaunch.runtime.torch_internals import draws_all_items
+
+
+class EpochSampler(DistributedSampler[Any]):
+    """A distributed sampler that begins the next epoch by itself; `set_epoch` still decides when it is called."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this epoch's indices of this rank, and move on to the next epoch."""
+        indices = super().__iter__()
+        self.epoch += 1
+        return indices
+
+
+class SharedOrder(Sampler[Any]):
+    """Every rank's part of an order that only rank 0 decides: for samplers of the user's own.
+
+    Rank 0 draws the whole epoch and sends it. Ranks take turns; the last round is filled up from the start, so
+    that all ranks have the same number of items. Items are indices, or lists of them for batch samplers.
+    """
+
+    def __init__(self, inner: Any, ranks: DataRanks) -> None:
+        self.inner = inner
+        self.ranks = ranks
+        self.drawn: list[Any] | None = None
+        """The present epoch's order, on the rank that drew it."""
+        self.given: list[Any] | None = None
+        """The order of the epoch a run is resumed in."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's items of a new epoch."""
+        items, self.given = self.given, None
+        if items is None:
+            box: list[Any] = [list(self.inner) if self.ranks.rank == 0 else None]
+            dist.broadcast_object_list(box, src=0)
+            items = list(box[0])
+        self.drawn = items if self.ranks.rank == 0 else None
+        if items:
+            items = items + (items * math.ceil(self.ranks.size / len(items)))[: -len(items) % self.ranks.size]
+        return iter(items[self.ranks.rank :: self.ranks.size])
+
+    def __len__(self) -> int:
+        """Items of this rank in one epoch."""
+        return math.ceil(len(self.inner) / self.ranks.size)
+
+
+class TakingTurns(IterableDataset[Any]):
+    """Every rank's part of a stream: ranks take turns, and a last incomplete round is left out.
+
+    All ranks then see the same number of items, and none waits in a collective for a rank that has run out.
+    """
+
+    def __init__(self, stream: Any, ranks: DataRanks) -> None:
+        self.stream = stream
+        self.ranks = ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's items."""
+        round_: list[Any] = []
+        for item in self.stream:
+            round_.append(item)
+            if len(round_) == self.ranks.size:
+                yield round_[self.ranks.rank]
+                round_ = []
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the stream offers."""
+        if name.startswith("__") or name == "stream":
+            raise AttributeError(name)
+        return getattr(self.stream, name)
+
+
+def shard_loader(loader: DataLoader[Any], ranks: DataRanks) -> DataLoader[Any]:
+    """Make a loader give this rank its part and count what it gives, and return it.
+
+    The batch size stays and is each rank's own. A loader that shuffles or reads in order gets an `EpochSampler`,
+    other samplers and batch samplers are split by `SharedOrder`, streams by `TakingTurns`. A loader that already
+    has a distributed sampler, and a stream that already was split, stay as they are. One rank alone is treated
+    like several: a run resumed on more or fewer ranks goes on in the same order.
+    """
+    keep_count(loader)
+    if _is_split(loader):
+        return loader
+    if isinstance(loader.dataset, IterableDataset):
+        _set(loader, dataset=TakingTurns(loader.dataset, ranks))
+        return loader
+    batches = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        messages.say(f"{type(batches).__name__}: rank 0 draws its batches, ranks take turns")
+        _set(loader, batch_sampler=SharedOrder(batches, ranks))
+        return loader
+    sampler = _sampler(loader, ranks)
+    _set(loader, sampler=sampler)
+    if batches is not None:
+        _set(loader, batch_sampler=BatchSampler(sampler, batches.batch_size, batches.drop_last))
+    return loader
+
+
+def _is_split(loader: DataLoader[Any]) -> bool:
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    ours = (DistributedSampler, SharedOrder)
+    if isinstance(loader.sampler, ours) or isinstance(inner, ours) or isinstance(loader.batch_sampler, ours):
+        return True
+    split_elsewhere = getattr(loader.dataset, "_distributed", None) is not None  # datasets' split_dataset_by_node
+    return isinstance(loader.dataset, TakingTurns) or split_elsewhere
+
+
+def _sampler(loader: DataLoader[Any], ranks: DataRanks) -> Sampler[Any]:
+    sampler = loader.sampler
+    plain_random = type(sampler) is RandomSampler and not sampler.replacement and draws_all_items(sampler)
+    if type(sampler) is SequentialSampler or plain_random:
+        return EpochSampler(
+            loader.dataset,
+            num_replicas=ranks.size,
+            rank=ranks.rank,
+            shuffle=plain_random,
+            seed=_seed_of_rank_0(loader.generator),
+            drop_last=loader.drop_last,
+        )
+    messages.say(f"{type(sampler).__name__}: rank 0 draws its order, ranks take turns")
+    return SharedOrder(sampler, ranks)
+
+
+def _seed_of_rank_0(generator: torch.Generator | None) -> int:
+    """The seed of the script's own shuffling, the same on all ranks."""
+    box = [torch.initial_seed() if generator is None else generator.initial_seed()]
+    dist.broadcast_object_list(box, src=0)
+    return box[0] % 2**63
+
+
+def _set(loader: DataLoader[Any], **attributes: Any) -> None:
+    """Set what a loader guards against change; before its first iteration nothing has read it.
+
+    Changed in place, not built anew: a subclass may have a constructor of its own, and other objects may hold it.
+    """
+    loader.__dict__.update(attributes)

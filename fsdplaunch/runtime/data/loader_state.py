@@ -1,0 +1,227 @@
+"""How far a data loader has been read, and how to go on from there on any number of ranks.
+
+What counts are the batches the script has been given; workers of the loader may have drawn more in advance.
+"""
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.torch_internals import (
+    batches_yielded,
+    dataset_of,
+    iterator_factory,
+    iterator_methods,
+    set_iterator_factory,
+    set_iterator_methods,
+)
+
+_READING = "_fsdplaunch_reading"
+Position = dict[str, Any]
+
+
+class LoaderPass:
+    """The present pass over one loader.
+
+    Attributes:
+        batches: Those the script has been given in this pass, with those skipped at its start.
+        is_over: Whether there was no further one, or no pass has begun.
+        epoch: The sampler's number of this pass.
+        skip: Batches that the next pass leaves out at its start.
+        skipped: Those that this pass left out.
+        goes_on: The next pass is the rest of one that had begun when the run was saved.
+    """
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.is_over = True
+        self.epoch = 0
+        self.skip = 0
+        self.skipped = 0
+        self.goes_on = False
+
+    def begin(self, loader: Any) -> None:
+        """A new pass begins."""
+        self.epoch = getattr(_sampler(loader), "epoch", 0)
+        self.skipped, self.skip = self.skip, 0
+        self.batches, self.is_over = self.skipped, False
+
+
+def keep_count(loader: DataLoader[Any]) -> None:
+    """Count the batches a loader gives from now on, in place."""
+    if _READING in loader.__dict__:
+        return
+    reading = LoaderPass()
+    make = iterator_factory(loader)
+    owner = weakref.ref(loader)
+
+    def make_and_count() -> Any:
+        mine: Any = owner()
+        reading.begin(mine)
+        goes_on, reading.goes_on = reading.goes_on, False
+        before = _random_states(mine) if goes_on else ()
+        iterator = make(mine)
+        for generator, state in before:  # the pass had drawn its seed when it began
+            generator.set_state(state)
+        _count(iterator, reading, owner)
+        return iterator
+
+    loader.__dict__[_READING] = reading
+    set_iterator_factory(loader, make_and_count)
+
+
+def _count(iterator: Any, reading: LoaderPass, owner: Any) -> None:
+    """Note what an iterator gives. It is held weakly: its workers end with its last use."""
+    mine = weakref.ref(iterator)
+    own_next, own_reset = iterator_methods(iterator)
+
+    def next_data() -> Any:
+        here: Any = mine()
+        try:
+            data = own_next(here)
+        except StopIteration:
+            reading.is_over = True
+            raise
+        reading.batches = reading.skipped + batches_yielded(here) + 1
+        return data
+
+    def reset(loader: Any, first_iter: bool = False) -> None:  # persistent workers: the next pass
+        reading.begin(owner())
+        own_reset(mine(), loader, first_iter)
+
+    if isinstance(dataset_of(iterator), IterableDataset) and reading.skipped:
+        count, reading.skipped = reading.skipped, 0
+        for _ in itertools.islice(iterator, count):  # a stream has to be read to get there
+            pass
+    set_iterator_methods(iterator, next_data, reset)
+
+
+def position_of(loader: Any) -> Position:
+    """How far all ranks have read a prepared loader; every rank calls this.
+
+    Raises:
+        CheckpointError: The loader was not prepared.
+    """
+    reading = _reading(loader)
+    within = not reading.is_over and not _is_at_end(loader, reading)
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, reading.batches if within else 0)
+    sampler = _sampler(loader)
+    position: Position = {
+        "batches": counts,
+        "items_per_batch": _items_per_batch(loader),
+        "epoch": reading.epoch if within else getattr(sampler, "epoch", 0),
+        "seed": getattr(sampler, "seed", None),
+    }
+    position["within"] = within
+    position["generators"] = [state for _, state in _random_states(loader)[1:]]
+    drawn = getattr(sampler, "drawn", None)
+    if within and drawn is not None:
+        all_numbers = all(type(item) is int for item in drawn)
+        position["drawn"] = torch.tensor(drawn) if all_numbers else drawn
+    return position
+
+
+def resume_at(loader: Any, position: Position) -> None:
+    """Let the next pass over a prepared loader begin where a position says.
+
+    Raises:
+        CheckpointError: The loader was not prepared, or the ranks had read different amounts and are others now.
+    """
+    reading, counts = _reading(loader), position["batches"]
+    mine = _items_per_batch(loader)
+    if len(counts) == dist.get_world_size() and mine == position["items_per_batch"]:
+        reading.skip = counts[dist.get_rank()]
+    else:
+        reading.skip = _converted(counts, position["items_per_batch"], mine)
+    sampler = _sampler(loader)
+    for name in ("epoch", "seed"):
+        if hasattr(sampler, name) and position.get(name) is not None:
+            setattr(sampler, name, position[name])
+    reading.goes_on = position["within"]
+    for (generator, _), state in zip(_random_states(loader)[1:], position["generators"], strict=False):
+        generator.set_state(state)
+    drawn = position.get("drawn")
+    if drawn is not None and hasattr(sampler, "drawn"):
+        sampler.given = drawn.tolist() if isinstance(drawn, torch.Tensor) else drawn
+    if isinstance(loader.dataset, IterableDataset):
+        return
+    place = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    if not isinstance(getattr(loader, place), SkippingSampler):
+        loader.__dict__[place] = SkippingSampler(getattr(loader, place), reading)
+
+
+def _converted(counts: list[int], items_then: int, items_now: int) -> int:
+    """Batches for each rank to skip, when the ranks or their batches are not those of the checkpoint."""
+    if len(set(counts)) > 1:
+        msg = f"the ranks had read {min(counts)} to {max(counts)} batches, which other ranks cannot go on from"
+        raise CheckpointError(msg, hint=f"resume on {len(counts)} ranks with the same batch size")
+    read, per_round = counts[0] * items_then * len(counts), items_now * dist.get_world_size()
+    again = read % per_round
+    if again:
+        messages.say(f"{read} items had been read, no multiple of {per_round}: {again} of them come again")
+    return read // per_round
+
+
+class SkippingSampler(Sampler[Any]):
+    """A sampler without the first batches of the pass a run is resumed in."""
+
+    def __init__(self, inner: Any, reading: LoaderPass) -> None:
+        self.inner = inner
+        self.reading = reading
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield what is left of this pass."""
+        return itertools.islice(iter(self.inner), self.reading.skipped, None)
+
+    def __len__(self) -> int:
+        """Batches in a whole pass."""
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the sampler offers."""
+        if name.startswith("__") or name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+def _reading(loader: Any) -> LoaderPass:
+    reading = getattr(loader, "__dict__", {}).get(_READING)
+    if not isinstance(reading, LoaderPass):
+        msg = f"the position of a {type(loader).__name__} that was not prepared is not known"
+        raise CheckpointError(msg, hint="give the loader that prepare returned")
+    return reading
+
+
+def _sampler(loader: Any) -> Any:
+    """What decides the order: the innermost sampler."""
+    outer = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    outer = outer.inner if isinstance(outer, SkippingSampler) else outer
+    return outer.sampler if isinstance(outer, BatchSampler) else outer
+
+
+def _random_states(loader: Any) -> list[tuple[torch.Generator, torch.Tensor]]:
+    """The generators a pass draws from, with their states: everyone's, then the loader's and sampler's own."""
+    sampler = _sampler(loader)
+    own = [loader.generator, getattr(getattr(sampler, "inner", sampler), "generator", None)]
+    found = {id(generator): generator for generator in own if isinstance(generator, torch.Generator)}
+    return [(each, each.get_state()) for each in (torch.default_generator, *found.values())]
+
+
+def _items_per_batch(loader: Any) -> int:
+    """How much of what the ranks take turns at makes one batch: items, or whole batches of the script's own."""
+    outer = loader.batch_sampler
+    outer = outer.inner if isinstance(outer, SkippingSampler) else outer
+    return int(outer.batch_size) if type(outer) is BatchSampler else 1
+
+
+def _is_at_end(loader: Any, reading: LoaderPass) -> bool:
+    """Whether the batch that was given last is the pass's last one."""
+    return not isinstance(loader.dataset, IterableDataset) and reading.batches >= len(loader)

@@ -1,0 +1,191 @@
+"""`describe`: how a model is sharded, read back from torch's own objects and not from what was asked for."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.inspection.introspect import (
+    ShardedUnit,
+    flat_parameters,
+    format_name,
+    fsdp1_settings,
+    fsdp1_units,
+    fsdp2_settings,
+    fsdp2_units,
+    own_class,
+    wrappers,
+)
+from fsdplaunch.runtime.inspection.parameter_names import count, named_parameters, unwrapped
+from fsdplaunch.runtime.sharding.blocks import class_name
+from fsdplaunch.runtime.sharding.registry import ShardedModel, registered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingDescription:
+    """How one model is sharded. Parameters are counted in numbers, formats are torch's names.
+
+    Attributes:
+        model: The model's class.
+        version: 1 or 2.
+        strategy: As the configuration names it.
+        mesh: Ranks per axis, by the axis's name.
+        device: Where this worker computes.
+        parameters: All of the model's.
+        trained: Those that get gradients.
+        units: In the model's order, without the root.
+        root: What is in no other unit.
+        kept: Parameters by the number format their shards are kept in.
+        output: Number format of the model's outputs, or None for the one they have.
+        buffers: Number format of buffers in forward (version 1), or None for their own.
+        tied: Names of each parameter that has several.
+        ignored: Names of the modules that are not sharded.
+        whole: Names of the parameters that are not sharded, each rank holding all of them.
+        frozen: Names of the parameters that get no gradients.
+        checkpointed: Names of the modules that compute their activations again in backward.
+        activations_offloaded: Whether what these keep goes to host memory.
+        forward_prefetch: Whether a unit gathers the next one while it computes forward.
+        backward_prefetch: When the next unit is gathered in backward.
+        offloaded: Whether shards are kept in host memory.
+        compiled: What is compiled: `blocks`, `model`, or None.
+        float8: Linear layers that compute in float8.
+        methods: Methods beside forward that parameters are gathered for.
+    """
+
+    model: str
+    version: int
+    strategy: str
+    mesh: dict[str, int]
+    device: str
+    parameters: int
+    trained: int
+    units: tuple[ShardedUnit, ...]
+    root: ShardedUnit
+    kept: dict[str, int]
+    output: str | None
+    buffers: str | None
+    tied: tuple[tuple[str, ...], ...]
+    ignored: tuple[str, ...]
+    whole: tuple[str, ...]
+    frozen: tuple[str, ...]
+    checkpointed: tuple[str, ...]
+    activations_offloaded: bool
+    forward_prefetch: bool
+    backward_prefetch: str
+    offloaded: bool
+    compiled: str | None
+    float8: int
+    methods: tuple[str, ...]
+
+    def lines(self) -> Iterator[str]:
+        """The same for people: one line, and one more for everything out of the ordinary."""
+        units = ", ".join(f"{n} x {kind}" for kind, n in Counter(unit.kind for unit in self.units).items())
+        words = [
+            f"sharded {self.model}: {units or 'one unit'}",
+            f"{count(self.parameters)} parameters",
+            f"FSDP{self.version} {self.strategy} over {' x '.join(map(str, self.mesh.values()))} ranks",
+            f"{'/'.join(sorted(map(_word, self.kept)))} kept",
+        ]
+        words += [f"{_word(self.root.compute)} compute"] if self.root.compute else []
+        words += [f"{_word(self.root.reduce)} reduce"] if self.root.reduce else []
+        words += [f"{_word(self.output)} out"] if self.output else []
+        yield ", ".join(words)
+        for about, said in self._remarks():
+            if said:
+                yield f"  {about}: {said}"
+
+    def _remarks(self) -> Iterator[tuple[str, str]]:
+        if self.units:
+            left = 100 * self.root.parameters // max(self.parameters, 1)
+            yield "units", f"{_sizes(self.units)} parameters, {count(self.root.parameters)} ({left} %) in the root"
+        yield "tied", "; ".join(" = ".join(names) for names in self.tied)
+        yield "not sharded", _some(self.ignored or self.whole)
+        yield "frozen", f"{count(self.parameters - self.trained)} parameters" if self.frozen else ""
+        again = f"{len(self.checkpointed)} modules" if self.checkpointed else ""
+        where = ", what they keep in host memory" if self.activations_offloaded else ""
+        yield "activation checkpointing", again and again + where
+        yield "compiled", self.compiled or ""
+        yield "float8", f"{self.float8} linear layers" if self.float8 else ""
+        ahead = ["in forward"] if self.forward_prefetch else []
+        ahead += ["in backward"] if self.backward_prefetch != "NO_PREFETCH" else []
+        yield "next unit gathered ahead", " and ".join(ahead) if self.units else ""
+        yield "shards in host memory", "yes" if self.offloaded else ""
+        yield "gathered for, beside forward", ", ".join(self.methods)
+
+
+def describe(model: nn.Module) -> ShardingDescription:
+    """Say how a prepared model is sharded.
+
+    Args:
+        model: What `prepare` returned, or what torch.compile made of it.
+
+    Raises:
+        ShardingError: The model did not come from `prepare`.
+    """
+    prepared = registered(model)
+    if prepared is None:
+        msg = f"this {class_name(model)} was not sharded by prepare"
+        raise ShardingError(msg, hint="describe what fsdplaunch.prepare returns")
+    if not isinstance(model, FSDPModule):  # else it was compiled before, and the units begin with what came out
+        model = unwrapped(model)
+    version1 = isinstance(model, FullyShardedDataParallel)
+    (root, *units) = fsdp1_units(model) if version1 else fsdp2_units(model)
+    named = dict(named_parameters(model))
+    return ShardingDescription(
+        model=own_class(model.module if isinstance(model, FullyShardedDataParallel) else model),
+        version=1 if version1 else 2,
+        strategy=prepared.settings.strategy,
+        mesh=dict(zip(prepared.mesh.mesh_dim_names or ("ranks",), prepared.mesh.shape, strict=True)),
+        device=str(prepared.device),
+        units=tuple(units),
+        root=root,
+        tied=prepared.tied,
+        ignored=prepared.ignored,
+        whole=tuple(sorted(prepared.left_out)),
+        methods=prepared.methods,
+        float8=prepared.converted,
+        **_counted(model, named, prepared, sum(unit.parameters for unit in (root, *units))),
+        **wrappers(model),
+        **(fsdp1_settings(model) if isinstance(model, FullyShardedDataParallel) else fsdp2_settings(model)),
+    )
+
+
+def _counted(
+    model: nn.Module, named: dict[str, nn.Parameter], prepared: ShardedModel, in_units: int
+) -> dict[str, Any]:
+    """What the parameters themselves say."""
+    apart = {name: named[name] for name in prepared.left_out}
+    sharded = [param for name, param in named.items() if name not in apart]
+    still = sum(param.numel() for param in apart.values() if not param.requires_grad)
+    if isinstance(model, FullyShardedDataParallel):
+        flat = list(flat_parameters(model))
+    else:
+        flat = [(param.dtype, param.numel(), param.requires_grad) for param in sharded]
+    kept: Counter[str] = Counter()
+    for dtype, size, trained in flat:
+        kept[format_name(dtype) or ""] += size
+        still += 0 if trained else size
+    total = in_units + sum(param.numel() for param in apart.values())
+    return {
+        "parameters": total,
+        "trained": total - still,
+        "kept": dict(kept),
+        "frozen": tuple(name for name, param in named.items() if not param.requires_grad),
+    }
+
+
+def _sizes(units: tuple[ShardedUnit, ...]) -> str:
+    sizes = sorted({unit.parameters for unit in units})
+    return count(sizes[0]) if len(sizes) == 1 else f"{count(sizes[0])} to {count(sizes[-1])}"
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")  # noqa: PLR2004
+
+
+def _word(name: str | None) -> str:
+    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(name or "", name or "")

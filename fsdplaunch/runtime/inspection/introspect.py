@@ -1,0 +1,156 @@
+"""Read back from torch's own objects how a model is sharded."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from fsdplaunch.runtime.compute.compile import CompiledForward
+from fsdplaunch.runtime.inspection.parameter_names import clean_name, unwrapped
+from fsdplaunch.runtime.torch_internals import (
+    CheckpointWrapper,
+    OffloadWrapper,
+    checkpointed_module,
+    flat_parameter,
+    full_size,
+    mixed_precision_of,
+    param_groups,
+    prefetches_forward,
+    root_mixed_precision,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedUnit:
+    """Parameters that are gathered and freed together.
+
+    Attributes:
+        name: The module's clean name; empty for the root.
+        kind: The module's class, as the user wrote it.
+        parameters: How many numbers it holds over all ranks of one copy.
+        reshard_after_forward: Whether it is freed after forward, or the number of ranks it is then spread over.
+        compute: Number format it is gathered and computed in, or None for the one it is kept in.
+        reduce: Number format its gradients are summed in, or None for the one they have.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    reshard_after_forward: bool | int
+    compute: str | None
+    reduce: str | None
+
+
+def fsdp2_units(model: nn.Module) -> Iterator[ShardedUnit]:
+    """The units of a version 2 model, the root first."""
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        groups = param_groups(module)
+        policy = mixed_precision_of(groups[0]) if groups else None
+        after = groups[0].post_forward_mesh_info if groups else None
+        yield ShardedUnit(
+            name=clean_name(name),
+            kind=own_class(module),
+            parameters=sum(prod(full_size(param)) for group in groups for param in group.fsdp_params),
+            reshard_after_forward=_resharded(after, groups),
+            compute=format_name(policy.param_dtype) if policy else None,
+            reduce=format_name(policy.reduce_dtype) if policy else None,
+        )
+
+
+def _resharded(after: Any, groups: Any) -> bool | int:
+    """Whether a version 2 unit is freed after forward: to all ranks of a copy, or to a part of them."""
+    if after is None:
+        return False
+    size = int(after.shard_mesh_size)
+    return True if size == groups[0].mesh_info.shard_mesh_size else size
+
+
+def fsdp1_units(model: nn.Module) -> Iterator[ShardedUnit]:
+    """The units of a version 1 model, the root first."""
+    for name, module in model.named_modules():
+        if not isinstance(module, FullyShardedDataParallel):
+            continue
+        flat = flat_parameter(module)
+        yield ShardedUnit(
+            name=clean_name(name),
+            kind=own_class(module.module),
+            parameters=sum(map(prod, flat.shapes)) if flat else 0,
+            reshard_after_forward=module.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD"),
+            compute=format_name(module.mixed_precision.param_dtype),
+            reduce=format_name(module.mixed_precision.reduce_dtype),
+        )
+
+
+def flat_parameters(model: nn.Module) -> Iterator[tuple[torch.dtype, int, bool]]:
+    """Format, size and whether it gets a gradient, of each whole parameter in version 1's flat ones."""
+    for module in model.modules():
+        flat = flat_parameter(module) if isinstance(module, FullyShardedDataParallel) else None
+        if flat is None:
+            continue
+        flags = [p.requires_grad for p in flat.params] or [flat.tensor.requires_grad] * len(flat.shapes)
+        for shape, trained in zip(flat.shapes, flags, strict=True):
+            yield flat.tensor.dtype, prod(shape), trained
+
+
+def wrappers(model: nn.Module) -> dict[str, Any]:
+    """What is recomputed, offloaded and compiled, by the names of the description."""
+    modules = list(model.named_modules())
+    again = [clean_name(name) for name, module in modules if isinstance(module, CheckpointWrapper)]
+    whole = model.module if isinstance(model, FullyShardedDataParallel) else model
+    inner = any("forward" in m.__dict__ and _is_compiled(m) for _, m in modules if m is not whole)
+    return {
+        "checkpointed": tuple(again),
+        "activations_offloaded": any(isinstance(module, OffloadWrapper) for _, module in modules),
+        "compiled": "model" if _is_compiled(whole) else "blocks" if inner else None,
+    }
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile made the module's forward."""
+    return isinstance(module.__dict__.get("forward"), CompiledForward)
+
+
+def fsdp1_settings(model: FullyShardedDataParallel) -> dict[str, Any]:
+    """What holds for a whole version 1 model, by the names of the description."""
+    ahead = model.backward_prefetch
+    return {
+        "output": None,
+        "buffers": format_name(model.mixed_precision.buffer_dtype),
+        "forward_prefetch": bool(model.forward_prefetch),
+        "backward_prefetch": "NO_PREFETCH" if ahead is None else ahead.name,
+        "offloaded": model.cpu_offload.offload_params,
+    }
+
+
+def fsdp2_settings(model: nn.Module) -> dict[str, Any]:
+    """What holds for a whole version 2 model, by the names of the description."""
+    first: Any = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
+    groups = param_groups(model)
+    return {
+        "output": format_name(root_mixed_precision(model).output_dtype),
+        "buffers": None,
+        "forward_prefetch": prefetches_forward(model),
+        "backward_prefetch": "BACKWARD_PRE",  # by itself, in the order that forward ran in
+        "offloaded": bool(groups) and isinstance(groups[0].offload_policy, CPUOffloadPolicy) and first is not None,
+    }
+
+
+def own_class(module: Any) -> str:
+    """The user's class, inside of what checkpointing and sharding put around a module or its class."""
+    while isinstance(module, CheckpointWrapper | OffloadWrapper):
+        module = checkpointed_module(module)
+    module = unwrapped(module)
+    kinds = type(module).__mro__
+    return next(kind.__name__ for kind in kinds if not issubclass(kind, FSDPModule))
+
+
+def format_name(dtype: torch.dtype | None) -> str | None:
+    """Torch's name of a number format."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")

@@ -1,0 +1,166 @@
+"""Full tensors that only the first rank has, sent to all in pieces; every rank keeps its part of each."""
+
+import math
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdplaunch.checkpoint.dtypes import DTYPES
+from fsdplaunch.checkpoint.invalid_file import short
+from fsdplaunch.checkpoint.model_weights import StoredWeight
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
+from fsdplaunch.runtime.loading.local_shards import LocalShard, Rectangle
+from fsdplaunch.runtime.loading.read_shards import source_dtype
+
+PIECE = 32 * 1024 * 1024
+"""Bytes that are sent at once."""
+_NESTED = ("state_dict", "model_state_dict", "model", "module")
+
+
+def broadcast_tensor(
+    ranks: RankGroup, full: torch.Tensor | None, held: LocalShard, dtype: torch.dtype
+) -> Exception | None:
+    """Send one tensor from the first rank into every rank's part of it.
+
+    Args:
+        ranks: Who takes part; all of them call this.
+        full: The tensor, on the first rank.
+        held: This rank's part.
+        dtype: The tensor's format, known to all.
+
+    Returns:
+        What went wrong here; the other ranks are not left waiting for it.
+    """
+    failure: Exception | None = None
+    row = math.prod(held.shape[1:])
+    rows = held.shape[0] if held.shape else 1
+    most = max(1, PIECE // max(1, row * dtype.itemsize))
+    flat = None if full is None else full.detach().contiguous().view(-1)
+    for first in range(0, rows if row else 0, most):
+        count = min(most, rows - first)
+        piece = torch.empty(count * row, dtype=dtype, device=ranks.device)
+        try:
+            if flat is not None:
+                piece.copy_(flat[first * row : (first + count) * row])
+        except RuntimeError as error:
+            failure = failure or error
+        ranks.send(piece)
+        try:
+            _keep(piece, first, count, held)
+        except RuntimeError as error:
+            failure = failure or error
+    return failure
+
+
+def _keep(piece: torch.Tensor, first: int, count: int, held: LocalShard) -> None:
+    """Copy what this rank holds of rows `first` to `first + count` of the whole tensor."""
+    part, shape = held.part, held.shape
+    if not part.numel:
+        return
+    if isinstance(part, Rectangle):
+        if not shape:
+            held.local.copy_(piece.view(()))
+            return
+        begin, end = max(first, part.offsets[0]), min(first + count, part.offsets[0] + part.sizes[0])
+        if begin < end:
+            inner = tuple(slice(at, at + size) for at, size in zip(part.offsets[1:], part.sizes[1:], strict=True))
+            values = piece.view(count, *shape[1:])[(slice(begin - first, end - first), *inner)]
+            held.local[begin - part.offsets[0] : end - part.offsets[0]].copy_(values)
+        return
+    row = math.prod(shape[1:])
+    begin, end = max(first * row, part.start), min((first + count) * row, part.stop)
+    if begin < end:
+        held.local[begin - part.start : end - part.start].copy_(piece[begin - first * row : end - first * row])
+
+
+def broadcast_all(
+    ranks: RankGroup, full: Mapping[str, torch.Tensor], held: Iterable[tuple[LocalShard, str, torch.dtype]]
+) -> None:
+    """Send several tensors; see `broadcast_tensor`.
+
+    Args:
+        ranks: Who takes part.
+        full: The tensors by name, on the first rank.
+        held: This rank's parts, with each tensor's name in `full` and its format, in the same order on all ranks.
+
+    Raises:
+        CheckpointError: It went wrong on any rank.
+    """
+    failures = [broadcast_tensor(ranks, full.get(name), part, dtype) for part, name, dtype in held]
+    with ranks.together("take over the first rank's tensors"):
+        for failure in failures:
+            if failure is not None:
+                raise failure
+
+
+def open_pickled(paths: Iterable[Path]) -> dict[str, tuple[int, torch.Tensor]]:
+    """Open files of `torch.save` without running code of theirs; the tensors are maps of the files where possible.
+
+    Returns:
+        The number of its file and the tensor, by name.
+
+    Raises:
+        CheckpointError: A file is damaged, holds other objects, or holds no tensors by name.
+    """
+    found: dict[str, tuple[int, torch.Tensor]] = {}
+    for number, path in enumerate(paths):
+        state = _tensors(_load(path))
+        if state is None:
+            msg = f"{path} does not hold tensors by name"
+            raise CheckpointError(msg, hint="save model.state_dict(), not the model or a larger structure")
+        found |= {name: (number, tensor) for name, tensor in state.items()}
+    return found
+
+
+def _load(path: Path) -> Any:
+    try:
+        try:
+            return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            return torch.load(path, weights_only=True, map_location="cpu")  # the format before torch 1.6
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        msg = f"cannot read {path}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+        hint = "the file is damaged, or holds objects that only running code could read"
+        raise CheckpointError(msg, hint=hint) from None
+
+
+def _tensors(value: Any) -> dict[str, torch.Tensor] | None:
+    """A state dict, or the one inside of it; entries that are no tensors, such as version counts, are left out."""
+    if not isinstance(value, Mapping):
+        return None
+    inner = next((inner for key in _NESTED if (inner := _tensors(value.get(key))) is not None), None)
+    tensors = {str(name): each for name, each in value.items() if isinstance(each, torch.Tensor)}
+    return inner or tensors or None
+
+
+def describe_pickled(found: Mapping[str, tuple[int, torch.Tensor]]) -> dict[str, StoredWeight]:
+    """What opened files hold, in the form of safetensors headers.
+
+    Raises:
+        CheckpointError: A tensor is sparse or quantized.
+    """
+    return {name: _described(name, number, tensor) for name, (number, tensor) in found.items()}
+
+
+def _described(name: str, number: int, tensor: torch.Tensor) -> StoredWeight:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        msg = f"{short(name)} is sparse or quantized"
+        raise CheckpointError(msg, hint="load this model with the library that wrote it")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return StoredWeight(name, number, str(tensor.dtype), DTYPES.get(dtype), tuple(tensor.shape), 0)
+
+
+def check_formats(held: Iterable[tuple[LocalShard, StoredWeight]]) -> None:
+    """Check that every tensor may be converted to the model's format.
+
+    Raises:
+        CheckpointError: One may not.
+    """
+    for part, weight in held:
+        source_dtype(weight, part.local.dtype)

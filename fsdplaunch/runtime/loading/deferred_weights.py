@@ -1,0 +1,160 @@
+"""A model's tensors without memory for as long as sharding takes; the shards are then filled from files.
+
+How each tensor of the model gets its values:
+
+* A parameter that the files hold is sharded without memory, and every rank reads its part of it.
+* A persistent buffer, and a parameter of an ignored module, that the files hold is read whole by every rank.
+* A parameter that they do not hold (where that is allowed) keeps rank 0's values. Where rank 0 has none, its
+  module initialises it. Either way it is sent and split after sharding, one at a time.
+* A buffer that they do not hold keeps rank 0's values. Where rank 0 has none (a model built on meta) its
+  module makes it again: by `param_init_fn`, the model's `_init_weights`, or the module's `reset_parameters`. If
+  that leaves it as it was, it is an error.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
+from fsdplaunch.runtime.loading.broadcast import broadcast_all
+from fsdplaunch.runtime.loading.empty_storage import EmptyFlattening, empty_storage
+from fsdplaunch.runtime.loading.execute_plan import execute_plan, report_loaded
+from fsdplaunch.runtime.loading.load_plan import make_plan
+from fsdplaunch.runtime.loading.local_shards import LocalShard, clear_padding, local_shards
+from fsdplaunch.runtime.loading.match_names import WantedTensor
+from fsdplaunch.runtime.sharding.blocks import class_name
+from fsdplaunch.runtime.sharding.materialize import Materializer, ModelTensor
+from fsdplaunch.runtime.sharding.settings import Settings
+from fsdplaunch.runtime.torch_internals import is_persistent
+
+
+class DeferredWeights(Materializer):
+    """Settles a model's tensors for sharding as the module's text says, and fills them afterwards.
+
+    Args:
+        model: Not sharded yet, on any device.
+        where: A model folder or a weight file.
+        strict: Whether names that are missing or left over are errors.
+        settings: How the model will be sharded.
+        arguments: Those of Aligner.
+
+    Raises:
+        CheckpointError: The files do not fit the model, or cannot be read; raised on every rank.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, where: Path, strict: bool, settings: Settings, **arguments: Any
+    ) -> None:
+        super().__init__(model, origin=f"weights from {where}, strict={strict}", **arguments)
+        self.settings = settings
+        self.ranks = RankGroup(self.groups, self.device)
+        self.name = class_name(model)
+        self.plan = make_plan(
+            self.ranks, model, [self._wanted(each) for each in self.entries], where, strict=strict
+        )
+        self.aside: dict[str, torch.Tensor] = {}
+        self.made: dict[str, torch.dtype] = {}
+        self.hollowed: list[ModelTensor] = []
+
+    def _wanted(self, entry: ModelTensor) -> WantedTensor:
+        saved = any(is_persistent(module, attribute) for module, attribute in entry.places)
+        shape, _, _ = self.sources[entry.name]
+        return WantedTensor(names=tuple(entry.names), shape=shape, dtype=self._format(entry), saved=saved)
+
+    def _format(self, entry: ModelTensor) -> torch.dtype:
+        """The format the tensor is going to be kept in."""
+        dtype = self.sources[entry.name][1]
+        due = self._is_split(entry) and (entry.tensor.requires_grad or self.frozen_too)
+        return self.master if self.master is not None and due and dtype.is_floating_point else dtype
+
+    def _is_split(self, entry: ModelTensor) -> bool:
+        ignored = any(module in self.ignored for module, _ in entry.places)
+        return isinstance(entry.tensor, nn.Parameter) and bool(entry.spec[0]) and not ignored  # scalars stay whole
+
+    def settle_entries(self, due: list[ModelTensor]) -> None:
+        """Settle tensors that are not settled yet; those that are read later have no values."""
+        for entry in due:
+            if self.plan.stored(entry.names) is None:
+                continue
+            if self._is_split(entry):
+                self._empty(entry)
+            else:
+                self._make_room(entry)
+            entry.settled = True
+        super().settle_entries([entry for entry in due if not entry.settled])
+        for entry in due:
+            if self._is_split(entry) and self.plan.stored(entry.names) is None:
+                self._put_aside(entry)
+        if self.settings.version == 1:
+            self._stand_in([entry for entry in due if entry.tensor.is_meta])
+
+    def _empty(self, entry: ModelTensor) -> None:
+        shape = self.sources[entry.name][0]
+        self._exchange(entry, torch.empty(shape, dtype=self._format(entry), device="meta"))
+        self.hollowed.append(entry)
+
+    def _make_room(self, entry: ModelTensor) -> None:
+        """Let a tensor that stays whole have memory on the device; it may already."""
+        tensor, dtype = entry.tensor, self._format(entry)
+        if tensor.device != self.device or tensor.dtype != dtype or not tensor.is_contiguous():
+            self._exchange(entry, torch.empty(self.sources[entry.name][0], dtype=dtype, device=self.device))
+
+    def _put_aside(self, entry: ModelTensor) -> None:
+        if self.ranks.is_first:
+            self.aside[entry.name] = entry.tensor.detach()
+        self.made[entry.name] = self._format(entry)
+        self._empty(entry)
+
+    def _stand_in(self, entries: Sequence[ModelTensor]) -> None:
+        for entry in entries:
+            self._exchange(entry, empty_storage(entry.tensor.shape, entry.tensor.dtype, self.device))
+
+    def _exchange(self, entry: ModelTensor, new: torch.Tensor) -> None:
+        old = entry.tensor
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+        new.__dict__.update(old.__dict__)
+        entry.exchange(new)
+
+    def wrapping(self) -> AbstractContextManager[Any]:
+        """What must be active while the old wrapper's constructor runs."""
+        return EmptyFlattening() if self.settings.version == 1 else nullcontext()
+
+    def fill(self, sharded: nn.Module) -> None:
+        """Give the sharded model memory and values, and say so; every rank calls this.
+
+        Raises:
+            CheckpointError: A rank could not read its parts; raised on every rank.
+        """
+        device = torch.device("cpu") if self.settings.offload else self.device
+        for entry in self.hollowed if self.settings.version != 1 else ():
+            give_memory(entry, device)
+        clear_padding(sharded)
+        held = local_shards(sharded)
+        loaded = execute_plan(self.ranks, self.plan, held)
+        made = self._send_aside(held)
+        report_loaded(self.plan, loaded, name=self.name, made=made)
+
+    def _send_aside(self, held: Sequence[LocalShard]) -> list[str]:
+        """Split the parameters that no file holds; their names."""
+        due = [(part, name, self.made[name]) for part in held for name in part.names if name in self.made]
+        with torch.no_grad():
+            broadcast_all(self.ranks, self.aside, due)
+        self.aside.clear()
+        return list(self.made)
+
+
+def give_memory(entry: ModelTensor, device: torch.device) -> None:
+    """Exchange a tensor on the meta device for one with this rank's part of the memory, in all its places."""
+    old = entry.tensor
+    if not old.is_meta:
+        return
+    new = torch.empty_like(old.detach(), device=device)
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    entry.exchange(new)

@@ -1,0 +1,174 @@
+"""Which part of each of a model's tensors this rank holds, whoever sharded it, and where it is in memory."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Partial
+
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.inspection.parameter_names import clean_name
+from fsdplaunch.runtime.torch_internals import (
+    FlatParameter,
+    flat_parameter,
+    is_flat_parameter,
+    is_persistent,
+    own_tensors,
+    shape_and_offset,
+)
+
+Run = tuple[int, int]
+"""First element in the flattened whole tensor, and how many follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements `start` to `stop` of a tensor that was flattened row by row."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return self.stop - self.start
+
+    def runs(self, shape: tuple[int, ...]) -> Iterator[Run]:  # noqa: ARG002  (as for a box)
+        """The elements as runs of neighbours in the whole tensor, in the order of the part's own memory."""
+        if self.numel:
+            yield self.start, self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """A rectangular part: where it begins and how far it goes along each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return math.prod(self.sizes)
+
+    def inner(self, shape: tuple[int, ...]) -> int:
+        """The last dimension that is not whole; neighbours in the box are neighbours in the tensor below it."""
+        partial = [dim for dim, size in enumerate(self.sizes) if size != shape[dim]]
+        return partial[-1] if partial else 0
+
+    def runs(self, shape: tuple[int, ...]) -> Iterator[Run]:
+        """The elements as runs of neighbours in the whole tensor, in the order of the part's own memory."""
+        if not self.numel:
+            return
+        split = self.inner(shape)
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        base = sum(offset * stride for offset, stride in zip(self.offsets, strides, strict=True))
+        length = math.prod(self.sizes[split:])
+        starts = [base]
+        for dim in range(split):
+            starts = [start + step * strides[dim] for start in starts for step in range(self.sizes[dim])]
+        for start in starts:
+            yield start, length
+
+
+@dataclass(slots=True, kw_only=True)
+class LocalShard:
+    """What this rank holds of one tensor.
+
+    Attributes:
+        names: All clean names of the tensor.
+        shape: Of the whole tensor.
+        part: Which elements are here.
+        local: They themselves, in the part's order.
+        saved: Whether a state dict holds the tensor.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    part: Span | Rectangle
+    local: torch.Tensor
+    saved: bool = True
+
+
+def local_shards(model: nn.Module) -> list[LocalShard]:
+    """Every parameter and buffer of a model, sharded by either version or not, each once.
+
+    Raises:
+        CheckpointError: A parameter is split in a way that has no place in a file.
+    """
+    names = {module: clean_name(name) for name, module in model.named_modules()}
+    flat, taken = _flat(model, names)
+    found: dict[int, LocalShard] = {}
+    for module, name in names.items():
+        for attribute, tensor in own_tensors(module):
+            if (module, attribute) in taken or is_flat_parameter(tensor):
+                continue
+            full = f"{name}.{attribute}" if name else attribute
+            if id(tensor) in found:
+                found[id(tensor)].names += (full,)
+            else:
+                found[id(tensor)] = _held(full, tensor, saved=is_persistent(module, attribute))
+    return [*flat, *found.values()]
+
+
+def _held(name: str, tensor: torch.Tensor, *, saved: bool) -> LocalShard:
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        part = Rectangle((0,) * len(shape), shape)
+        return LocalShard(names=(name,), shape=shape, part=part, local=tensor.detach(), saved=saved)
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        msg = f"{name} is kept as parts of a sum, which no file holds"
+        raise CheckpointError(msg, hint="load the weights before the model computes")
+    sizes, offsets = shape_and_offset(tensor)
+    with torch.no_grad():
+        local = tensor.to_local()
+    return LocalShard(names=(name,), shape=shape, part=Rectangle(offsets, sizes), local=local, saved=saved)
+
+
+def _flat(model: nn.Module, names: dict[nn.Module, str]) -> tuple[list[LocalShard], set[tuple[nn.Module, str]]]:
+    """What flat parameters hold, and under which attributes their parts may show up in modules as well."""
+    held: list[LocalShard] = []
+    taken: set[tuple[nn.Module, str]] = set()
+    for flat in _flat_parameters(model):
+        first: dict[tuple[nn.Module, str], LocalShard] = {}
+        for info, shape, place in zip(flat.infos, flat.shapes, flat.places, strict=True):
+            part = (
+                Span(place.intra_param_start_idx, place.intra_param_end_idx + 1) if place.in_shard else Span(0, 0)
+            )
+            start = place.offset_in_shard or 0
+            one = LocalShard(
+                names=(_joined(names[info.module], info.param_name),),
+                shape=tuple(shape),
+                part=part,
+                local=flat.shard[start : start + part.numel],
+            )
+            first[info.module, info.param_name] = one
+        for shared in flat.shared:
+            one = first[shared.prim_module, shared.prim_param_name]
+            one.names += (_joined(names[shared.module], shared.param_name),)
+            taken.add((shared.module, shared.param_name))
+        held += first.values()
+        taken |= set(first)
+    return held, taken
+
+
+def _flat_parameters(model: nn.Module) -> Iterator[FlatParameter]:
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    return (flat for unit in units if (flat := flat_parameter(unit)) is not None)
+
+
+def clear_padding(model: nn.Module) -> None:
+    """Set the elements of flat parameters that belong to no parameter to zero, so that no chance value is kept."""
+    for flat in _flat_parameters(model):
+        end = 0
+        places = [(p.offset_in_shard, p.numel_in_shard) for p in flat.places if p.in_shard]
+        for start, count in [*sorted(places), (flat.shard.numel(), 0)]:
+            flat.shard[end:start].zero_()
+            end = start + count
+
+
+def _joined(module: str, attribute: str) -> str:
+    return f"{module}.{attribute}" if module else attribute

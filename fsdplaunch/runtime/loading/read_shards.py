@@ -1,0 +1,217 @@
+"""Bytes of safetensors files straight into a rank's part of a tensor: no full tensor, no mapped file."""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fsdplaunch.checkpoint.invalid_file import short
+from fsdplaunch.checkpoint.model_weights import StoredWeight, WeightFiles
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.loading.local_shards import LocalShard, Rectangle
+
+BUFFER = 8 * 1024 * 1024
+"""Bytes that are read at once where they cannot be read into place: other formats, other devices."""
+_MOST_AT_ONCE = 1 << 30
+_SHORT_RUN = 16 * 1024
+
+
+class ShardReader:
+    """Open weight files of one rank, and the buffer that everything which needs one goes through."""
+
+    def __init__(self, files: WeightFiles) -> None:
+        self.files = files
+        self.bytes_read = 0
+        self._open: dict[int, int] = {}
+        self._buffer: torch.Tensor | None = None
+
+    def fill(self, held: LocalShard, weight: StoredWeight) -> None:
+        """Read this rank's part of a tensor into place.
+
+        Args:
+            held: What to fill; `local` may have another format than the file and may be on a GPU.
+            weight: The whole tensor in its file, of the same shape.
+
+        Raises:
+            CheckpointError: The file has changed or cannot be read, or the format cannot hold the values.
+        """
+        source = source_dtype(weight, held.local.dtype)
+        if not held.part.numel:
+            return
+        target = held.local if held.local.is_contiguous() else torch.empty_like(held.local).contiguous()
+        flat = target.view(-1)
+        direct = source == target.dtype and target.device.type == "cpu"
+        part = held.part
+        if isinstance(part, Rectangle) and _is_scattered(part, held.shape, source):
+            self._by_rows(weight, part, held.shape, source, target)
+        else:
+            position = 0
+            for start, count in held.part.runs(held.shape):
+                piece = flat[position : position + count]
+                self._into(weight, start, source, piece, direct=direct)
+                position += count
+        if target is not held.local:
+            held.local.copy_(target)
+
+    def _by_rows(
+        self,
+        weight: StoredWeight,
+        part: Rectangle,
+        shape: tuple[int, ...],
+        source: torch.dtype,
+        target: torch.Tensor,
+    ) -> None:
+        """Read whole rows, as many as the buffer takes at once, and keep this rank's part of each."""
+        row = math.prod(shape[1:])
+        most = max(1, BUFFER // (row * source.itemsize))
+        inner = tuple(slice(at, at + size) for at, size in zip(part.offsets[1:], part.sizes[1:], strict=True))
+        for done in range(0, part.sizes[0], most):
+            rows = min(most, part.sizes[0] - done)
+            whole = self._read((part.offsets[0] + done) * row, rows * row, weight, source)
+            _put(target[done : done + rows], whole.view(rows, *shape[1:])[(slice(None), *inner)], weight)
+
+    def _into(
+        self, weight: StoredWeight, start: int, source: torch.dtype, piece: torch.Tensor, *, direct: bool
+    ) -> None:
+        if direct:
+            self._pread(weight, start * source.itemsize, _memory(piece))
+            return
+        most = BUFFER // source.itemsize
+        for done in range(0, piece.numel(), most):
+            count = min(most, piece.numel() - done)
+            _put(piece[done : done + count], self._read(start + done, count, weight, source), weight)
+
+    def same(self, held: LocalShard, one: StoredWeight, other: StoredWeight) -> bool:
+        """Whether two tensors of the files are equal, byte by byte, in this rank's part."""
+        first, second = (source_dtype(each, held.local.dtype) for each in (one, other))
+        if first != second:
+            return False
+        half = BUFFER // 2 // first.itemsize
+        for start, count in held.part.runs(held.shape):
+            for done in range(0, count, half):
+                size = min(half, count - done)
+                mine = self._read(start + done, size, one, first, at=0)
+                theirs = self._read(start + done, size, other, first, at=half)
+                if not torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)):
+                    return False
+        return True
+
+    def _read(
+        self, start: int, count: int, weight: StoredWeight, source: torch.dtype, at: int = 0
+    ) -> torch.Tensor:
+        """Read elements into the buffer, `at` elements from its beginning."""
+        if self._buffer is None:
+            self._buffer = torch.empty(BUFFER, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        size = source.itemsize
+        raw = self._buffer[at * size : (at + count) * size]
+        self._pread(weight, start * size, _memory(raw))
+        return raw.view(source)
+
+    def _pread(self, weight: StoredWeight, offset: int, memory: memoryview) -> None:
+        fd = self._descriptor(weight.file)
+        position = weight.start + offset
+        while memory:
+            got = os.preadv(fd, [memory[:_MOST_AT_ONCE]], position)
+            if got == 0:
+                msg = f"{self.files.paths[weight.file]} ends at byte {position}, inside of {short(weight.name)}"
+                raise CheckpointError(msg, hint="the file has changed since the headers were read; try again")
+            position += got
+            self.bytes_read += got
+            memory = memory[got:]
+
+    def _descriptor(self, file: int) -> int:
+        if file not in self._open:
+            path = self.files.paths[file]
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                msg = f"cannot open {path}: {error.strerror}"
+                hint = "the first rank could; the folder must be on a file system that all machines share"
+                raise CheckpointError(msg, hint=hint) from None
+            self._open[file] = fd
+            size = os.fstat(fd).st_size
+            if size != self.files.sizes[file]:
+                msg = f"{path} has {size} bytes here and {self.files.sizes[file]} on the first rank"
+                raise CheckpointError(msg, hint="copy the whole folder to every machine, or share it")
+        return self._open[file]
+
+    def close(self) -> None:
+        """Close the files."""
+        for fd in self._open.values():
+            os.close(fd)
+        self._open.clear()
+        self._buffer = None
+
+
+def _is_scattered(part: Rectangle, shape: tuple[int, ...], source: torch.dtype) -> bool:
+    """Whether a part lies in the file as many short runs, in rows that are short enough to be read whole."""
+    if part.inner(shape) == 0:
+        return False
+    row = math.prod(shape[1:]) * source.itemsize
+    run = math.prod(part.sizes[part.inner(shape) :]) * source.itemsize
+    return run < _SHORT_RUN and row <= BUFFER
+
+
+@contextmanager
+def opened(files: WeightFiles) -> Iterator[ShardReader]:
+    """A reader that is closed at the end."""
+    reader = ShardReader(files)
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+def source_dtype(weight: StoredWeight, target: torch.dtype) -> torch.dtype:
+    """Return a stored tensor's format, if values of it may become values of the target's format.
+
+    Floats become floats of any size but 8 bits, whose values mean nothing without the scales beside them. Whole
+    numbers become wider ones, nothing else becomes anything else.
+
+    Raises:
+        CheckpointError: They may not.
+    """
+    source = getattr(torch, weight.dtype.name, None) if weight.dtype is not None else None
+    if source is None:
+        msg = f"{short(weight.name)} is {weight.format} in the files, which cannot be read by element"
+        raise CheckpointError(msg, hint="load this model with the library that wrote it")
+    if source == target or _becomes(source, target):
+        return source  # type: ignore[no-any-return]
+    msg = f"{short(weight.name)} is {weight.format} in the files, which {target} of the model cannot represent"
+    hint = "build the model in the files' format"
+    if source.is_floating_point and source.itemsize == 1:
+        hint = "these are quantized weights; give the folder of the unquantized ones"
+    raise CheckpointError(msg, hint=hint)
+
+
+def _becomes(source: torch.dtype, target: torch.dtype) -> bool:
+    if source.is_floating_point and target.is_floating_point:
+        return min(source.itemsize, target.itemsize) > 1
+    if source.is_complex or target.is_complex:
+        return source.is_complex and target.is_complex
+    whole = torch.bool not in (source, target) and not target.is_floating_point
+    return whole and not source.is_floating_point and torch.can_cast(source, target) and _wider(source, target)
+
+
+def _wider(source: torch.dtype, target: torch.dtype) -> bool:
+    here, there = torch.iinfo(source), torch.iinfo(target)
+    return here.min >= there.min and here.max <= there.max
+
+
+def _put(target: torch.Tensor, values: torch.Tensor, weight: StoredWeight) -> None:
+    """Copy with conversion, and refuse values that are too large for a smaller range."""
+    target.copy_(values)
+    narrows = target.is_floating_point() and torch.finfo(target.dtype).max < torch.finfo(values.dtype).max
+    if narrows and bool((target.isinf().to(values.device) & ~values.isinf()).any()):
+        largest = values.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+        msg = f"{short(weight.name)} holds {largest:g}, more than {target.dtype} can represent"
+        raise CheckpointError(msg, hint="keep the model in bf16 or fp32")
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """A contiguous CPU tensor's bytes, to be written into."""
+    array: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(array)

@@ -1,0 +1,187 @@
+"""Turn what a script may give the plugin (names, flags, torch's objects) into configuration values, and back."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+from fsdplaunch.config.environment import raw_values
+from fsdplaunch.config.resolve import resolve
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.schema.kinds import FALSE_WORDS, TRUE_WORDS
+from fsdplaunch.config.schema.walk import Path, build_config, keys_by_path
+from fsdplaunch.errors import UsageError
+from fsdplaunch.runtime.sharding.settings import DTYPES, Dtypes
+
+PATHS: dict[str, Path] = {
+    "fsdp_version": ("fsdp_config", "fsdp_version"),
+    "sharding_strategy": ("fsdp_config", "fsdp_sharding_strategy"),
+    "reshard_after_forward": ("fsdp_config", "fsdp_reshard_after_forward"),
+    "backward_prefetch": ("fsdp_config", "fsdp_backward_prefetch"),
+    "auto_wrap_policy": ("fsdp_config", "fsdp_auto_wrap_policy"),
+    "cpu_offload": ("fsdp_config", "fsdp_offload_params"),
+    "state_dict_type": ("fsdp_config", "fsdp_state_dict_type"),
+    "use_orig_params": ("fsdp_config", "fsdp_use_orig_params"),
+    "sync_module_states": ("fsdp_config", "fsdp_sync_module_states"),
+    "forward_prefetch": ("fsdp_config", "fsdp_forward_prefetch"),
+    "activation_checkpointing": ("fsdp_config", "fsdp_activation_checkpointing"),
+    "activation_checkpointing_offload": ("fsdp_config", "fsdp_activation_checkpointing_offload"),
+    "cpu_ram_efficient_loading": ("fsdp_config", "fsdp_cpu_ram_efficient_loading"),
+    "transformer_cls_names_to_wrap": ("fsdp_config", "fsdp_transformer_layer_cls_to_wrap"),
+    "min_num_params": ("fsdp_config", "fsdp_min_num_params"),
+    "ignored_modules": ("fsdp_config", "fsdp_ignored_modules"),
+    "dp_replicate_size": ("parallelism_config", "parallelism_config_dp_replicate_size"),
+    "dp_shard_size": ("parallelism_config", "parallelism_config_dp_shard_size"),
+    "master_dtype": ("precision", "master"),
+    "activation_checkpointing_every": ("sharding", "checkpoint_every"),
+    "forward_methods": ("sharding", "forward_methods"),
+}
+"""The configuration key behind each field of the plugin that has one."""
+
+
+def configured(said: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Config:
+    """Resolve the environment's configuration with what a script says in code on top of it.
+
+    Args:
+        said: Plain values by field name, None where the script says nothing.
+        environ: The variables; the process's own when left out.
+
+    Raises:
+        UsageError: A value is none of its key's.
+    """
+    values: dict[Path, Any] = {}
+    for path, text in raw_values(os.environ if environ is None else environ).items():
+        values[path] = _parsed(path, text, f"environment variable {keys_by_path()[path].env}")
+    spoken = {name: value for name, value in said.items() if value is not None}
+    for one, other in (
+        ("sharding_strategy", "reshard_after_forward"),
+        ("reshard_after_forward", "sharding_strategy"),
+    ):
+        if one in spoken and other not in spoken and _names_strategy(spoken[one]):
+            values.pop(PATHS[other], None)  # two names of one thing: what code says under one wins over both
+    for name, value in spoken.items():
+        values[PATHS[name]] = _parsed(PATHS[name], value, name)
+    return resolve(build_config(values))
+
+
+def _names_strategy(value: Any) -> bool:
+    return isinstance(value, str) and not value.isdigit() and value.lower() not in TRUE_WORDS | FALSE_WORDS
+
+
+def _parsed(path: Path, value: Any, what: str) -> Any:
+    kind = keys_by_path()[path].key.kind
+    try:
+        return kind.parse(value)
+    except ValueError:
+        msg = f"{what} must be {kind.expects}, got {value!r}"
+        raise UsageError(msg) from None
+
+
+def plain(value: Any) -> Any:
+    """A torch enumeration's member as its name, a number format as its short name; anything else as it is."""
+    if isinstance(value, Enum):
+        return value.name.lstrip("_")
+    if isinstance(value, torch.dtype):
+        return {dtype: name for name, dtype in DTYPES.items()}.get(value, value)
+    return value
+
+
+def dtype_of(value: Any, what: str) -> torch.dtype | None:
+    """Read a number format: torch's object, or a name such as `bf16` or `bfloat16`.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    name = _parsed(("precision", "param"), value, what)
+    return DTYPES[name]
+
+
+def dtypes_from(policy: Any, base: Dtypes) -> Dtypes:
+    """Read `mixed_precision_policy` in any of its forms: a name, a mapping, one of torch's two classes.
+
+    A name sets what the configuration's mixed_precision sets: computation in that format, gradients summed in
+    fp32, shards kept in fp32. A mapping or an object says each format itself.
+
+    Raises:
+        UsageError: It is none of these, or a mapping with a key that means nothing.
+    """
+    if policy is None:
+        return base
+    if isinstance(policy, str):
+        return _from_name(policy, base)
+    template = policy if isinstance(policy, MixedPrecision | MixedPrecisionPolicy) else None
+    if template is not None:
+        policy = {name: getattr(policy, name, None) for name in _DTYPE_FIELDS}
+    if not isinstance(policy, Mapping) or set(policy) - set(_DTYPE_FIELDS):
+        msg = f"mixed_precision_policy must be a name, or a mapping of {', '.join(_DTYPE_FIELDS)}, got {policy!r}"
+        raise UsageError(msg)
+    formats = {_DTYPE_FIELDS[key]: dtype_of(value, key) for key, value in policy.items()}
+    lower = formats.get("param") not in (None, torch.float32)
+    master = base.master or (torch.float32 if lower else None)
+    return replace(Dtypes(master=master, template=template), **formats)
+
+
+def policy_of(formats: Dtypes, version: int) -> MixedPrecision | MixedPrecisionPolicy | None:
+    """Torch's object for the formats, with all else that the one they were taken from says; None if none is set.
+
+    Raises:
+        UsageError: That one is of the other version's class and says what this version has not.
+    """
+    if not formats.mixed:
+        return None
+    kind = MixedPrecision if version == 1 else MixedPrecisionPolicy
+    names = ("buffer" if version == 1 else "output", "param", "reduce")
+    said = {f"{name}_dtype": getattr(formats, name) for name in names}
+    template = formats.template
+    if template is None or isinstance(template, kind):
+        return replace(template or kind(), **said)
+    shared = {name: getattr(template, name) for name in _DTYPE_FIELDS if hasattr(template, name)}
+    if type(template)(**shared) != template:
+        msg = f"{template!r} says more than number formats, which fsdp_version {version} does not have"
+        raise UsageError(msg, hint=f"give {kind.__name__}")
+    return kind(**said)
+
+
+def check_policy(policy: Any, version: int) -> None:
+    """Refuse a number format that only the other version has.
+
+    Raises:
+        UsageError: There is one.
+    """
+    other = "output_dtype" if version == 1 else "buffer_dtype"
+    said = policy.get(other) if isinstance(policy, Mapping) else getattr(policy, other, None)
+    if said is not None:
+        msg = f"fsdp_version {version} has no {other}"
+        raise UsageError(msg, hint="leave it out, or set the other fsdp_version")
+
+
+_DTYPE_FIELDS = {
+    "param_dtype": "param",
+    "reduce_dtype": "reduce",
+    "output_dtype": "output",
+    "buffer_dtype": "buffer",
+}
+
+
+def is_float8(policy: Any) -> bool:
+    """Whether a policy is the name of float8."""
+    return isinstance(policy, str) and policy.strip().lower() == "fp8"
+
+
+def _from_name(name: str, base: Dtypes) -> Dtypes:
+    word = "bf16" if is_float8(name) else name  # what float8 leaves to others is computed in bf16
+    compute = None if word.strip().lower() == "no" else dtype_of(word, "mixed_precision_policy")
+    lower = compute not in (None, torch.float32)
+    return replace(
+        base,
+        param=compute,
+        reduce=torch.float32 if compute is not None else None,
+        buffer=compute,
+        master=torch.float32 if lower else base.master,
+    )

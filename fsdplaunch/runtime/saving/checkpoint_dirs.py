@@ -1,0 +1,191 @@
+"""Checkpoint folders: a temporary one that is put in place in one move, and the newest complete one."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdplaunch.checkpoint.manifest import MANIFEST_NAME
+from fsdplaunch.checkpoint.rename_exchange import rename_exchange
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.saving.manifest import (
+    find_gap,
+    is_complete,
+    looks_like_checkpoint,
+    own_files,
+    read_manifest,
+    sequence_of,
+)
+
+_NUMBERED = re.compile(r"checkpoint-(\d+)")
+
+
+def partial_of(target: Path) -> Path:
+    """The temporary folder of a checkpoint that is being written."""
+    return target.parent / f".{target.name}.partial"
+
+
+def begin(target: Path) -> Path:
+    """Make the temporary folder beside `target` that becomes it, removing what a killed save of it left.
+
+    Raises:
+        CheckpointError: `target` cannot be put in place in one move.
+    """
+    if target.exists():
+        _check_replaceable(target)
+    partial = partial_of(target)
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def _check_replaceable(target: Path) -> None:
+    if not target.is_dir():
+        msg = f"{target} is a file"
+        raise CheckpointError(msg, hint="name a folder")
+    if target.is_mount() or Path.cwd().is_relative_to(target.resolve()):
+        what = "a mounted disk" if target.is_mount() else "the folder the script runs in"
+        msg = f"{target} is {what}, which cannot be replaced as a whole"
+        raise CheckpointError(msg, hint="pass step=N to save into a folder inside it, or name such a folder")
+
+
+def publish(partial: Path, target: Path) -> None:
+    """Put the finished folder in the place of `target`, which holds either all of the old or all of the new.
+
+    Files that are no part of the earlier checkpoint, such as a tokenizer beside it, are kept.
+    """
+    for folder in {path.parent for path in partial.rglob("*")}:
+        _sync(folder)
+    if target.exists():
+        _carry_over(target, partial)
+        _exchange(partial, target)
+        shutil.rmtree(_aside(target) if _aside(target).exists() else partial)
+    else:
+        partial.rename(target)
+    _sync(target.parent)
+
+
+def _aside(target: Path) -> Path:
+    """Where the old folder waits for its removal on file systems that cannot exchange two folders."""
+    return target.parent / f".{target.name}.old"
+
+
+def _exchange(partial: Path, target: Path) -> None:
+    if rename_exchange(partial, target):
+        return
+    aside = _aside(target)
+    if aside.exists():
+        shutil.rmtree(aside)
+    target.rename(aside)
+    partial.rename(target)
+
+
+def _carry_over(old: Path, new: Path) -> None:
+    """Link into `new` what `old` holds beside the checkpoint itself."""
+    mine = {name.split("/")[0] for name in own_files(old)} | {MANIFEST_NAME}
+    for entry in old.iterdir():
+        place = new / entry.name
+        if entry.name in mine or place.exists():
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, place, symlinks=True, copy_function=_link)
+        else:
+            _link(str(entry), str(place))
+
+
+def _link(source: str, place: str) -> None:
+    try:
+        os.link(source, place, follow_symlinks=False)
+    except OSError:  # a file system without links
+        shutil.copy2(source, place, follow_symlinks=False)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def numbered(root: Path) -> list[tuple[int, Path]]:
+    """The folders `checkpoint-N` in `root`, highest N first, complete or not."""
+    found = [
+        (int(match[1]), path) for path in root.glob("checkpoint-*") if (match := _NUMBERED.fullmatch(path.name))
+    ]
+    return sorted(found, reverse=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundCheckpoint:
+    """What a search for a checkpoint gave.
+
+    Attributes:
+        path: The checkpoint, or None.
+        skipped: What was passed over for it, each with the reason.
+    """
+
+    path: Path | None
+    skipped: tuple[str, ...] = ()
+
+
+def find_checkpoint(root: Path) -> FoundCheckpoint:
+    """Find the checkpoint to load: `root` itself, else the newest complete `checkpoint-N` in it.
+
+    A folder whose replacement was interrupted between two moves is found under its waiting name.
+    """
+    skipped: list[str] = []
+    if looks_like_checkpoint(root):
+        gap = find_gap(root)
+        if gap is None:
+            return FoundCheckpoint(path=root)
+        skipped.append(f"{root}: {gap}")
+    if not root.exists() and is_complete(_aside(root)):
+        return FoundCheckpoint(path=_aside(root))
+    for path in _newest_first(root):
+        gap = find_gap(path)
+        if gap is None:
+            return FoundCheckpoint(path=path, skipped=(*skipped, *_unfinished(root, path)))
+        skipped.append(f"{path}: {gap}")
+    return FoundCheckpoint(path=None, skipped=(*skipped, *_unfinished(root, None)))
+
+
+def _newest_first(root: Path) -> Iterator[Path]:
+    """Numbered folders, the one saved last first.
+
+    Numbers go by what a run counted. After a return to an earlier checkpoint they do not tell what is newest; our
+    manifests do. Folders that have none come where their number puts them.
+    """
+    found = numbered(root)
+    by_sequence = iter(sorted((path for _, path in found if sequence_of(path)), key=sequence_of, reverse=True))
+    for _, path in found:
+        yield next(by_sequence) if sequence_of(path) else path
+
+
+def _unfinished(root: Path, taken: Path | None) -> list[str]:
+    """Folders of saves that were interrupted, as far as they came after the checkpoint that is taken."""
+    since = 0.0 if taken is None else taken.stat().st_mtime
+    left = sorted(path for path in root.glob(".*.partial") if path.is_dir() and path.stat().st_mtime >= since)
+    return [f"{path}: its save did not finish" for path in left]
+
+
+def next_sequence(target: Path) -> int:
+    """The number of a checkpoint that is about to be completed at `target`."""
+    beside = [path for _, path in numbered(target.parent)]
+    return 1 + max(map(sequence_of, [target, *beside]))
+
+
+def remove_old(root: Path, keep: int) -> None:
+    """Delete all but the newest `keep` of our complete numbered checkpoints, and what killed saves left.
+
+    Folders that another tool wrote, and incomplete ones in their final place, stay.
+    """
+    ours = [path for _, path in numbered(root) if read_manifest(path) is not None and is_complete(path)]
+    for path in sorted(ours, key=sequence_of, reverse=True)[keep:]:
+        doomed = root / f".{path.name}.removed"
+        path.rename(doomed)  # in one step: there is no moment at which half of it is there
+    for left in [*root.glob(".checkpoint-*.removed"), *root.glob(".checkpoint-*.partial")]:
+        shutil.rmtree(left)

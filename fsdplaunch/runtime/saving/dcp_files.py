@@ -1,0 +1,162 @@
+"""The forms in which a state dict lies in files: sharded, whole, and version 1's flat shards."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.collectives.error_sync import from_rank_0, raise_on_all_ranks
+from fsdplaunch.runtime.saving.early_writeback import EarlyFileSystem
+from fsdplaunch.runtime.saving.safe_dcp_reader import SafePlanner, SafeReader
+from fsdplaunch.runtime.saving.small_files import read_plain
+from fsdplaunch.runtime.torch_internals import ShardedTensor, flatten_state_dict
+
+State = dict[str, Any]
+_OPTIMIZER, _STATES = "optimizer", "state"
+_SHOWN = 4
+
+
+def write_sharded(state: State, folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Write every rank's part into a folder, with one index, and force all of it to disk."""
+    writer = FileSystemWriter(folder)
+    writer.fs = EarlyFileSystem()
+    save(state, storage_writer=writer, process_group=group)
+
+
+def read_sharded(state: State, folder: Path, *, strict: bool) -> set[str]:
+    """Read into a state dict in place, and return the names it asks for that the folder does not have.
+
+    Raises:
+        CheckpointError: Strict, and names differ either way.
+    """
+    with raise_on_all_ranks(f"read {folder}"):
+        absent = _absent(state, folder, strict=strict)
+    load(state, storage_reader=SafeReader(folder), planner=SafePlanner(allow_partial_load=not strict))
+    return absent
+
+
+def _absent(state: State, folder: Path, *, strict: bool) -> set[str]:
+    stored = set(SafeReader(folder).read_metadata().state_dict_metadata)
+    asked = set(flatten_state_dict(state)[0])
+    if strict:
+        outer = f"{next(iter(state))}."  # the checkpoint's own word, no part of the model's names
+        own, needed = ({name.removeprefix(outer) for name in names} for names in (stored, asked))
+        check_names(own, needed, folder)
+    elif _STATES in state.get(_OPTIMIZER, {}):
+        check_names(_owners(stored) - _owners(asked), set(), folder)  # state may be missing, not left over
+    return asked - stored
+
+
+def _owners(keys: Iterable[str]) -> set[str]:
+    """The parameters whose optimizer state some flattened keys are of."""
+    start = f"{_OPTIMIZER}.{_STATES}."
+    return {key.removeprefix(start).rpartition(".")[0] for key in keys if key.startswith(start)}
+
+
+def check_names(stored: set[str], asked: set[str], where: Path) -> None:
+    """Raise when a file's names are not those of the model.
+
+    Raises:
+        CheckpointError: With the number of names that differ either way and the first few of them.
+    """
+    if stored == asked:
+        return
+    absent, left_over = sorted(asked - stored), sorted(stored - asked)
+    words = [f"lacks {_some(absent)}"] if absent else []
+    words += [f"has {_some(left_over)} besides"] if left_over else []
+    msg = f"{where} is of another model: it {' and '.join(words)}"
+    hint = _prefix_hint(absent, left_over) or "build the model as it was when the checkpoint was saved"
+    raise CheckpointError(msg, hint=hint)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _prefix_hint(absent: list[str], left_over: list[str]) -> str | None:
+    """What to say when all names differ by the same beginning: the model was wrapped in another, or is a part."""
+    if not absent or len(absent) != len(left_over):
+        return None
+    for longer, shorter, where in ((left_over, absent, "the checkpoint's"), (absent, left_over, "the model's")):
+        begin = longer[0].removesuffix(shorter[0])
+        if begin != longer[0] and longer == sorted(begin + name for name in shorter):
+            return (
+                f"{where} names begin with {begin!r}, the others do not: give the same module as when it was saved"
+            )
+    return None
+
+
+def read_whole(path: Path, shapes: dict[str, tuple[int, ...]]) -> State:
+    """Read a model's whole state dict on rank 0; the others get an empty mapping.
+
+    Names and shapes are checked here, on rank 0 and before anything is sent: torch would notice there only, while
+    the other ranks wait for what is to be sent.
+
+    Raises:
+        CheckpointError: On all ranks, if the file cannot be read or is of another model.
+    """
+    state: State = {}
+    with raise_on_all_ranks(f"read {path}"):
+        if dist.get_rank() == 0:
+            state = read_plain(path)
+            check_names(set(state), set(shapes), path)
+            wrong = [name for name, shape in shapes.items() if shape_of(state[name]) != shape]
+            if wrong:
+                msg = (
+                    f"{path} has {wrong[0]} of shape {shape_of(state[wrong[0]])}, the model of {shapes[wrong[0]]}"
+                )
+                raise CheckpointError(msg, hint="build the model as it was when the checkpoint was saved")
+    return state
+
+
+def read_whole_optimizer(path: Path, names: set[str]) -> State:
+    """Read an optimizer's whole state on rank 0; the others get its parameter groups only.
+
+    Raises:
+        CheckpointError: On all ranks, if the file cannot be read or is of an optimizer of other parameters.
+    """
+    state: State = {}
+    with raise_on_all_ranks(f"read {path}"):
+        if dist.get_rank() == 0:
+            state = read_plain(path)
+            check_names({name for group in state["param_groups"] for name in group["params"]}, names, path)
+    groups = from_rank_0(state.get("param_groups"))
+    return state or {"state": {}, "param_groups": groups}
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """The full shape of a tensor, plain or sharded; of any other value, that of a scalar."""
+    return tuple(value.size()) if isinstance(value, torch.Tensor | ShardedTensor) else ()
+
+
+def read_flat(present: State, path: Path) -> None:
+    """Read this rank's flat shards into the model's own storage, of which its state dict `present` holds views.
+
+    Raises:
+        CheckpointError: They are of another model or another number of ranks.
+    """
+    read = read_plain(path)
+    parts = {name: own_part(value) for name, value in present.items()}
+    if {name: shape_of(part) for name, part in read.items()} != {
+        name: shape_of(part) for name, part in parts.items()
+    }:
+        msg = f"the flat shards in {path} are of another model, or of another number of ranks"
+        raise CheckpointError(msg, hint="LOCAL_STATE_DICT loads into the same model on as many ranks as wrote it")
+    with torch.no_grad():
+        for name, part in parts.items():
+            part.copy_(read[name])
+
+
+def own_part(value: torch.Tensor | ShardedTensor) -> torch.Tensor:
+    """This rank's part of a flat parameter, as a tensor: one that can be read back without running code."""
+    if not isinstance(value, ShardedTensor):
+        return value
+    shards = value.local_shards()
+    return shards[0].tensor if shards else torch.empty(0)

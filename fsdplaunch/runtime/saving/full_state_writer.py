@@ -1,0 +1,287 @@
+"""Whole tensors of a sharded state in one file, gathered to rank 0 one at a time.
+
+The formats are those that load everywhere: `torch.load` reads the one, safetensors the other. No rank ever holds
+more of the whole than its own part, and rank 0 one tensor beside it.
+"""
+
+import collections
+import io
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdplaunch.checkpoint.dtypes import DTYPES, STORAGES
+from fsdplaunch.checkpoint.safetensors_format import TensorHeader, header_bytes, in_file_order
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.torch_internals import (
+    ShardedTensor,
+    local_tensor,
+    shape_and_offset,
+    tensor_builder,
+    zip_writer,
+)
+
+_STORAGE_OF = {dtype.name: name for name, dtype in STORAGES.items()}
+Place = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a part begins in the whole, and its shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingTensor:
+    """A tensor that is not here yet: what a file says about it before its bytes.
+
+    Attributes:
+        name: Its place in the state, joined by dots.
+        key: Its number in the torch file.
+        source: What this rank has of it.
+    """
+
+    name: str
+    key: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    source: torch.Tensor | ShardedTensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its elements."""
+        return int(torch.Size(self.shape).numel() * self.dtype.itemsize)
+
+
+def storable(state: Mapping[str, Any]) -> bool:
+    """Whether safetensors can hold a model's state: tensors only, of formats that it knows."""
+    kinds = {getattr(value, "dtype", None) for value in state.values()}
+    names = {str(kind).removeprefix("torch.") for kind in kinds}
+    return all(name in DTYPES and DTYPES[name].code is not None for name in names)
+
+
+def outline(state: Any) -> tuple[Any, list[PendingTensor]]:
+    """Return a state with a `PendingTensor` in the place of each tensor, and those in their order."""
+    found: list[PendingTensor] = []
+
+    def visit(value: Any, name: str) -> Any:
+        if isinstance(value, dict):
+            return {key: visit(item, f"{name}.{key}" if name else str(key)) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(visit(item, f"{name}.{number}") for number, item in enumerate(value))
+        if isinstance(value, torch.Tensor | ShardedTensor):
+            shape = tuple(value.size())
+            found.append(PendingTensor(name=name, key=len(found), dtype=value.dtype, shape=shape, source=value))
+            return found[-1]
+        return value
+
+    return visit(state, ""), found
+
+
+def write_whole(
+    state: Any,
+    torch_path: Path,
+    safe_path: Path | None,
+    *,
+    aliases: Mapping[str, str],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Write a sharded state, whole, as rank 0's files; every rank calls this.
+
+    Args:
+        state: Nested dictionaries and lists; names of a model at the top.
+        torch_path: For `torch.load`.
+        safe_path: For safetensors as well, or None.
+        aliases: Further names of tensors, each with the one under which safetensors keeps it.
+        group: All ranks, over gloo.
+
+    Raises:
+        OSError: On rank 0, after all parts have come in, so that no other rank waits.
+    """
+    tree, wholes = outline(state)
+    order = {entry.name: at for at, entry in enumerate(in_file_order([_entry(whole) for whole in wholes]))}
+    wholes.sort(key=lambda whole: order[whole.name])
+    parts = gathered(wholes, group)
+    if dist.get_rank() != 0:
+        collections.deque(parts, maxlen=0)
+        return
+    try:
+        with _TorchFile(torch_path, tree) as plain, _SafeFile(safe_path, wholes, aliases) as safe:
+            for whole, tensor in parts:
+                plain.write(whole, tensor)
+                safe.write(whole, tensor)
+                del tensor  # before the next one is put together
+    finally:
+        collections.deque(parts, maxlen=0)
+
+
+def _entry(whole: PendingTensor) -> TensorHeader:
+    name = str(whole.dtype).removeprefix("torch.")
+    return TensorHeader(whole.name, DTYPES[name], whole.shape, whole.nbytes)
+
+
+def gathered(
+    wholes: list[PendingTensor], group: dist.ProcessGroup | None
+) -> Iterator[tuple[PendingTensor, torch.Tensor]]:
+    """Yield each tensor in full on rank 0, on the host; on other ranks this rank's part of each goes out."""
+    own = [_parts(whole.source) for whole in wholes]
+    places: list[Any] = [None] * dist.get_world_size()
+    first = dist.get_rank() == 0
+    dist.gather_object([[place for place, _ in each] for each in own], places if first else None, group=group)
+    if not first:
+        for whole, parts in zip(wholes, own, strict=True):
+            for _, part in parts:
+                dist.send(_bytes(part.detach().cpu()), dst=0, group=group)
+            yield whole, _NOTHING
+        return
+    for number, whole in enumerate(wholes):
+        yield whole, _assembled(whole, own[number], [each[number] for each in places], group)
+
+
+_NOTHING = torch.empty(0)
+
+
+def _assembled(
+    whole: PendingTensor,
+    own: list[tuple[Place, torch.Tensor]],
+    places: list[list[Place]],
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    full = torch.empty(whole.shape, dtype=whole.dtype)
+    covered: set[Place] = set()
+    for rank, parts in enumerate(places):
+        for number, place in enumerate(parts):
+            covered.add(place)
+            goal = full[tuple(slice(at, at + size) for at, size in zip(*place, strict=True))]
+            if rank == 0:
+                goal.copy_(own[number][1])
+            elif goal.is_contiguous():
+                dist.recv(_bytes(goal), src=rank, group=group)
+            else:
+                box = torch.empty(place[1], dtype=whole.dtype)
+                dist.recv(_bytes(box), src=rank, group=group)
+                goal.copy_(box)
+    if sum(torch.Size(shape).numel() for _, shape in covered) != full.numel():
+        msg = f"the ranks' parts of {whole.name} do not add up to {tuple(whole.shape)}"
+        raise CheckpointError(msg, hint="report this with the model and the configuration")
+    return full
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's memory as bytes: whatever its format, it can be sent."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _parts(source: torch.Tensor | ShardedTensor) -> list[tuple[Place, torch.Tensor]]:
+    """What this rank has to send of a tensor, each part with its place; nothing if another rank sends the same."""
+    if isinstance(source, ShardedTensor):
+        shards = [(shard.metadata, shard.tensor) for shard in source.local_shards()]
+        parts = [((tuple(told.shard_offsets), tuple(told.shard_sizes)), tensor) for told, tensor in shards]
+    elif isinstance(source, DTensor):
+        coordinate = source.device_mesh.get_coordinate()
+        copies = zip(coordinate or (), source.placements, strict=False)
+        if coordinate is None or any(at > 0 for at, kind in copies if isinstance(kind, Replicate)):
+            return []
+        shape, offset = shape_and_offset(source)
+        parts = [((offset, shape), local_tensor(source))]
+    else:
+        parts = [(((0,) * source.dim(), tuple(source.shape)), source)] if dist.get_rank() == 0 else []
+    return [(place, tensor) for place, tensor in parts if tensor.numel()]
+
+
+class _TorchFile:
+    """A file as `torch.save` writes it, whose tensors come one after the other."""
+
+    def __init__(self, path: Path, tree: Any) -> None:
+        self._path = path
+        self._tree = tree
+
+    def __enter__(self) -> "_TorchFile":
+        self._writer: Any = zip_writer(str(self._path))
+        data = io.BytesIO()
+        _Pickler(data, protocol=2).dump(self._tree)
+        self._writer.write_record("data.pkl", data.getvalue(), len(data.getvalue()))
+        self._writer.write_record("byteorder", b"little", len(b"little"))
+        return self
+
+    def write(self, whole: PendingTensor, tensor: torch.Tensor) -> None:
+        """Append one tensor's bytes."""
+        self._writer.write_record(f"data/{whole.key}", tensor.untyped_storage(), whole.nbytes)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._writer.write_end_of_file()
+        except RuntimeError as error:  # what a full disk looks like here
+            if kind is None:
+                msg = f"cannot write {self._path}: {str(error).splitlines()[0]}"
+                raise CheckpointError(msg) from None
+        if kind is None:
+            force(self._path)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a `PendingTensor` as the tensor it stands for."""
+
+    def persistent_id(self, value: Any) -> Any:
+        return value.told if isinstance(value, _PendingStorage) else None
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, PendingTensor):
+            return NotImplemented
+        stride, step = [], 1
+        for size in reversed(value.shape):
+            stride.append(step)
+            step *= max(size, 1)
+        hooks: Any = collections.OrderedDict()
+        common = (_PendingStorage(value), 0, value.shape, tuple(reversed(stride)), False, hooks)
+        if _storage_class(value.dtype) is not None:
+            return tensor_builder(with_dtype=False), common
+        return tensor_builder(with_dtype=True), (*common, value.dtype)
+
+
+def _storage_class(dtype: torch.dtype) -> Any:
+    return getattr(torch, _STORAGE_OF.get(str(dtype).removeprefix("torch."), ""), None)
+
+
+class _PendingStorage:
+    """What torch's reader is told about a tensor's memory."""
+
+    def __init__(self, whole: PendingTensor) -> None:
+        kind = _storage_class(whole.dtype)
+        elements = whole.nbytes // (1 if kind is None else whole.dtype.itemsize)
+        self.told = ("storage", kind or torch.UntypedStorage, str(whole.key), "cpu", elements)
+
+
+class _SafeFile:
+    """A safetensors file whose tensors come one after the other; none for no path."""
+
+    def __init__(self, path: Path | None, wholes: list[PendingTensor], aliases: Mapping[str, str]) -> None:
+        self._path = path
+        self._aliases = aliases
+        self._entries = [_entry(whole) for whole in wholes if whole.name not in aliases]
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> "_SafeFile":
+        if self._path is not None:
+            self._file = self._path.open("wb")
+            self._file.write(header_bytes(self._entries, self._aliases))
+        return self
+
+    def write(self, whole: PendingTensor, tensor: torch.Tensor) -> None:
+        """Append one tensor's bytes, unless the tensor stands here under another name."""
+        if self._file is not None and whole.name not in self._aliases:
+            _bytes(tensor).numpy().tofile(self._file)
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
+def force(path: Path) -> None:
+    """Force a file that was written before to disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,45 @@
+"""The random number generators of one rank, written and read as accelerate does."""
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdplaunch.runtime.saving.small_files import packed, read_plain
+
+
+def file_name(rank: int) -> str:
+    """The name of a rank's file in a checkpoint."""
+    return f"random_states_{rank}.pkl"
+
+
+def packed_random_states(step: int | None) -> bytes:
+    """The state of Python's, numpy's (if it is in use) and torch's generators, as a file's bytes."""
+    states: dict[str, Any] = {
+        "step": step or 0,
+        "random_state": random.getstate(),
+        "torch_manual_seed": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["torch_cuda_manual_seed"] = torch.cuda.get_rng_state_all()
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy_random_seed"] = (kind, keys.tolist(), *rest)  # a list, so that reading it needs no numpy
+    return packed(states, "the state of the random number generators")
+
+
+def read_random_states(path: Path) -> None:
+    """Put the generators back as they were."""
+    states = read_plain(path)
+    random.setstate(_tuples(states["random_state"]))
+    torch.set_rng_state(states["torch_manual_seed"])
+    if torch.cuda.is_available() and len(states.get("torch_cuda_manual_seed", ())) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["torch_cuda_manual_seed"])
+    if "numpy" in sys.modules and "numpy_random_seed" in states:
+        sys.modules["numpy"].random.set_state(states["numpy_random_seed"])
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list | tuple) else value

@@ -1,0 +1,213 @@
+"""One save from what is to be written to its place on disk, in the foreground or beside the training."""
+
+import atexit
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdplaunch.checkpoint.atomic_output import size_words
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.collectives.error_sync import raise_on_all_ranks
+from fsdplaunch.runtime.saving.checkpoint_dirs import begin, next_sequence, partial_of, publish, remove_old
+from fsdplaunch.runtime.saving.host_buffer import HostBuffer
+from fsdplaunch.runtime.saving.manifest import write_manifest
+from fsdplaunch.runtime.saving.parts import StatePart
+from fsdplaunch.runtime.saving.shared_storage import check_room, check_same
+from fsdplaunch.runtime.saving.small_files import write_bytes
+from fsdplaunch.runtime.torch_internals import ShardedTensor
+
+LARGE_BYTES = 10 * 2**30
+"""From here on, gathering a whole model through one rank takes so long that it is worth a word."""
+EXIT_SECONDS = 25.0
+"""How long a script that failed waits at exit for a save that is under way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """Everything one save writes, as this rank sees it.
+
+    Attributes:
+        target: The checkpoint's folder.
+        parts: Models and optimizers.
+        files: This rank's small files, by name.
+        told: What the manifest says; rank 0's counts.
+        keep_last: How many numbered checkpoints stay, None for all.
+    """
+
+    target: Path
+    parts: tuple[StatePart, ...]
+    files: Mapping[str, bytes]
+    told: Mapping[str, Any]
+    keep_last: int | None
+
+    @property
+    def doing(self) -> str:
+        """For messages: "cannot ..."."""
+        return f"save {self.target}"
+
+    def open(self) -> None:
+        """Make the temporary folder, and check that there is room and that every rank sees it.
+
+        Raises:
+            CheckpointError: On all ranks.
+        """
+        try:
+            with raise_on_all_ranks(self.doing):
+                if dist.get_rank() == 0:
+                    self._warn_if_large()
+                    check_room(begin(self.target), sum(_nbytes(part) for part in self.parts))
+            check_same(partial_of(self.target), self.target)
+        except CheckpointError:
+            self._discard()
+            raise
+
+    def _warn_if_large(self) -> None:
+        gathered = sum(_nbytes(part, once=True) for part in self.parts if part.kind == "FULL_STATE_DICT")
+        if gathered >= LARGE_BYTES:
+            messages.say(
+                f"FULL_STATE_DICT sends {size_words(gathered)} through rank 0, one tensor at a time:"
+                " SHARDED_STATE_DICT is written by all ranks at once, and merge-weights makes one file of it"
+            )
+
+    def write(self, group: dist.ProcessGroup | None = None) -> None:
+        """Write everything and put it in place; every rank calls this.
+
+        Args:
+            group: All ranks over gloo, in a group of its own when another thread uses theirs meanwhile.
+
+        Raises:
+            CheckpointError: On all ranks, and nothing has changed.
+        """
+        try:
+            self._write(group)
+        except CheckpointError:
+            self._discard()
+            raise
+
+    def _write(self, group: dist.ProcessGroup | None) -> None:
+        partial = partial_of(self.target)
+        for part in self.parts:
+            with raise_on_all_ranks(self.doing, group):
+                part.write(partial, group)
+        with raise_on_all_ranks(self.doing, group):
+            for name, data in self.files.items():
+                write_bytes(partial / name, data)
+        with raise_on_all_ranks(self.doing, group):
+            if dist.get_rank() == 0:
+                write_manifest(partial, dict(self.told), next_sequence(self.target))
+                publish(partial, self.target)
+                if self.keep_last is not None:
+                    remove_old(self.target.parent, self.keep_last)
+
+    def _discard(self) -> None:
+        """Give the disk back what an unfinished save took of it."""
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial_of(self.target), ignore_errors=True)
+
+
+def _nbytes(part: StatePart, *, once: bool = False) -> int:
+    """Bytes of a part over all ranks, as often as they are written, or each tensor's once."""
+    copies = 2 if part.safe_name is not None and not once else 1
+    copies *= dist.get_world_size() if part.kind == "LOCAL_STATE_DICT" else 1
+    sizes = ((torch.Size(tensor.size()).numel(), tensor.dtype.itemsize) for tensor in _tensors(part.state))
+    return copies * sum(int(count * size) for count, size in sizes)
+
+
+def _tensors(state: Any) -> Iterator[Any]:
+    if isinstance(state, torch.Tensor | ShardedTensor):
+        yield state
+    elif isinstance(state, dict | list | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from _tensors(value)
+
+
+class Background:
+    """At most one save that is written while training goes on.
+
+    It talks to the other ranks over a process group of its own, so that it never waits in line with training's.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = HostBuffer()
+        self._group: tuple[Any, dist.ProcessGroup] | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._exit_waits = False
+
+    def start(self, save: Save) -> None:
+        """Copy everything to host memory and begin to write it; every rank calls this, and `finish` before."""
+        if not self._exit_waits:
+            atexit.register(_at_exit)  # not sooner: it must come before the one that ends the process group
+            self._exit_waits = True
+        group = self._own_group()
+        with raise_on_all_ranks(save.doing):
+            states = self._buffer.copy([part.state for part in save.parts])
+        parts = tuple(replace(part, state=state) for part, state in zip(save.parts, states, strict=True))
+        staged = replace(save, parts=parts)
+        self._thread = threading.Thread(
+            target=self._run, args=(staged, group), name="fsdplaunch-save", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, save: Save, group: dist.ProcessGroup) -> None:
+        try:
+            save.write(group)
+        except BaseException as failure:
+            self._failure = failure
+
+    def _own_group(self) -> dist.ProcessGroup:
+        default = dist.group.WORLD
+        if self._group is None or self._group[0] is not default:
+            self._group = (default, dist.new_group(backend="gloo"))
+        return self._group[1]
+
+    def finish(self, seconds: float | None = None) -> None:
+        """Wait for the save under way, if there is one.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        if self._thread is None:
+            return
+        self._thread.join(seconds)
+        self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
+background = Background()
+
+
+def finish_saves() -> None:
+    """Wait for a save that is still being written; its failure is raised here.
+
+    Raises:
+        CheckpointError: It failed.
+    """
+    background.finish()
+
+
+def _at_exit() -> None:
+    """Do not leave a save half written, for runs that no launcher's bootstrap ends."""
+    device = sys.modules.get("fsdplaunch.runtime.device")
+    failed = device is not None and bool(device._abandoned)
+    try:
+        background.finish(EXIT_SECONDS if failed else None)
+    except BaseException as failure:
+        sys.stderr.write(f"error: {failure}\n")
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        if not failed:
+            os._exit(1)  # an exit handler has no other way to change the status

@@ -1,0 +1,236 @@
+"""`save_checkpoint` and `load_checkpoint`: whole or not at all, in accelerate's layout, on any number of ranks."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdplaunch.checkpoint.manifest import MANIFEST_NAME
+from fsdplaunch.config.environment import decode
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.collectives.error_sync import from_rank_0, raise_on_all_ranks
+from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier
+from fsdplaunch.runtime.data.loader_state import position_of, resume_at
+from fsdplaunch.runtime.inspection.parameter_names import unwrapped
+from fsdplaunch.runtime.plugin.plugin import ambient_plugin
+from fsdplaunch.runtime.saving.checkpoint_dirs import find_checkpoint
+from fsdplaunch.runtime.saving.manifest import describe_run, read_manifest
+from fsdplaunch.runtime.saving.parts import StatePart, load_model, load_optimizer, model_part, optimizer_part
+from fsdplaunch.runtime.saving.rng_state import file_name, packed_random_states, read_random_states
+from fsdplaunch.runtime.saving.save_job import Save, background
+from fsdplaunch.runtime.saving.shared_storage import check_found
+from fsdplaunch.runtime.saving.small_files import packed, read_plain
+from fsdplaunch.runtime.sharding.registry import registered
+
+SCHEDULER, LOADER = "scheduler", "loader"
+_EXTRA = "extra.bin"
+
+
+def save_checkpoint(
+    dir: str | Path | None = None,  # noqa: A002  (the word of the configuration key)
+    *,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    scheduler: Any = (),
+    loader: Any = (),
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Save a training run; every rank calls this.
+
+    Everything is written into a temporary folder beside the final one, the manifest last, and put in place in one
+    move: a save that is killed leaves the earlier checkpoint as it was. The form is that of fsdp_state_dict_type.
+
+    With `checkpoint.async` it returns as soon as everything has been copied to host memory. The copy is written
+    while training goes on; the next save, load and the end of the script wait for it and raise if it failed.
+
+    Args:
+        dir: The folder; `checkpoint.dir` of the configuration when left out.
+        model: One model or several.
+        optimizer: One optimizer, several, or none.
+        scheduler: One scheduler, several, or none.
+        loader: One prepared data loader, several, or none; how far each has been read is saved.
+        step: With a number N the checkpoint is `dir/checkpoint-N`, without one it is `dir` itself. Of the numbered
+            ones `checkpoint.keep_last` stay.
+        extra: Plain values and tensors to get back from `load_checkpoint`; rank 0's are kept.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: It cannot be written, or not all ranks called this; raised on every rank that did, and
+            nothing has changed. Or the save before, written in the background, failed.
+    """
+    background.finish()
+    monitored_barrier("save_checkpoint")
+    root, settings = _folder(dir), decode().checkpoint
+    target = root if step is None else root / f"checkpoint-{step}"
+    models = [unwrapped(each) for each in _several(model)]
+    with raise_on_all_ranks(f"save {target}"):
+        save = Save(
+            target=target,
+            parts=tuple(_parts(models, _several(optimizer))),
+            files=_own_files(_several(scheduler), _several(loader), extra, step),
+            told=describe_run({each: _form(each) for each in models}, step),
+            keep_last=None if step is None else settings.keep_last,
+        )
+    save.open()
+    if settings.async_:
+        background.start(save)
+    else:
+        save.write()
+    return target
+
+
+def load_checkpoint(
+    dir: str | Path | None = None,  # noqa: A002  (the word of the configuration key)
+    *,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    scheduler: Any = (),
+    loader: Any = (),
+) -> Mapping[str, Any]:
+    """Bring a training run back to where it was saved; every rank calls this, on any number of ranks.
+
+    Args:
+        dir: A checkpoint, or a folder of them, of which the newest complete one is taken; `checkpoint.dir` of the
+            configuration when left out. Checkpoints that accelerate wrote load as well.
+        model: As given to `save_checkpoint`, prepared.
+        optimizer: As given to `save_checkpoint`, or none to leave it.
+        scheduler: As given to `save_checkpoint`, or none to leave it.
+        loader: As given to `save_checkpoint`, prepared, or none. The next pass over it begins after what had been
+            read; ranks may be more or fewer, with a batch size that makes up for it.
+
+    Returns:
+        `step` and `extra` as they were saved (None and {} if they were not), and `path`.
+
+    Raises:
+        FileNotFoundError: There is no complete checkpoint.
+        CheckpointError: The checkpoint is of another model, or damaged; raised on every rank.
+    """
+    background.finish()
+    monitored_barrier("load_checkpoint")
+    folder = _find(_folder(dir))
+    models = [unwrapped(each) for each in _several(model)]
+    with raise_on_all_ranks(f"load {folder}"):
+        _read_models(folder, models, _several(optimizer))
+    with raise_on_all_ranks(f"load {folder}"):
+        for index, each in enumerate(_several(scheduler)):
+            each.load_state_dict(_read_small(folder, SCHEDULER, index))
+        for index, each in enumerate(_several(loader)):
+            resume_at(each, _read_small(folder, LOADER, index))
+        _restore_random_states(folder)
+        extra = read_plain(folder / _EXTRA) if (folder / _EXTRA).exists() else {}
+    manifest = read_manifest(folder) or {}
+    return {"step": manifest.get("step"), "extra": extra, "path": folder}
+
+
+def _find(root: Path) -> Path:
+    """The checkpoint to load, the same on all ranks."""
+    folder: Path | None
+    mark: str
+    folder, mark = from_rank_0(_found(root) if dist.get_rank() == 0 else None)
+    if folder is None:
+        msg = f"no complete checkpoint in {root}"
+        raise FileNotFoundError(msg)
+    check_found(folder, mark)
+    return folder
+
+
+def _found(root: Path) -> tuple[Path | None, str]:
+    """The checkpoint rank 0 chooses, and a file in it by which the others know it."""
+    found = find_checkpoint(root)
+    for each in found.skipped:
+        messages.say(f"skipped {each}")
+    if found.path is None:
+        return None, ""
+    if found.skipped:
+        messages.say(f"loading {found.path}, the newest complete checkpoint")
+    files = (path for path in found.path.rglob("*") if path.is_file())
+    mark = found.path / MANIFEST_NAME if (found.path / MANIFEST_NAME).exists() else min(files)
+    return found.path, str(mark.relative_to(found.path))
+
+
+def _folder(given: str | Path | None) -> Path:
+    folder = Path(given if given is not None else decode().checkpoint.dir)
+    return folder if folder.name else folder.absolute()  # "." has no name to put another folder beside
+
+
+def _several(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _indexed(name: str, index: int) -> str:
+    return f"{name}.bin" if index == 0 else f"{name}_{index}.bin"
+
+
+def _form(model: nn.Module) -> str:
+    """How this model is to be written: as its plugin says now, which may differ from when it was prepared."""
+    prepared = registered(model)
+    plugin = ambient_plugin() if prepared is None else prepared.plugin
+    return str(plugin.settings().state_dict_type)
+
+
+def _parts(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[StatePart]:
+    for index, model in enumerate(models):
+        yield model_part(model, _form(model), index)
+    for index, optimizer in enumerate(optimizers):
+        yield optimizer_part(_trained_by(optimizer, models), optimizer, _form(models[0]), index)
+
+
+def _read_models(folder: Path, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+    for index, model in enumerate(models):
+        load_model(model, folder, index)
+    for index, optimizer in enumerate(optimizers):
+        load_optimizer(_trained_by(optimizer, models), optimizer, folder, index)
+
+
+def _read_small(folder: Path, what: str, index: int) -> Any:
+    """The state of a scheduler or loader."""
+    path = folder / _indexed(what, index)
+    if not path.exists():
+        msg = f"{folder} holds no {what} {index}"
+        raise CheckpointError(msg, hint=f"leave the {what} out, or load a checkpoint that has one")
+    return read_plain(path)
+
+
+def _trained_by(optimizer: Optimizer, models: list[nn.Module]) -> nn.Module:
+    """The model an optimizer trains; several together under their numbers, if it trains several."""
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    trained = [model for model in models if any(id(param) in params for param in model.parameters())]
+    if not trained:
+        msg = "an optimizer trains none of the models given"
+        raise CheckpointError(msg, hint="give the model it trains along with it")
+    return trained[0] if len(trained) == 1 else nn.ModuleList(trained)
+
+
+def _own_files(
+    schedulers: list[Any], loaders: list[Any], extra: Mapping[str, Any] | None, step: int | None
+) -> dict[str, bytes]:
+    """This rank's small files: each rank's generators, and on rank 0 what is the same on all."""
+    positions = [position_of(loader) for loader in loaders]  # every rank tells how far it is
+    files = {file_name(dist.get_rank()): packed_random_states(step)}
+    if dist.get_rank() != 0:
+        return files
+    for index, scheduler in enumerate(schedulers):
+        files[_indexed(SCHEDULER, index)] = packed(scheduler.state_dict(), "the scheduler's state")
+    for index, position in enumerate(positions):
+        files[_indexed(LOADER, index)] = packed(position, "the loader's position")
+    if extra:
+        files[_EXTRA] = packed(dict(extra), "extra")
+    return files
+
+
+def _restore_random_states(folder: Path) -> None:
+    """Put this rank's generators back, if there was such a rank when the checkpoint was saved."""
+    path = folder / file_name(dist.get_rank())
+    if path.exists():
+        read_random_states(path)
+    if (folder / file_name(0)).exists() and not (folder / file_name(dist.get_world_size() - 1)).exists():
+        messages.say("the checkpoint is of fewer ranks: the others' random number generators start anew")

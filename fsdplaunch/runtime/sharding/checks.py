@@ -1,0 +1,141 @@
+"""What must hold before a model is sharded, and what must hold after."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.inspection.parameter_names import clean_name, named_parameters, unwrapped
+from fsdplaunch.runtime.sharding.materialize import ModelTensor
+from fsdplaunch.runtime.sharding.mesh import groups_from_first, is_rehearsal, shard_group
+from fsdplaunch.runtime.sharding.rank_consistency import unequal
+from fsdplaunch.runtime.sharding.registry import ShardedModel
+
+
+def check_model(model: nn.Module, version: int) -> None:
+    """Refuse what cannot be sharded, by name.
+
+    Raises:
+        ShardingError: A parameter is sharded already; or version 1 is to wrap modules of torch.compile, whose
+            names it then confuses when it loads a checkpoint.
+    """
+    if version == 1 and any(unwrapped(module) is not module for module in model.modules()):
+        msg = "fsdp_version 1 cannot shard modules that torch.compile has wrapped"
+        raise ShardingError(msg, hint="compile what prepare returns, or call module.compile() instead")
+    for name, param in named_parameters(model):
+        if isinstance(param, DTensor):
+            msg = f"{name} is sharded already, but the whole {type(model).__name__} is not"
+            raise ShardingError(msg, hint="give prepare the model before anything of it is sharded")
+
+
+def check_same_values(entries: Sequence[ModelTensor], mesh: DeviceMesh, device: torch.device) -> None:
+    """Check that all ranks built the same values, where they are not to be sent from the first.
+
+    Raises:
+        ShardingError: They did not: the shards would be parts of several models.
+    """
+    if is_rehearsal(mesh):
+        return
+    different = unequal({e.name: e.tensor for e in entries if e.spec[2]}, groups_from_first(mesh), device)
+    if different:
+        msg = f"ranks hold different values of {_some(different)}, and fsdp_sync_module_states is false"
+        raise ShardingError(msg, hint="set it to true, or build the same values on every rank")
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Turn torch's refusal to shard something into an error that names it.
+
+    Raises:
+        ShardingError: Torch raised.
+    """
+    try:
+        yield
+    except (ValueError, NotImplementedError, AssertionError) as refusal:
+        msg = (
+            f"torch cannot shard {what}: {str(refusal).splitlines()[0] if str(refusal) else 'it does not say why'}"
+        )
+        raise ShardingError(msg, hint="leave it out with fsdp_ignored_modules, or wrap other modules") from refusal
+
+
+def check_whole(model: nn.Module, prepared: ShardedModel, *, total: int) -> None:
+    """Check that the shards of all ranks are the model, alike in all copies, tied and in the format as asked.
+
+    Args:
+        model: Sharded.
+        prepared: How it was sharded.
+        total: Number of parameters before.
+
+    Raises:
+        ShardingError: They are not; nothing of what follows could be trusted.
+    """
+    named = dict(named_parameters(model))
+    sharded = {name: param for name, param in named.items() if name not in prepared.left_out}
+    expected = total - sum(named[name].numel() for name in prepared.left_out)
+    if not is_rehearsal(prepared.mesh):
+        _check_sum(list(sharded.values()), prepared, expected=expected)
+        _check_copies(named, prepared)
+    _check_ties(model, prepared)
+    _check_master(list(sharded.values()), prepared.settings.dtypes.master)
+
+
+def _check_sum(sharded: Sequence[nn.Parameter], prepared: ShardedModel, *, expected: int) -> None:
+    held = sum(_local(param).numel() for param in sharded)
+    together = torch.tensor(held, dtype=torch.int64, device=prepared.device)
+    dist.all_reduce(together, group=shard_group(prepared.mesh))
+    settings = prepared.settings
+    padded = settings.version == 1 and not settings.use_orig_params
+    copies = prepared.mesh.size(prepared.mesh.ndim - 1) if _kept_whole(prepared) else 1
+    found = int(together.item()) // copies
+    if found < expected or (found > expected and not padded):
+        msg = f"the ranks hold {found} of {expected} parameters after sharding"
+        raise ShardingError(msg, hint="this is a defect in sharding this model; try NO_WRAP or the other version")
+
+
+def _check_copies(named: Mapping[str, nn.Parameter], prepared: ShardedModel) -> None:
+    """Compare what several ranks hold copies of: all shards across rows, what is left out across all ranks."""
+    mesh = prepared.mesh
+    axes = [mesh.get_group(axis) for axis in range(mesh.ndim - (0 if _kept_whole(prepared) else 1))]
+    stored = {name: param for name, param in named.items() if not param.is_meta}
+    across = {name: param for name, param in stored.items() if name not in prepared.left_out} if axes else {}
+    alike = {name: param for name, param in stored.items() if name in prepared.left_out}
+    different = unequal(across, list(axes), prepared.device)
+    different += unequal(alike, groups_from_first(mesh), prepared.device)
+    if different:
+        msg = f"copies of {_some(different)} differ between ranks after sharding"
+        raise ShardingError(msg, hint="set fsdp_sync_module_states to true, so that all ranks start from rank 0's")
+
+
+def _kept_whole(prepared: ShardedModel) -> bool:
+    """Whether every rank of the mesh's last axis holds everything: NO_SHARD under version 1."""
+    return prepared.settings.version == 1 and prepared.settings.strategy == "NO_SHARD"
+
+
+def _local(param: torch.Tensor) -> torch.Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def _check_ties(model: nn.Module, prepared: ShardedModel) -> None:
+    if prepared.settings.version == 1:
+        return  # flat parameters show a tied weight under one of its names only
+    now = {clean_name(name): param for name, param in model.named_parameters(remove_duplicate=False)}
+    for names in prepared.tied:
+        if len({id(now[name]) for name in names if name in now}) > 1:
+            msg = f"{' and '.join(names)} shared one parameter and no longer do"
+            raise ShardingError(msg, hint="this is a defect in sharding this model; try NO_WRAP")
+
+
+def _check_master(params: Sequence[nn.Parameter], master: torch.dtype | None) -> None:
+    for param in params:
+        if master is not None and param.requires_grad and param.is_floating_point() and param.dtype != master:
+            msg = f"a trained parameter is kept in {param.dtype} after sharding, not in {master}"
+            raise ShardingError(msg, hint="set precision.master to the format to keep parameters in")

@@ -1,0 +1,93 @@
+"""Shard one model with `fully_shard`: every parameter becomes a DTensor split along its first dimension."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.sharding.checks import naming
+from fsdplaunch.runtime.sharding.gradient_placement import place_gradients
+from fsdplaunch.runtime.sharding.ignored import IgnoredParts
+from fsdplaunch.runtime.sharding.materialize import Materializer
+from fsdplaunch.runtime.sharding.settings import Settings
+from fsdplaunch.runtime.sharding.wrap import Units
+from fsdplaunch.runtime.torch_internals import mend_fsdp2_on_cpu
+
+
+def shard(
+    model: nn.Module,
+    units: Units,
+    *,
+    settings: Settings,
+    mesh: DeviceMesh,
+    materializer: Materializer,
+    out: IgnoredParts,
+    device: torch.device,  # noqa: ARG001  (the mesh says it)
+) -> nn.Module:
+    """Shard the units bottom-up and the model last, in place, and return the model.
+
+    Each unit gets its storage and rank 0's values just before it is sharded, so no rank ever holds more of the
+    full model on its device than one unit.
+    """
+    if mesh.device_type == "cpu":
+        mend_fsdp2_on_cpu()
+    common = _common(settings, mesh, out)
+    policy = _precision(settings, output=None)
+    for name, unit in reversed(units.items()):
+        materializer.settle(unit)
+        with naming(name):
+            fully_shard(unit, **common, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward)
+    materializer.settle(model)
+    # The root is needed again as soon as backward begins; torch's own default is to keep it gathered, too.
+    reshard = False if units else settings.reshard_after_forward
+    root_policy = _precision(settings, output=settings.dtypes.output)
+    with naming(type(model).__name__):
+        fully_shard(model, **common, mp_policy=root_policy, reshard_after_forward=reshard)
+    if settings.forward_prefetch:
+        _prefetch_forward([unit for unit in (model, *units.values()) if isinstance(unit, FSDPModule)])
+    place_gradients(model)
+    return model
+
+
+def _common(settings: Settings, mesh: DeviceMesh, out: IgnoredParts) -> dict[str, Any]:
+    """The arguments that all calls share."""
+    common: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(settings, mesh)}
+    params = set(out.parameters())
+    return common | ({"ignored_params": params} if params else {})
+
+
+def _offload(settings: Settings, mesh: DeviceMesh) -> OffloadPolicy:
+    if not settings.offload:
+        return OffloadPolicy()
+    if mesh.device_type == "cpu":
+        messages.say("fsdp_offload_params changes nothing without a GPU: parameters are in host memory already")
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+
+
+def _precision(settings: Settings, *, output: torch.dtype | None) -> MixedPrecisionPolicy:
+    """The number formats of one unit.
+
+    The output format belongs to the root alone: blocks that returned it would feed the next block a format its
+    weights do not have.
+    """
+    formats = settings.dtypes
+    said = {"param_dtype": formats.param, "reduce_dtype": formats.reduce, "output_dtype": output}
+    return replace(formats.template or MixedPrecisionPolicy(), **said)
+
+
+def _prefetch_forward(units: list[FSDPModule]) -> None:
+    """Have each unit, the root first, gather the next one while it computes itself."""
+    for unit, following in pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])

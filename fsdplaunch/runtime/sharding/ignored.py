@@ -1,0 +1,89 @@
+"""What of a model is not sharded: the modules to ignore, and parameters that have no dimension to split."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from fsdplaunch.config.schema.parsers import alternatives
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.inspection.parameter_names import clean_name
+from fsdplaunch.runtime.sharding.settings import Settings
+from fsdplaunch.runtime.torch_internals import own_parameters
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IgnoredParts:
+    """What is not sharded, while the model is still whole.
+
+    Attributes:
+        modules: By clean name; with everything below them.
+        scalars: Places of the parameters without dimensions: the module and the attribute.
+    """
+
+    modules: dict[str, nn.Module]
+    scalars: tuple[tuple[nn.Module, str], ...]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters as they are now, each once; settling may have put others in their places."""
+        inside = [param for module in self.modules.values() for param in module.parameters()]
+        alone = [getattr(module, attribute) for module, attribute in self.scalars]
+        return list({id(param): param for param in [*inside, *alone]}.values())
+
+    def below(self) -> set[nn.Module]:
+        """The ignored modules and all modules inside of them."""
+        return {below for module in self.modules.values() for below in module.modules()}
+
+
+def find_ignored(model: nn.Module, settings: Settings) -> IgnoredParts:
+    """Find what is not sharded.
+
+    Raises:
+        ShardingError: An expression matches nothing, or a module given is not in the model.
+    """
+    modules = _ignored(model, settings)
+    inside = {below for module in modules.values() for below in module.modules()}
+    scalars = tuple(
+        (module, attribute)
+        for module in model.modules()
+        if module not in inside
+        for attribute, param in own_parameters(module)
+        if param.dim() == 0
+    )
+    return IgnoredParts(modules=modules, scalars=scalars)
+
+
+def _ignored(model: nn.Module, settings: Settings) -> dict[str, nn.Module]:
+    if settings.ignored is None:
+        return {}
+    given = alternatives(settings.ignored) if isinstance(settings.ignored, str) else settings.ignored
+    names = {module: clean_name(name) for name, module in model.named_modules() if name}
+    found: dict[str, nn.Module] = {}
+    for each in given:
+        if isinstance(each, str):
+            found |= _matching(each, names, model)
+        elif each in names:
+            found[names[each]] = each
+        else:
+            msg = f"ignored_modules has a {type(each).__name__} that is no part of {type(model).__name__}"
+            raise ShardingError(msg, hint="give modules of the model itself, or a regular expression")
+    return found
+
+
+def _matching(expression: str, names: dict[nn.Module, str], model: nn.Module) -> dict[str, nn.Module]:
+    """The modules whose whole name the expression matches."""
+    try:
+        pattern = re.compile(expression)
+    except re.error as error:
+        msg = f"fsdp_ignored_modules is no regular expression: {error}"
+        raise ShardingError(msg, hint=f"got {expression!r}") from None
+    found = {name: module for module, name in names.items() if pattern.fullmatch(name)}
+    if not found:
+        first: Sequence[str] = list(names.values())[:_SHOWN]
+        shown = ", ".join(first) + (", ..." if len(names) > _SHOWN else "")
+        msg = f"fsdp_ignored_modules {expression!r} matches no module of {type(model).__name__}"
+        raise ShardingError(msg, hint=f"the expression must match a whole name; the first names are {shown}")
+    return found

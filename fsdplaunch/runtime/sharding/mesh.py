@@ -1,0 +1,113 @@
+"""How the ranks are laid out: one row of shards, or several rows that hold copies of each other."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.sharding.settings import HYBRID, Settings
+
+REPLICATE, SHARD = "dp_replicate", "dp_shard"
+"""Names of the mesh's axes."""
+
+
+def mesh_sizes(settings: Settings, *, world: int, per_node: int) -> tuple[int, int]:
+    """Decide (copies, ranks per copy).
+
+    Explicit sizes win, -1 takes what the other leaves. Without sizes the hybrid strategies shard inside each
+    machine, NO_SHARD copies everything, and the others shard over all ranks.
+
+    Args:
+        settings: Strategy and sizes.
+        world: All ranks.
+        per_node: Ranks on this machine.
+
+    Raises:
+        ShardingError: The sizes do not fit the ranks, or a hybrid strategy has nothing to be hybrid over.
+    """
+    if settings.strategy == "NO_SHARD":
+        return world, 1
+    replicate, shard = settings.replicate_size, settings.shard_size or -1
+    if settings.strategy in HYBRID and replicate == 1 and shard in (-1, world):
+        replicate, shard = world // max(per_node, 1), per_node
+    replicate, shard = _rest(replicate, shard, world)
+    if replicate * shard != world or min(replicate, shard) < 1:
+        msg = f"a mesh of {replicate} copies x {shard} shards needs {replicate * shard} workers, there are {world}"
+        raise ShardingError(msg, hint="set one of dp_replicate_size and dp_shard_size to -1 to take the rest")
+    if settings.strategy in HYBRID:
+        _check_hybrid(settings, replicate, shard)
+    return replicate, shard
+
+
+def _rest(replicate: int, shard: int, world: int) -> tuple[int, int]:
+    if replicate == -1 and shard == -1:
+        return 1, world
+    if replicate == -1:
+        return world // shard, shard
+    if shard == -1:
+        return replicate, world // max(replicate, 1)
+    return replicate, shard
+
+
+def _check_hybrid(settings: Settings, replicate: int, shard: int) -> None:
+    """Refuse trivial groups; with a shard group of one rank, version 1 would silently not reduce over copies."""
+    if replicate > 1 and shard > 1:
+        return
+    trivial = "one rank per copy" if shard == 1 else "one copy"
+    instead = "NO_SHARD" if shard == 1 else settings.strategy.replace("HYBRID_SHARD_ZERO2", "SHARD_GRAD_OP")
+    instead = instead.replace("HYBRID_SHARD", "FULL_SHARD")
+    msg = f"{settings.strategy} over {replicate} x {shard} workers has only {trivial}"
+    hint = f"set fsdp_sharding_strategy to {instead}, or both mesh sizes in parallelism_config"
+    raise ShardingError(msg, hint=hint)
+
+
+def make_mesh(settings: Settings, device: torch.device) -> DeviceMesh:
+    """Lay all ranks out as the settings say; with one copy the mesh has the shard axis only."""
+    world = dist.get_world_size()
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    replicate, shard = mesh_sizes(settings, world=world, per_node=per_node)
+    if replicate == 1:
+        return init_device_mesh(device.type, (shard,), mesh_dim_names=(SHARD,))
+    return init_device_mesh(device.type, (replicate, shard), mesh_dim_names=(REPLICATE, SHARD))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataRanks:
+    """This worker's number among those that read different data, and how many they are."""
+
+    rank: int
+    size: int
+
+
+def data_ranks(mesh: DeviceMesh) -> DataRanks:
+    """Every rank of the mesh reads its own data; numbered row by row."""
+    place = mesh.get_coordinate() or [0]
+    number = 0
+    for size, coordinate in zip(mesh.shape, place, strict=False):
+        number = number * size + coordinate
+    return DataRanks(rank=number, size=mesh.size())
+
+
+def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks one copy of the model is spread over, this rank among them."""
+    return mesh.get_group(mesh.ndim - 1)
+
+
+def is_rehearsal(mesh: DeviceMesh) -> bool:
+    """Whether the ranks are pretended (torch's fake backend): nothing they say or send means anything."""
+    return dist.get_backend(mesh.get_group(0)) == "fake"
+
+
+def groups_from_first(mesh: DeviceMesh) -> list[dist.ProcessGroup | None]:
+    """Groups that, broadcast over one after the other, bring the mesh's first rank's tensor to all its ranks.
+
+    None among pretended ranks: this one knows all there is to know.
+    """
+    if is_rehearsal(mesh):
+        return []
+    if mesh.size() == dist.get_world_size():
+        return [None]
+    return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]

@@ -1,0 +1,161 @@
+"""Make an optimizer that was built on full parameters train the sharded ones.
+
+Parameters are matched by what they are called in the model, never by address: addresses are reused, names are not.
+"""
+
+import warnings
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.inspection.parameter_names import named_parameters
+
+_ORIGIN = "fsdplaunch_origin"
+"""Attribute of a full parameter that says what became of it; optimizers may be prepared later than models."""
+
+State = dict[str, Any]
+
+
+@dataclass(slots=True)
+class ShardedHome:
+    """The model that holds full parameters sharded; None until it is."""
+
+    model: "weakref.ref[nn.Module] | None" = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullParameter:
+    """What a full parameter was called in which model, and its shape there."""
+
+    name: str
+    shape: torch.Size
+    home: ShardedHome
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The sharded model, if it is alive."""
+        return None if self.home.model is None else self.home.model()
+
+
+def note_full_parameters(full: Mapping[str, torch.Tensor]) -> ShardedHome:
+    """Remember on each full parameter, given by clean name, what it is called and shaped, before it is sharded.
+
+    Returns:
+        Where to put the sharded model when there is one. The parameters themselves are not kept.
+    """
+    home = ShardedHome()
+    for name, tensor in full.items():
+        setattr(tensor, _ORIGIN, FullParameter(name=name, shape=tensor.shape, home=home))
+    return home
+
+
+def name_of(param: torch.Tensor) -> str | None:
+    """What a full parameter was called in the model that `prepare` sharded; None for any other tensor."""
+    origin: FullParameter | None = getattr(param, _ORIGIN, None)
+    return None if origin is None else origin.name
+
+
+def repoint(optimizer: Optimizer, known: Mapping[int, str]) -> None:
+    """Exchange an optimizer's parameters, and the state it has for them, for the sharded ones, in place.
+
+    Args:
+        optimizer: Built on the full parameters, or already on the sharded ones.
+        known: The names of all sharded parameters of prepared models, by their id.
+
+    Raises:
+        ShardingError: It holds a parameter of no prepared model, or groups that flat parameters cannot keep apart.
+    """
+    held = {id(param): (param, state) for param, state in optimizer.state.items()}
+    moves = _Moves(optimizer, known)
+    for index, group in enumerate(optimizer.param_groups):
+        group["params"] = moves.exchange(group["params"], index)
+    optimizer.state.clear()
+    pending: dict[nn.Module, dict[str, State]] = {}
+    for param, state in held.values():
+        origin: FullParameter | None = getattr(param, _ORIGIN, None)
+        model = None if origin is None else origin.model
+        if origin is None or model is None:
+            optimizer.state[param] = state
+        elif (isinstance(model, Wrapper) and param.shape != origin.shape) or id(param) not in known:
+            pending.setdefault(model, {})[origin.name] = state
+        else:
+            optimizer.state[param] = state
+    for model, states in pending.items():
+        _split_state(optimizer, model, states)
+
+
+class _Moves:
+    """One optimizer's parameters on their way to the sharded models."""
+
+    def __init__(self, optimizer: Optimizer, known: Mapping[int, str]) -> None:
+        self.optimizer = optimizer
+        self.known = known
+        self.now: dict[nn.Module, dict[str, nn.Parameter]] = {}
+
+    def exchange(self, params: list[Any], group: int) -> list[Any]:
+        """The sharded parameters for a group's full ones, in their order and each once."""
+        found: dict[int, Any] = {}
+        for position, param in enumerate(params):
+            for new in self._sharded(param, f"parameter {position} of group {group}"):
+                found.setdefault(id(new), new)
+        return list(found.values())
+
+    def _sharded(self, param: Any, where: str) -> list[Any]:
+        if id(param) in self.known:
+            return [param]
+        origin: FullParameter | None = getattr(param, _ORIGIN, None)
+        model = None if origin is None else origin.model
+        if origin is None or model is None:
+            msg = f"the optimizer trains {where}, of shape {tuple(param.shape)}, that no prepared model holds"
+            raise ShardingError(msg, hint="pass the model it belongs to to fsdplaunch.prepare, before or with it")
+        now = self.now.setdefault(model, dict(named_parameters(model)))
+        return [now[origin.name]] if origin.name in now else self._flat(model)
+
+    def _flat(self, model: nn.Module) -> list[Any]:
+        """All flat parameters of a model, in the place of its own ones."""
+        groups = len(self.optimizer.param_groups)
+        if groups > 1:
+            msg = f"the optimizer has {groups} parameter groups, and flat parameters mix them"
+            raise ShardingError(msg, hint="set fsdp_use_orig_params to true, or use fsdp_version 2")
+        return list(model.parameters())
+
+
+def _split_state(optimizer: Optimizer, model: nn.Module, states: dict[str, State]) -> None:
+    """Give the sharded parameters of a model their part of the full state that is known by name."""
+    if isinstance(model, Wrapper):
+        _split_flat_state(optimizer, model, states)
+        return
+    now = dict(named_parameters(model))
+    for name, state in states.items():
+        optimizer.state[now[name]] = {key: _like(value, now[name]) for key, value in state.items()}
+
+
+def _like(value: Any, param: nn.Parameter) -> Any:
+    """A state value split as its parameter is, if it has the parameter's shape; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or value.shape != param.shape or not isinstance(param, DTensor):
+        return value
+    dtype = param.dtype if value.is_floating_point() else value.dtype
+    return distribute_tensor(value.to(param.to_local().device, dtype), param.device_mesh, param.placements)
+
+
+def _split_flat_state(optimizer: Optimizer, model: Wrapper, states: dict[str, State]) -> None:
+    """Let version 1 cut full state to its flat shards; only torch knows where they begin and end."""
+    group = {**optimizer.param_groups[0], "params": list(states)}
+    full = {"state": states, "param_groups": [group]}
+    options = (FullStateDictConfig(rank0_only=False), FullOptimStateDictConfig(rank0_only=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        with Wrapper.state_dict_type(model, StateDictType.FULL_STATE_DICT, *options):
+            flat = Wrapper.optim_state_dict_to_load(model, optimizer, full)
+    params = [param for each in optimizer.param_groups for param in each["params"]]
+    for index, state in flat["state"].items():
+        optimizer.state[params[index]] = state

@@ -1,0 +1,67 @@
+"""What this process has sharded, and how: looked up by gradient and checkpoint code. Models are held weakly."""
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdplaunch.runtime.inspection.parameter_names import named_parameters, unwrapped
+from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin
+from fsdplaunch.runtime.sharding.replicated import ReplicatedParams
+from fsdplaunch.runtime.sharding.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedModel:
+    """How one model was sharded.
+
+    Attributes:
+        plugin: What the settings came from; it says how to save.
+        settings: As asked for.
+        mesh: The ranks' layout.
+        device: Where this worker computes.
+        tied: Names of each parameter that has several, as in the model before sharding.
+        units: Names of the units, without the model itself.
+        ignored: Names of the ignored modules.
+        left_out: Names of the parameters that are not sharded.
+        methods: The methods, beside forward, that parameters are gathered for.
+        converted: How many linear layers compute in float8.
+        replicas: The unsharded trained parameters, if there are any.
+    """
+
+    plugin: FullyShardedDataParallelPlugin
+    settings: Settings
+    mesh: DeviceMesh
+    device: torch.device
+    tied: tuple[tuple[str, ...], ...]
+    units: tuple[str, ...]
+    ignored: tuple[str, ...]
+    left_out: frozenset[str]
+    methods: tuple[str, ...]
+    converted: int
+    replicas: ReplicatedParams | None
+
+
+_models: "weakref.WeakKeyDictionary[nn.Module, ShardedModel]" = weakref.WeakKeyDictionary()
+
+
+def register_model(model: nn.Module, prepared: ShardedModel) -> None:
+    """Note that `model` was sharded."""
+    _models[model] = prepared
+
+
+def registered(model: nn.Module) -> ShardedModel | None:
+    """How `model`, or the module torch.compile wrapped, was sharded; None when this package did not shard it."""
+    return _models.get(model) or _models.get(unwrapped(model))
+
+
+def known_parameters() -> dict[int, str]:
+    """The clean names of all parameters of all prepared models that are alive, by the parameter's id."""
+    return {id(param): name for model in _models for name, param in named_parameters(model)}
+
+
+def models_of(kind: type) -> list[nn.Module]:
+    """The prepared models that are alive and of a class."""
+    return [model for model in _models if isinstance(model, kind)]

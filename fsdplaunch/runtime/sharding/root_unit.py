@@ -1,0 +1,61 @@
+"""What the wrap leaves to the root unit, and when that is too much to have been meant."""
+
+from collections.abc import Collection
+
+from torch import nn
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.inspection.parameter_names import clean_name, count
+from fsdplaunch.runtime.sharding.blocks import class_name
+from fsdplaunch.runtime.sharding.settings import Settings
+from fsdplaunch.runtime.sharding.wrap import Units
+
+_MOST = 0.5
+_SHOWN = 3
+
+
+def check_root_unit(model: nn.Module, units: Units, settings: Settings, skipped: Collection[int]) -> None:
+    """Refuse a wrap that misses most of the model: the root's parameters are gathered all through the step.
+
+    Embeddings and the output layer of a large vocabulary do not count: they belong to the root, and in a small
+    model they are most of it. A function of the user's may choose what it likes.
+
+    Args:
+        model: Not sharded yet.
+        units: As planned.
+        settings: Says which policy.
+        skipped: Ids of the parameters that are not sharded.
+
+    Raises:
+        ShardingError: More than half of what counts is in no unit.
+    """
+    if not units or not isinstance(settings.wrap, str):
+        return
+    in_units = {id(param) for unit in units.values() for param in unit.parameters()}
+    words = _vocabulary(model)
+    total, missed = 0, {}
+    for name, param in model.named_parameters():
+        if id(param) in skipped or id(param) in words:
+            continue
+        total += param.numel()
+        if id(param) not in in_units:
+            missed[clean_name(name)] = param.numel()
+    left = sum(missed.values())
+    if left <= _MOST * total:
+        return
+    largest = sorted(missed, key=lambda name: -missed[name])[:_SHOWN]
+    kinds = ", ".join(dict.fromkeys(class_name(unit) for unit in units.values()))
+    msg = (
+        f"{settings.wrap} leaves {count(left)} of {count(total)} parameters of {class_name(model)} in no unit: "
+        f"it wraps {len(units)} x {kinds} only"
+    )
+    hint = f"the largest left are {', '.join(largest)}; name the blocks that hold them, or set NO_WRAP"
+    raise ShardingError(msg, hint=hint)
+
+
+def _vocabulary(model: nn.Module) -> set[int]:
+    """Ids of the parameters of embeddings, and of linear layers with one output per word of an embedding."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    sizes = {module.num_embeddings for module in embeddings}
+    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features in sizes]
+    return {id(param) for module in [*embeddings, *heads] for param in module.parameters()}

@@ -1,0 +1,182 @@
+"""How one model is sharded: plain, frozen values, decided before any torch object is made of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.schema.kinds import PrefetchName, StateDictName, StrategyName, WrapName
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The configuration's names of number formats."""
+
+HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""Strategies that shard inside a group of ranks and copy across groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dtypes:
+    """Number formats; None means the model's own.
+
+    Attributes:
+        param: Parameters as gathered and computed with.
+        reduce: Gradients as summed over ranks.
+        output: What the model's outputs are cast to (version 2).
+        buffer: Buffers in forward (version 1).
+        master: Shards and optimizer state.
+        template: Torch's object that the formats were taken from, for what else it says.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+    buffer: torch.dtype | None = None
+    master: torch.dtype | None = None
+    template: Any = field(default=None, compare=False)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether anything is computed, reduced or returned in another format than the model's own."""
+        return any(kind is not None for kind in (self.param, self.reduce, self.output, self.buffer))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiling:
+    """How torch.compile is called.
+
+    Attributes:
+        backend: As torch names it.
+        mode: As torch names it.
+        fullgraph: Fail where the graph would break.
+        dynamic: Compile for shapes that change.
+        blocks: Compile each block by itself; else the model's whole forward.
+    """
+
+    backend: str
+    mode: str = "default"
+    fullgraph: bool = False
+    dynamic: bool = False
+    blocks: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float8:
+    """How torchao's float8 layers compute.
+
+    Attributes:
+        gather: Gather parameters in float8.
+        pad: Pad matrices to multiples of 16.
+    """
+
+    gather: bool = True
+    pad: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything that sharding one model needs to know. Names are those of the configuration.
+
+    Attributes:
+        version: 1 or 2.
+        wrap: The policy's name, or a function of the user's: a module -> whether it is a unit.
+        reshard_after_forward: Version 2: flag, or the number of ranks to reshard to.
+        ignored: Regular expression for module names, or several, or the modules themselves.
+        replicate_size: Copies of the model, -1 for what `shard_size` leaves.
+        shard_size: Ranks per copy, -1 or None for what `replicate_size` leaves.
+        param_init_fn: Gives a module without storage its values, or None.
+        checkpoint_every: Under activation_checkpointing, 2 for every second block, and so on.
+        forward_methods: Methods of the model to gather parameters for, beside forward and generate.
+        compiling: How to compile, or None.
+        float8: How linear layers compute in float8, or None.
+    """
+
+    version: int = 2
+    strategy: StrategyName = "FULL_SHARD"
+    reshard_after_forward: bool | int = True
+    offload: bool = False
+    wrap: WrapName | Callable[..., Any] = "TRANSFORMER_BASED_WRAP"
+    block_classes: tuple[str, ...] = ()
+    min_num_params: int = 100_000_000
+    backward_prefetch: PrefetchName = "NO_PREFETCH"
+    forward_prefetch: bool = False
+    state_dict_type: StateDictName = "SHARDED_STATE_DICT"
+    use_orig_params: bool = True
+    limit_all_gathers: bool = True
+    ram_efficient: bool = False
+    sync_module_states: bool = True
+    activation_checkpointing: bool = False
+    activation_offload: bool = False
+    ignored: str | tuple[nn.Module | str, ...] | None = None
+    dtypes: Dtypes = Dtypes()
+    replicate_size: int = 1
+    shard_size: int | None = None
+    param_init_fn: Callable[[nn.Module], Any] | None = None
+    checkpoint_every: int = 1
+    forward_methods: tuple[str, ...] = ()
+    compiling: Compiling | None = None
+    float8: Float8 | None = None
+
+
+def settings_of(config: Config) -> Settings:
+    """Translate a resolved Config."""
+    fsdp, mesh = config.fsdp_config, config.parallelism_config
+    reshard = fsdp.fsdp_reshard_after_forward
+    sync = fsdp.fsdp_sync_module_states
+    return Settings(
+        version=fsdp.fsdp_version or 2,
+        strategy=fsdp.fsdp_sharding_strategy or "FULL_SHARD",
+        reshard_after_forward=True if reshard is None or isinstance(reshard, str) else reshard,
+        offload=fsdp.fsdp_offload_params,
+        wrap=fsdp.fsdp_auto_wrap_policy,
+        block_classes=fsdp.fsdp_transformer_layer_cls_to_wrap,
+        min_num_params=fsdp.fsdp_min_num_params,
+        backward_prefetch=fsdp.fsdp_backward_prefetch or "NO_PREFETCH",
+        forward_prefetch=fsdp.fsdp_forward_prefetch,
+        state_dict_type=fsdp.fsdp_state_dict_type or "SHARDED_STATE_DICT",
+        use_orig_params=fsdp.fsdp_use_orig_params,
+        ram_efficient=bool(fsdp.fsdp_cpu_ram_efficient_loading),
+        sync_module_states=sync is not False or bool(fsdp.fsdp_cpu_ram_efficient_loading),
+        activation_checkpointing=fsdp.fsdp_activation_checkpointing,
+        activation_offload=fsdp.fsdp_activation_checkpointing_offload,
+        ignored=fsdp.fsdp_ignored_modules,
+        dtypes=_dtypes_of(config),
+        replicate_size=mesh.parallelism_config_dp_replicate_size or 1,
+        shard_size=mesh.parallelism_config_dp_shard_size,
+        checkpoint_every=config.sharding.checkpoint_every,
+        forward_methods=config.sharding.forward_methods,
+        compiling=_compiling_of(config),
+        float8=float8_of(config) if config.mixed_precision == "fp8" else None,
+    )
+
+
+def _compiling_of(config: Config) -> Compiling | None:
+    said = config.dynamo_config
+    if said.dynamo_backend == "NO":
+        return None
+    return Compiling(
+        backend=said.dynamo_backend.lower(),
+        mode=said.dynamo_mode,
+        fullgraph=said.dynamo_use_fullgraph,
+        dynamic=said.dynamo_use_dynamic,
+        blocks=said.dynamo_use_regional_compilation,
+    )
+
+
+def float8_of(config: Config) -> Float8:
+    """How a Config has float8 computed, whether or not it says that it is."""
+    said = config.fp8_config
+    return Float8(gather=said.enable_fsdp_float8_all_gather, pad=said.pad_inner_dim)
+
+
+def _dtypes_of(config: Config) -> Dtypes:
+    said = config.precision
+    return Dtypes(
+        param=DTYPES[said.param] if said.param else None,
+        reduce=DTYPES[said.reduce] if said.reduce else None,
+        output=DTYPES[said.output] if said.output else None,
+        buffer=DTYPES[said.buffer] if said.buffer else None,
+        master=DTYPES[said.master] if said.master else None,
+    )

@@ -1,0 +1,199 @@
+"""Shard one model: the fixed order of work between the user's model and the sharded one."""
+
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.compute.activation_checkpointing import checkpoint_blocks
+from fsdplaunch.runtime.compute.compile import compile_blocks, compile_whole
+from fsdplaunch.runtime.compute.float8 import convert
+from fsdplaunch.runtime.compute.forward_methods import forward_methods, register
+from fsdplaunch.runtime.inspection.describe import describe
+from fsdplaunch.runtime.inspection.parameter_names import named_parameters, tied_names
+from fsdplaunch.runtime.loading.pretrained import Pretrained
+from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin
+from fsdplaunch.runtime.sharding import fsdp1, fsdp2
+from fsdplaunch.runtime.sharding.checks import check_model, check_same_values, check_whole
+from fsdplaunch.runtime.sharding.ignored import IgnoredParts, find_ignored
+from fsdplaunch.runtime.sharding.materialize import Materializer
+from fsdplaunch.runtime.sharding.mesh import SHARD, make_mesh
+from fsdplaunch.runtime.sharding.mixed_dtypes import separate_formats
+from fsdplaunch.runtime.sharding.optimizer_params import note_full_parameters
+from fsdplaunch.runtime.sharding.rank_consistency import check_settings
+from fsdplaunch.runtime.sharding.registry import ShardedModel, register_model
+from fsdplaunch.runtime.sharding.replicated import keep_equal
+from fsdplaunch.runtime.sharding.root_unit import check_root_unit
+from fsdplaunch.runtime.sharding.settings import Settings
+from fsdplaunch.runtime.sharding.wrap import Units, plan_units
+from fsdplaunch.runtime.sharding_watch import mark_sharded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardTarget:
+    """Where a model goes: this worker's device, and the layout of all ranks.
+
+    Attributes:
+        mesh: The ranks.
+        device: Where this worker computes.
+        layout_only: Whether nothing gets storage or values: the model is to be looked at, not run.
+    """
+
+    mesh: DeviceMesh
+    device: torch.device
+    layout_only: bool = False
+
+
+def shard_target(
+    settings: Settings,
+    *,
+    mesh: DeviceMesh | None,
+    process_group: dist.ProcessGroup | None,
+    device: torch.device | str | None,
+) -> ShardTarget:
+    """Decide device and mesh, joining the process group first if the script was started by torchrun alone.
+
+    Raises:
+        ShardingError: There is no process group and nothing to make one from.
+    """
+    if not dist.is_initialized():
+        _join()
+    layout_only = device is not None and torch.device(device).type == "meta"
+    target = _own_device(mesh) if device is None or layout_only else torch.device(device)
+    if mesh is None and process_group is not None:
+        mesh = DeviceMesh.from_group(process_group, target.type, mesh_dim_names=(SHARD,))
+    return ShardTarget(mesh=mesh or make_mesh(settings, target), device=target, layout_only=layout_only)
+
+
+def _join() -> None:
+    if "RANK" not in os.environ:
+        msg = "there are no workers to shard over: this process was started alone"
+        raise ShardingError(msg, hint="start the script with `fsdplaunch launch`")
+    from fsdplaunch.config.environment import decode
+    from fsdplaunch.runtime.device import choose_device, join_group
+
+    config = decode()
+    join_group(config, choose_device(config))
+
+
+def _own_device(mesh: DeviceMesh | None) -> torch.device:
+    on_cpu = mesh.device_type == "cpu" if mesh is not None else not _group_has_cuda()
+    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+
+def _group_has_cuda() -> bool:
+    return torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a model is sharded already, by whomever."""
+    return isinstance(model, FSDPModule | FullyShardedDataParallel)
+
+
+def shard_model(
+    model: nn.Module, plugin: FullyShardedDataParallelPlugin, place: ShardTarget, weights: Pretrained | None = None
+) -> nn.Module:
+    """Shard a model as the plugin says; see `prepare` for the order of work.
+
+    Args:
+        model: Not sharded yet.
+        plugin: How.
+        place: Where.
+        weights: Files whose values it gets; None leaves it those it has.
+
+    Returns:
+        The model itself (version 2) or the wrapper around it (version 1).
+
+    Raises:
+        ShardingError: It cannot be done as asked.
+    """
+    settings = plugin.settings()
+    check_settings(settings, place.mesh)
+    check_model(model, settings.version)
+    methods = forward_methods(model, settings)
+    tied, total = tied_names(model), sum(param.numel() for param in model.parameters())
+    out = find_ignored(model, settings)
+    home = note_full_parameters(dict(named_parameters(model)))
+    converted = convert(model, settings, out)
+    units = _planned(model, settings, out)
+    materializer = _materializer(model, settings, place, out, weights)
+    if settings.activation_checkpointing:
+        units = checkpoint_blocks(model, units, settings, place.device)
+    compile_blocks(units, settings)
+    shard = fsdp1.shard if settings.version == 1 else fsdp2.shard
+    sharded = shard(
+        model, units, settings=settings, mesh=place.mesh, materializer=materializer, out=out, device=place.device
+    )
+    materializer.fill(sharded)
+    home.model = weakref.ref(sharded)
+    compile_whole(model, settings)
+    register(sharded, model, methods)
+    whole = out.parameters()
+    ids = {id(param) for param in whole}
+    prepared = ShardedModel(
+        plugin=plugin,
+        settings=settings,
+        mesh=place.mesh,
+        device=place.device,
+        tied=tied,
+        units=tuple(units),
+        ignored=tuple(out.modules),
+        left_out=frozenset(name for name, param in named_parameters(sharded) if id(param) in ids),
+        methods=methods,
+        converted=converted,
+        replicas=keep_equal(whole, place.mesh),
+    )
+    check_whole(sharded, prepared, total=total)
+    register_model(sharded, prepared)
+    mark_sharded("prepare")
+    for line in describe(sharded).lines():
+        messages.say(line)
+    return sharded
+
+
+def _planned(model: nn.Module, settings: Settings, out: IgnoredParts) -> Units:
+    skipped = {id(param) for param in out.parameters()}
+    units = plan_units(model, settings, out.below())
+    units = separate_formats(model, units, settings, skipped)
+    check_root_unit(model, units, settings, skipped)
+    return units
+
+
+def _materializer(
+    model: nn.Module, settings: Settings, place: ShardTarget, out: IgnoredParts, weights: Pretrained | None
+) -> Materializer:
+    """What settles the model's tensors, with rank 0's values or so that files fill them later.
+
+    It has begun with what is left out: settling may exchange parameters, and sharding is told which to leave out.
+    """
+    arguments: dict[str, Any] = {
+        "mesh": place.mesh,
+        "device": torch.device("meta") if place.layout_only else place.device,
+        "master": settings.dtypes.master,
+        "frozen_too": settings.version == 1,  # a flat parameter has one format
+        "ignored": out.modules.values(),
+        "init_fn": settings.param_init_fn,
+        "send": settings.sync_module_states or settings.ram_efficient,
+    }
+    if weights is None or place.layout_only:
+        materializer = Materializer(model, **arguments)
+        if not materializer.send and not place.layout_only:
+            check_same_values(materializer.entries, place.mesh, place.device)
+    else:
+        from fsdplaunch.runtime.loading.deferred_weights import DeferredWeights
+
+        materializer = DeferredWeights(
+            model, where=weights.where, strict=weights.strict, settings=settings, **arguments
+        )
+    for module in out.modules.values():
+        materializer.settle(module)
+    materializer.settle_scalars()
+    return materializer

@@ -1,0 +1,240 @@
+"""Whole optimizer states from and to sharded models, by the reference's function names, for both versions.
+
+A whole state has full tensors under parameter names; a sharded one is what this rank's optimizer loads, under the
+numbers parameters have in it. The version 1 functions of torch are deprecated and know nothing of version 2.
+"""
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    OptimStateKeyType,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdplaunch.errors import UsageError
+from fsdplaunch.runtime.inspection.parameter_names import clean_name, named_parameters
+from fsdplaunch.runtime.sharding.registry import registered
+from fsdplaunch.runtime.state_dict.split_like import split_like
+
+OptimInput = Iterable[Any] | None
+State = dict[str, Any]
+
+
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: Optimizer,
+    optim_input: OptimInput = None,  # noqa: ARG001  (the optimizer itself knows its groups; kept for old calls)
+    rank0_only: bool | None = None,
+) -> State:
+    """Gather the whole state of an optimizer, under parameter names; every rank calls this.
+
+    Args:
+        model: Sharded by either version, or holding sharded modules.
+        optim: Its optimizer.
+        optim_input: Not needed any more; the optimizer knows its parameter groups.
+        rank0_only: Return an empty mapping on all ranks but the first. Left out, as the plugin's
+            `optim_state_dict_config` says, and so where it says nothing.
+
+    Returns:
+        `state` and `param_groups`, as `Optimizer.state_dict` has them but for the names.
+    """
+    if rank0_only is None:
+        prepared = registered(model)
+        said = None if prepared is None else prepared.plugin.optim_state_dict_config
+        rank0_only = said.rank0_only if isinstance(said, FullOptimStateDictConfig) else True
+    # With the move to the host torch gathers on rank 0 only; see state_dicts for why version 1 must not do it.
+    to_host = rank0_only and not (_has_wrapper(model) and not torch.cuda.is_available())
+    options = StateDictOptions(full_state_dict=True, cpu_offload=to_host)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        state: State = get_optimizer_state_dict(model, optim, options=options)
+    return unshare_counts(state) if dist.get_rank() == 0 or not rank0_only else {}
+
+
+def unshare_counts(whole: State) -> State:
+    """Give each parameter of a whole state a step count of its own, in place, and return the state.
+
+    Parameters that came from one flat parameter share its count; a plain optimizer would count once for each.
+    """
+    for values in whole.get("state", {}).values():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.dim() == 0:
+                values[key] = value.clone()
+    return whole
+
+
+def shard_full_optim_state_dict(
+    full_optim_state_dict: State,
+    model: nn.Module,
+    optim_input: OptimInput = None,
+    optim: Optimizer | None = None,
+) -> State:
+    """Cut a whole state, which every rank holds, to what this rank's optimizer loads.
+
+    Args:
+        full_optim_state_dict: From `full_optim_state_dict`, on every rank.
+        model: Sharded; of any number of ranks.
+        optim_input: What the optimizer was built on, if that was not `model.parameters()`.
+        optim: The optimizer that will load it, instead of `optim_input`.
+    """
+    if _has_wrapper(model):
+        return _cut_flat(full_optim_state_dict, model, optim_input, optim)
+    params = dict(named_parameters(model))
+    state = {
+        name: {key: _cut(value, params[name]) for key, value in values.items()}
+        for name, values in full_optim_state_dict["state"].items()
+    }
+    named = {"state": state, "param_groups": full_optim_state_dict["param_groups"]}
+    return rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, model, optim_input, optim)
+
+
+def scatter_full_optim_state_dict(
+    full_optim_state_dict: State | None,
+    model: nn.Module,
+    optim_input: OptimInput = None,
+    group: dist.ProcessGroup | None = None,
+    optim: Optimizer | None = None,
+) -> State:
+    """Send each rank its part of a whole state that only rank 0 holds; every rank calls this.
+
+    Under version 2 tensors travel one at a time, so no other rank ever holds more of the whole than one of them;
+    under version 1 the whole travels at once.
+
+    Args:
+        full_optim_state_dict: From `full_optim_state_dict` on rank 0; ignored elsewhere.
+        model: Sharded.
+        optim_input: As in `shard_full_optim_state_dict`.
+        group: The model's ranks, if they are not all.
+        optim: As in `shard_full_optim_state_dict`.
+    """
+    first = dist.get_rank(group) == 0
+    whole = dict(full_optim_state_dict or {}) if first else {}
+    source = 0 if group is None else dist.get_global_rank(group, 0)
+    if _has_wrapper(model):
+        box = [whole]
+        dist.broadcast_object_list(box, src=source, group=group)
+        return _cut_flat(box[0], model, optim_input, optim)
+    box = [_outline(whole)]
+    dist.broadcast_object_list(box, src=source, group=group)
+    params = dict(named_parameters(model))
+    state: dict[str, State] = {}
+    for name, key, outline in _walk(box[0]["state"]):
+        value = whole["state"][name][key] if first else outline
+        if isinstance(outline, torch.Tensor):
+            value = _receive(value, outline, params[name], source, group)
+        state.setdefault(name, {})[key] = value
+    named = {"state": state, "param_groups": box[0]["param_groups"]}
+    return rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, model, optim_input, optim)
+
+
+def rekey_optim_state_dict(
+    optim_state_dict: State,
+    optim_state_key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: OptimInput = None,
+    optim: Optimizer | None = None,
+) -> State:
+    """Exchange parameter numbers for names or names for numbers, to move a state between wrapped and plain models.
+
+    Args:
+        optim_state_dict: A whole state.
+        optim_state_key_type: `OptimStateKeyType.PARAM_NAME` or `PARAM_ID`.
+        model: Whose names they are.
+        optim_input: What the optimizer was built on, if that was not `model.parameters()`.
+        optim: The optimizer itself, instead of `optim_input`.
+
+    Raises:
+        UsageError: The state names a parameter the model does not have.
+    """
+    names = [name for group in _groups(model, optim_input, optim) for name in group]
+    numbers = {name: number for number, name in enumerate(names)}
+    to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
+    keys: dict[Any, Any] = dict(enumerate(names)) if to_names else numbers
+    unknown = [key for key in optim_state_dict["state"] if key not in keys]
+    if unknown:
+        msg = f"the optimizer state has {unknown[0]!r}, which {type(model).__name__} does not have"
+        raise UsageError(
+            msg, hint="give the model the state belongs to, and optim_input if it was built on a part"
+        )
+    groups = [  # an optimizer takes each group's parameters by their place, and states list them in another order
+        {**each, "params": [keys[key] for key in sorted(each["params"], key=lambda key: numbers.get(key, key))]}
+        for each in optim_state_dict["param_groups"]
+    ]
+    return {
+        "state": {keys[key]: value for key, value in optim_state_dict["state"].items()},
+        "param_groups": groups,
+    }
+
+
+def _has_wrapper(model: nn.Module) -> bool:
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def _cut(value: Any, param: nn.Parameter) -> Any:
+    """This rank's part of a tensor of the parameter's shape, cut without communication."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != param.shape or not isinstance(param, DTensor):
+        return value.clone()  # step counts: two optimizers must not count on one tensor
+    return split_like(value, param)
+
+
+def _cut_flat(whole: State, model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) -> State:
+    """Let version 1 cut to its flat shards; only torch knows where they begin and end."""
+    holder = optim or torch.optim.SGD(_as_groups(model, optim_input), lr=0.0)
+    options = (FullStateDictConfig(rank0_only=False), FullOptimStateDictConfig(rank0_only=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, *options):
+            cut: State = FullyShardedDataParallel.optim_state_dict_to_load(model, holder, whole)
+    return cut
+
+
+def _as_groups(model: nn.Module, optim_input: OptimInput) -> list[Any]:
+    return list(model.parameters()) if optim_input is None else list(optim_input)
+
+
+def _groups(model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) -> Iterator[list[str]]:
+    """The names of the parameters of each group of an optimizer."""
+    names = {id(param): clean_name(name) for name, param in model.named_parameters()}
+    given = optim.param_groups if optim is not None else _as_groups(model, optim_input)
+    if given and isinstance(given[0], Mapping):
+        yield from ([names[id(param)] for param in group["params"]] for group in given)
+    else:
+        yield [names[id(param)] for param in given]
+
+
+def _outline(whole: State) -> State:
+    """A state without its tensors' values: small enough to send as an object."""
+    if not whole:
+        return {"state": {}, "param_groups": []}
+    state = {
+        name: {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        for name, values in whole["state"].items()
+    }
+    return {"state": state, "param_groups": whole["param_groups"]}
+
+
+def _walk(state: State) -> Iterator[tuple[str, str, Any]]:
+    return ((name, key, value) for name, values in state.items() for key, value in values.items())
+
+
+def _receive(
+    value: torch.Tensor, outline: torch.Tensor, param: nn.Parameter, source: int, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    device = param.to_local().device if isinstance(param, DTensor) else param.device
+    whole = torch.empty_like(outline, device=device) if value.is_meta else value.to(device).contiguous()
+    dist.broadcast(whole, src=source, group=group)
+    cut: torch.Tensor = _cut(whole, param)
+    return cut.clone() if cut is whole and not value.is_meta else cut

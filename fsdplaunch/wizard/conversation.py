@@ -1,0 +1,251 @@
+"""The conversation: asks each question that matters, goes back, shows what would be written, changes one answer.
+
+Nothing is written here. Leaving with Ctrl-C or Cancel raises KeyboardInterrupt.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path as FilePath
+
+from fsdplaunch.config.schema.walk import build_config, keys_by_path
+from fsdplaunch.config.write.render import render
+from fsdplaunch.errors import UsageError
+from fsdplaunch.probe.model_folder import describe_model
+from fsdplaunch.wizard.auto_answers import answer_automatically
+from fsdplaunch.wizard.compose import broken_rule, compose, find_problems, settle
+from fsdplaunch.wizard.prompts import BACK, EXPLAIN, PromptRequest, Prompts
+from fsdplaunch.wizard.questions.all import QUESTIONS, earlier
+from fsdplaunch.wizard.questions.any_key import ask_settings
+from fsdplaunch.wizard.questions.question import (
+    KEEP,
+    TYPE_IT,
+    Choice,
+    Question,
+    accept,
+    can_keep,
+    is_answer,
+    proposed,
+)
+from fsdplaunch.wizard.questions.training import MODEL
+from fsdplaunch.wizard.questions.user_messages import UserMessages
+from fsdplaunch.wizard.result import new_text
+from fsdplaunch.wizard.review import preview, remarks
+from fsdplaunch.wizard.state import WizardState
+
+
+class Conversation:
+    """One conversation.
+
+    Args:
+        state: Facts, the edited file's values, and what was set by key; no answers yet.
+        given: Answers that options gave, as typed; these are not asked.
+        path: The file to be written.
+        old: Its text, or None when it does not exist.
+        edited: The text that is changed in place, or None for a new text.
+        model_folder: A folder with weights that lies here; offered, never taken unseen.
+        prompts: Who asks.
+        out: Where other words go.
+    """
+
+    def __init__(
+        self,
+        state: WizardState,
+        *,
+        given: Mapping[str, str],
+        path: FilePath,
+        old: str | None,
+        edited: str | None,
+        model_folder: FilePath | None,
+        prompts: Prompts,
+        out: UserMessages,
+    ) -> None:
+        self.state = state
+        self._given = given
+        self._path = path
+        self._old = old
+        self._edited = edited
+        self._model_folder = str(model_folder or "")
+        self._prompts = prompts
+        self._out = out
+
+    def run(self) -> WizardState:
+        """Hold the conversation; returns every answer once the user said to write."""
+        self._walk()
+        while not self._more_settings():
+            self._walk(len(QUESTIONS) - 1, step=-1)
+        while not self._reviewed():
+            pass
+        return self.state
+
+    def _walk(self, at: int = 0, *, step: int = 1, again: bool = True) -> None:
+        """Go through the questions to the last, from number `at` on, first in the direction of `step`.
+
+        With `again`, questions that have an answer are asked too, and the answer is offered.
+        """
+        while at < len(QUESTIONS):
+            question = QUESTIONS[at]
+            before = earlier(question, self.state)
+            if self._needs_asking(question, before) and (again or question.name not in self.state.answers):
+                step = self._put(question, before)
+            elif at == 0:
+                step = 1
+            at = max(0, at + step)
+        self.state = settle(self.state)
+
+    def _needs_asking(self, question: Question, before: WizardState) -> bool:
+        """Whether a question must be put; otherwise its answer is stored, or dropped when it does not matter."""
+        if not question.applies(before):
+            self.state = self.state.without(question.name)
+            return False
+        try:
+            after = answer_automatically(question, self._given, before)
+        except UsageError as error:
+            self._out.say(f"  {error.message}")
+            self._forget_option(question)
+            return True
+        if after is None:
+            return True
+        answer = after.answers.get(question.name)
+        self.state = self.state.without(question.name)
+        if answer is not None:
+            self._store(question, answer)
+        return False
+
+    def _forget_option(self, question: Question) -> None:
+        self._given = {name: text for name, text in self._given.items() if name != question.name}
+
+    def _put(self, question: Question, before: WizardState) -> int:
+        """Ask one question; 1 when it was answered, -1 when the one before is wanted."""
+        answer = self._ask(question, before)
+        if isinstance(answer, PromptRequest):
+            return -1
+        self._store(question, answer)
+        if question is MODEL and answer and (model := self.state.machines.model):
+            self._out.say(f"  {describe_model(model)}")
+        return 1
+
+    def _store(self, question: Question, answer: str) -> None:
+        self.state = self.state.answering(question.name, answer)
+
+    def _ask(self, question: Question, before: WizardState) -> str | PromptRequest:
+        """Ask until there is an answer the rules agree with, or the user wants to go back."""
+        default = self.state.answers.get(question.name)
+        if default is None or not is_answer(question, default, before):
+            default = self._model_folder if question is MODEL else proposed(question, before)
+        while True:
+            answer = self._prompt(question, before, default)
+            if answer == EXPLAIN:
+                self._out.say(explanation(question))
+            elif isinstance(answer, PromptRequest):
+                return answer
+            else:
+                fault = self._fault(question, before, answer)
+                if fault is None:
+                    return accept(question, answer, before)
+                self._out.say(f"  {fault}")
+
+    def _prompt(self, question: Question, before: WizardState, default: str) -> str | PromptRequest:
+        choices = list(question.choices(before))
+        if not choices:
+            return self._line(question, before, question.text, default)
+        if can_keep(question, before):
+            said = [f"{path[-1]} {before.base[path]}" for path in question.keys if path in before.base]
+            choices.insert(0, Choice(value=KEEP, title="As the file says", consequence=", ".join(said)))
+        if default not in {choice.value for choice in choices}:
+            # Something that was typed: offered as a choice of its own.
+            choices.insert(0, Choice(value=default, title=default))
+        mark = "in the file" if before.editing else "suggested"
+        offer = proposed(question, before)
+        answer = self._prompts.select(question.text, choices, default=default, marks={offer: mark})
+        if answer == TYPE_IT:
+            return self._line(question, before, question.typed, "")
+        return answer
+
+    def _line(self, question: Question, before: WizardState, text: str, default: str) -> str | PromptRequest:
+        return self._prompts.line(
+            text,
+            default=default,
+            remark=question.remark(before),
+            fault=lambda line: self._fault(question, before, line),
+        )
+
+    def _fault(self, question: Question, before: WizardState, line: str) -> str | None:
+        """What is wrong with an answer: it is none, or a rule is against it that no later answer can satisfy."""
+        try:
+            answer = accept(question, line, before)
+        except ValueError as error:
+            return str(error)
+        return broken_rule(question, before.answering(question.name, answer))
+
+    def _more_settings(self) -> bool:
+        """Let further keys be set; False when the last question is wanted again."""
+        settings = ask_settings(self._prompts, self.state, self._out.say)
+        if isinstance(settings, PromptRequest):
+            return False
+        self.state = replace(self.state, settings=settings)
+        return True
+
+    def _reviewed(self) -> bool:
+        """Show what would be written and ask; True when it is to be written."""
+        self._out.say("")
+        self._out.say(preview(self._old, new_text(self.state, self._edited), self._path))
+        problems = find_problems(self.state)
+        for line in remarks(self.state):
+            self._out.say(line)
+        for problem in problems:
+            self._out.say(str(problem))
+        answer = self._prompts.select("Write it?", _endings(self._path, len(problems)), default="write")
+        if answer == "cancel":
+            raise KeyboardInterrupt
+        if answer in ("change", BACK):
+            self._change_one()
+        elif answer == "all":
+            self._out.say(render(build_config(compose(self.state)), full=True))
+        elif answer == EXPLAIN:
+            self._out.say("  Until you choose to write, nothing on disk changes.")
+        return answer == "write"
+
+    def _change_one(self) -> None:
+        """Ask one question again, then those that the new answer brings up."""
+        answers = [question for question in QUESTIONS if question.name in self.state.answers]
+        choices = [
+            Choice(value=question.name, title=question.text, consequence=self.state.answers[question.name] or "-")
+            for question in answers
+        ]
+        choices.append(Choice(value="set", title="Any other key"))
+        chosen = self._prompts.select("Which answer?", choices)
+        if chosen == "set":
+            self._more_settings()
+            return
+        question = next((question for question in answers if question.name == chosen), None)
+        if question is None:
+            return
+        answer = self._ask(question, earlier(question, self.state))
+        if isinstance(answer, PromptRequest):
+            return
+        self._forget_option(question)
+        self.state = settle(self.state.answering(question.name, answer))
+        self._walk(again=False)
+
+
+def explanation(question: Question) -> str:
+    """Return what a question decides, in the words of the schema.
+
+    Args:
+        question: The question.
+    """
+    lines = [f"  {question.help}"]
+    for path in question.keys:
+        spec = keys_by_path()[path]
+        lines.append(f"  {spec.dotted}: {spec.key.text}")
+    return "\n".join([*lines, f"  On the command line: {question.flag} {question.metavar}"])
+
+
+def _endings(path: FilePath, problems: int) -> Sequence[Choice]:
+    wrong = f"{problems} problem" + ("s" if problems > 1 else "") if problems else None
+    return (
+        Choice(value="write", title=f"Write {path}", disabled=wrong),
+        Choice(value="change", title="Change an answer"),
+        Choice(value="all", title="Show every key"),
+        Choice(value="cancel", title="Cancel: write nothing"),
+    )

@@ -1,0 +1,1 @@
+"""What the wizard asks: one module per group of questions."""

@@ -1,0 +1,66 @@
+"""The questions in their order, and the options that answer them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fsdplaunch.errors import UsageError
+from fsdplaunch.wizard.questions.machines import NODES, RENDEZVOUS, WHERE, WORKERS
+from fsdplaunch.wizard.questions.question import Question
+from fsdplaunch.wizard.questions.sharding_goal import GOAL
+from fsdplaunch.wizard.questions.training import CHECKPOINTS, MODEL, PRECISION, WRAP
+from fsdplaunch.wizard.state import WizardState
+
+QUESTIONS = (WHERE, NODES, RENDEZVOUS, WORKERS, MODEL, GOAL, PRECISION, WRAP, CHECKPOINTS)
+"""Everything that may be asked, besides one for all further keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOption:
+    """The command-line option that answers a question.
+
+    Attributes:
+        name: The answer's name, as `run_wizard` takes it.
+        flag: The option.
+        metavar: What it takes.
+        help: Its help.
+    """
+
+    name: str
+    flag: str
+    metavar: str
+    help: str
+
+
+def flags() -> tuple[AnswerOption, ...]:
+    """One option per question, all of them text, in the order of the questions."""
+    return tuple(
+        AnswerOption(name=question.name, flag=question.flag, metavar=question.metavar, help=question.help)
+        for question in QUESTIONS
+    )
+
+
+def earlier(question: Question, state: WizardState) -> WizardState:
+    """Return the situation with the answers that come before a question, which is all it may depend on.
+
+    Args:
+        question: One of QUESTIONS.
+        state: With any answers.
+    """
+    names = {one.name for one in QUESTIONS[: QUESTIONS.index(question)]}
+    return replace(state, answers={name: text for name, text in state.answers.items() if name in names})
+
+
+def check_names(given: Mapping[str, str]) -> None:
+    """Refuse answers to questions that do not exist.
+
+    Args:
+        given: Answers by question name.
+
+    Raises:
+        UsageError: A name is no question's.
+    """
+    names = [question.name for question in QUESTIONS]
+    for name in given:
+        if name not in names:
+            msg = f"{name} is not a question of the wizard"
+            raise UsageError(msg, hint=f"its questions are {', '.join(names)}")

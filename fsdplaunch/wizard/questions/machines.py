@@ -1,0 +1,226 @@
+"""The questions about machines: where, how many, where they meet, how many workers each."""
+
+import re
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.schema.walk import Path, keys_by_path
+from fsdplaunch.wizard.questions.question import Choice, Question
+from fsdplaunch.wizard.state import WizardState
+from fsdplaunch.wizard.suggest import CPU_WORKERS
+
+DEFAULT_PORT = 29500
+_SEVERAL = ("machines", "slurm")
+_HIGHEST_PORT = 65535
+_USE_CPU: Path = ("use_cpu",)
+_MACHINES: Path = ("num_machines",)
+_IP: Path = ("main_process_ip",)
+_PORT: Path = ("main_process_port",)
+_ENDPOINT: Path = ("launch", "rendezvous_endpoint")
+_PROCESSES: Path = ("num_processes",)
+_WORKERS: Path = ("launch", "workers_per_node")
+
+
+def _where_choices(state: WizardState) -> tuple[Choice, ...]:
+    facts = state.facts
+    gpus, job = len(facts.hardware.gpus), facts.cluster
+    seen = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "no GPU was found"
+    in_job = f"job {job.job_id}" if job.kind == "slurm" else "inside an allocation"
+    return (
+        Choice(value="here", title="On this machine's GPUs", consequence=seen),
+        Choice(value="machines", title="On several machines", detail="Each one runs the same launch command."),
+        Choice(value="slurm", title="In a SLURM job", consequence=in_job, detail="Start it with srun."),
+        Choice(
+            value="cpu",
+            title="On this machine's CPUs",
+            consequence="to try things out",
+            detail="The same sharding, checkpoints and merging, over gloo.",
+        ),
+    )
+
+
+def _read_where(config: Config, state: WizardState) -> str:
+    if config.use_cpu:
+        return "cpu"
+    in_slurm = state.facts.cluster.kind == "slurm"
+    if config.num_machines > 1 or (in_slurm and not state.editing):
+        return "slurm" if in_slurm else "machines"
+    return "here"
+
+
+def _write_where(answer: str, _: WizardState) -> Mapping[Path, Any]:
+    return {_USE_CPU: True} if answer == "cpu" else {}
+
+
+def _is_several(state: WizardState) -> bool:
+    return state.answers.get("where") in _SEVERAL
+
+
+def _nodes_unknown(state: WizardState) -> bool:
+    return state.answers.get("where") != "slurm" or state.facts.cluster.num_nodes is None
+
+
+def _whole(text: str, *, least: int, what: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
+        msg = f"must be {what}, got {text!r}"
+        raise ValueError(msg)
+    return int(text)
+
+
+def _check_nodes(text: str, state: WizardState) -> str:
+    in_slurm = state.answers.get("where") == "slurm"
+    least = 1 if in_slurm else 2
+    return str(_whole(text, least=least, what=f"a whole number from {least}"))
+
+
+def _read_nodes(config: Config, state: WizardState) -> str | None:
+    if config.num_machines > 1 or state.answers.get("where") == "slurm":
+        return str(config.num_machines)
+    return "2"
+
+
+def _nodes_known(state: WizardState) -> bool:
+    return state.editing or state.facts.cluster.num_nodes is not None
+
+
+def _write_nodes(answer: str, _: WizardState) -> Mapping[Path, Any]:
+    return {_MACHINES: int(answer)}
+
+
+def _needs_address(state: WizardState) -> bool:
+    return state.answers.get("where") == "machines"
+
+
+def _read_rendezvous(config: Config, _: WizardState) -> str | None:
+    if config.launch.rendezvous_endpoint:
+        return config.launch.rendezvous_endpoint
+    if config.main_process_ip:
+        return _endpoint(config.main_process_ip, config.main_process_port or DEFAULT_PORT)
+    return _endpoint(socket.gethostname(), DEFAULT_PORT)
+
+
+def _endpoint(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_endpoint(text: str) -> tuple[str, int]:
+    """Return host and port of `HOST`, `HOST:PORT` or `[IPV6]:PORT`.
+
+    Args:
+        text: The address; without a port, torchrun's usual 29500.
+
+    Raises:
+        ValueError: It is no address.
+    """
+    match = re.fullmatch(r"\[([0-9A-Fa-f:.%]+)\](?::([0-9]+))?|([A-Za-z0-9_.-]+)(?::([0-9]+))?", text.strip())
+    if match is None:
+        msg = f"must be HOST:PORT, got {text!r}"
+        raise ValueError(msg)
+    port = int(match[2] or match[4] or DEFAULT_PORT)
+    if not 1 <= port <= _HIGHEST_PORT:
+        msg = f"the port must be between 1 and {_HIGHEST_PORT}, got {port}"
+        raise ValueError(msg)
+    return match[1] or match[3], port
+
+
+def _check_rendezvous(text: str, _: WizardState) -> str:
+    return _endpoint(*split_endpoint(text))
+
+
+def _write_rendezvous(answer: str, _: WizardState) -> Mapping[Path, Any]:
+    host, port = split_endpoint(answer)
+    return {_IP: host, _PORT: port}
+
+
+def _on_gpus(state: WizardState) -> bool:
+    return state.answers.get("where") != "cpu"
+
+
+def _ask_workers(state: WizardState) -> bool:
+    return state.facts.gpus_per_node != 1 or state.answers.get("where") != "here"
+
+
+def _workers_remark(state: WizardState) -> str:
+    gpus = len(state.facts.hardware.gpus)
+    if not _on_gpus(state):
+        return f"({state.facts.hardware.cpu_count} processors here)"
+    return f"({gpus} GPUs here; auto: one per GPU)" if gpus else "(auto: one per GPU)"
+
+
+def _check_workers(text: str, state: WizardState) -> str:
+    if text.lower() == "auto":
+        return "auto"
+    number = _whole(text, least=1, what="a whole number from 1, or auto")
+    gpus = len(state.facts.hardware.gpus)
+    if state.answers.get("where") == "here" and number > gpus > 0:
+        msg = f"this machine has {gpus} visible GPUs, got {number}"
+        raise ValueError(msg)
+    return str(number)
+
+
+def _read_workers(config: Config, state: WizardState) -> str | None:
+    if config.launch.workers_per_node is not None:
+        return str(config.launch.workers_per_node)
+    if config.num_processes == "auto":
+        return "auto"
+    per_node, rest = divmod(config.num_processes, config.num_machines)
+    if not _on_gpus(state) and not config.use_cpu:
+        return str(CPU_WORKERS)
+    return str(per_node) if rest == 0 else None
+
+
+def _write_workers(answer: str, state: WizardState) -> Mapping[Path, Any]:
+    """A number is written as accelerate has it, over all machines; only auto needs a key of our own."""
+    return {_WORKERS: "auto"} if answer == "auto" else {_PROCESSES: int(answer) * state.num_nodes}
+
+
+WHERE = Question(
+    name="where",
+    text="Where will this run?",
+    help="Where the run will be: here, machines (several, reached by address), slurm, or cpu.",
+    metavar="here|machines|slurm|cpu",
+    keys=(_USE_CPU,),
+    write=_write_where,
+    read=_read_where,
+    choices=_where_choices,
+    certain=lambda state: state.facts.gpus_per_node > 0,
+)
+NODES = Question(
+    name="nodes",
+    text=keys_by_path()[_MACHINES].key.question or "",
+    help="Machines that take part.",
+    metavar="N",
+    keys=(_MACHINES,),
+    write=_write_nodes,
+    read=_read_nodes,
+    check=_check_nodes,
+    applies=_is_several,
+    asked=_nodes_unknown,
+    certain=_nodes_known,
+)
+RENDEZVOUS = Question(
+    name="rendezvous",
+    text="Where do the machines meet? Address of the first one",
+    help="HOST:PORT of the first machine, as the others reach it.",
+    metavar="HOST:PORT",
+    keys=(_IP, _PORT, _ENDPOINT),
+    write=_write_rendezvous,
+    read=_read_rendezvous,
+    check=_check_rendezvous,
+    applies=_needs_address,
+    certain=lambda state: state.editing,
+)
+WORKERS = Question(
+    name="workers-per-node",
+    text=keys_by_path()[_WORKERS].key.question or "",
+    help="Worker processes on each machine: a number, or auto for one per GPU.",
+    metavar="N|auto",
+    keys=(_PROCESSES, _WORKERS),
+    write=_write_workers,
+    read=_read_workers,
+    check=_check_workers,
+    asked=_ask_workers,
+    remark=_workers_remark,
+)

@@ -1,0 +1,108 @@
+"""What is known and answered so far: everything that a question, a suggestion or a text may depend on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path as FilePath
+from typing import Any
+
+from fsdplaunch.config.resolve import default_version
+from fsdplaunch.config.schema.walk import Path, build_config, keys_by_path
+from fsdplaunch.probe.model_folder import ModelFacts, parse_count, read_model, sized_model
+from fsdplaunch.probe.scheduler import Cluster
+from fsdplaunch.wizard.suggest import Suggestion, SuggestionFacts, suggest_for
+
+VERSION: Path = ("fsdp_config", "fsdp_version")
+NEWEST = 2
+"""The FSDP version of new files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WizardState:
+    """Everything a question may depend on.
+
+    Attributes:
+        facts: What was found on this machine.
+        answers: Canonical answers so far, by question name.
+        base: Values of the file that is edited, by path; empty for a new file.
+        editing: Whether `base` is a file's.
+        settings: Values set by key, which no question may change; None takes a key back.
+    """
+
+    facts: SuggestionFacts
+    answers: Mapping[str, str] = field(default_factory=dict)
+    base: Mapping[Path, Any] = field(default_factory=dict)
+    editing: bool = False
+    settings: Mapping[Path, Any] = field(default_factory=dict)
+
+    def answering(self, name: str, answer: str) -> "WizardState":
+        """The situation after one more answer."""
+        return replace(self, answers={**self.answers, name: answer})
+
+    def without(self, name: str) -> "WizardState":
+        """The situation without the answer to a question."""
+        return replace(self, answers={key: text for key, text in self.answers.items() if key != name})
+
+    @property
+    def version(self) -> int:
+        """The FSDP version the answers will be written for."""
+        return int(self.settings.get(VERSION) or self.base.get(VERSION) or (1 if self._is_old else NEWEST))
+
+    @property
+    def _is_old(self) -> bool:
+        """Whether the edited file means version 1 without saying so."""
+        if not self.editing:
+            return False
+        said = [keys_by_path()[path].key.versions for path in self.base]
+        return (1,) in said or default_version(build_config(self.base)) == 1
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines of the run, as far as answered."""
+        return int(self.answers.get("nodes", 1))
+
+    @property
+    def workers(self) -> int | None:
+        """Workers per machine; None when each machine decides and none can be seen from here."""
+        answer = self.answers.get("workers-per-node", "auto")
+        if answer.isdecimal():
+            return int(answer)
+        return self.machines.gpus_per_node or None
+
+    @property
+    def machines(self) -> SuggestionFacts:
+        """The facts, as far as they hold for the machines that will run."""
+        where = self.answers.get("where")
+        model = named_model(self.answers.get("model", ""))
+        found = replace(self.facts, model=model or self.facts.model)
+        if where == "cpu":
+            return replace(found, hardware=replace(found.hardware, gpus=(), notes=()), cluster=Cluster())
+        chosen = self.answers.get("workers-per-node", "")
+        if chosen.isdecimal():
+            found = replace(found, hardware=replace(found.hardware, gpus=found.hardware.gpus[: int(chosen)]))
+        if where in ("machines", "slurm"):
+            nodes = int(self.answers["nodes"]) if "nodes" in self.answers else found.cluster.num_nodes
+            return replace(found, cluster=replace(found.cluster, num_nodes=nodes), elsewhere=True)
+        if where == "here":
+            return replace(found, cluster=Cluster(), elsewhere=not found.hardware.gpus)
+        return found
+
+    @property
+    def suggestion(self) -> Suggestion:
+        """What would be suggested, given the answers so far."""
+        return suggest_for(self.machines)
+
+
+@cache
+def named_model(answer: str) -> ModelFacts | None:
+    """The model that an answer names: a size such as 8b, a folder, or none.
+
+    Args:
+        answer: A checked answer.
+    """
+    if not answer:
+        return None
+    try:
+        return sized_model(parse_count(answer))
+    except ValueError:
+        return read_model(FilePath(answer))

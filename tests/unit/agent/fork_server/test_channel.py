@@ -1,0 +1,42 @@
+"""Messages and files between the agent and its nursery."""
+
+import os
+import threading
+
+from fsdplaunch.agent.fork_server.channel import open_channel
+
+
+def test_message_and_open_files_arrive_together():
+    here, there = open_channel()
+    reading, writing = os.pipe()
+    here.send({"argv": ["a b", "\udcff", "\u2192"], "n": 1}, [writing])
+    message, files = there.receive()
+    assert message == {"argv": ["a b", "\udcff", "\u2192"], "n": 1}
+    os.write(files[0], b"through")
+    assert os.read(reading, 99) == b"through"
+    for file in (reading, writing, *files):
+        os.close(file)
+
+
+def test_message_larger_than_the_sockets_buffer_arrives_whole():
+    here, there = open_channel()
+    text = "x" * 5_000_000
+    sender = threading.Thread(target=here.send, args=({"text": text},))
+    sender.start()
+    assert there.receive() == ({"text": text}, [])
+    sender.join()
+
+
+def test_end_of_the_other_side_is_none():
+    here, there = open_channel()
+    here.send({"last": True})
+    here.close()
+    assert there.receive() == ({"last": True}, [])
+    assert there.receive() is None
+
+
+def test_other_side_that_left_a_message_unread_is_gone_too():
+    here, there = open_channel()
+    there.send({"never": "read"})
+    here.close()
+    assert there.receive() is None

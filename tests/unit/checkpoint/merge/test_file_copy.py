@@ -1,0 +1,177 @@
+"""Moving runs of bytes: every method gives the same bytes, and an unsupported one gives way to the next."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from fsdplaunch.checkpoint.merge import file_copy
+from fsdplaunch.checkpoint.merge.file_copy import METHODS, Copier
+from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
+from fsdplaunch.errors import CheckpointError
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "source").write_bytes(bytes(range(256)) * 1000)
+    source = os.open(tmp_path / "source", os.O_RDONLY)
+    target = os.open(tmp_path / "target", os.O_RDWR | os.O_CREAT)
+    yield source, target, tmp_path / "target"
+    os.close(source)
+    os.close(target)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_copies_the_run_and_nothing_else(files, method, monkeypatch):
+    monkeypatch.setattr(file_copy, "STEP", 1000)
+    source, target, path = files
+    os.ftruncate(target, 5000)
+    steps = []
+    Copier((method,)).copy(source, 77, target, 123, 3456, tick=steps.append)
+    wanted = bytes(123) + (bytes(range(256)) * 1000)[77 : 77 + 3456] + bytes(5000 - 123 - 3456)
+    assert path.read_bytes() == wanted
+    assert sum(steps) == 3456
+    assert max(steps) <= 1000
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM])
+@pytest.mark.parametrize("unsupported", [1, 2])
+def test_unsupported_methods_give_way_and_are_not_tried_again(files, code, unsupported):
+    source, target, path = files
+    calls = []
+
+    def fail(*_):
+        calls.append(1)
+        raise OSError(code, os.strerror(code))
+
+    copier = Copier((fail,) * unsupported + METHODS[unsupported:])
+    for start in (0, 1000):
+        copier.copy(source, start, target, start, 1000, tick=lambda _: None)
+    assert path.read_bytes() == (bytes(range(256)) * 8)[:2000]
+    assert len(calls) == unsupported
+
+
+def test_method_that_copies_nothing_gives_way(files):
+    source, target, path = files
+    Copier((lambda *_: 0, METHODS[2])).copy(source, 0, target, 0, 100, tick=lambda _: None)
+    assert path.read_bytes() == bytes(range(100))
+
+
+def test_other_errors_are_not_hidden(files):
+    source, target, _ = files
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output"):
+        Copier((fail, *METHODS)).copy(source, 0, target, 0, 10, tick=lambda _: None)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_source_that_ends_early_is_an_error(files, method):
+    source, target, _ = files
+    with pytest.raises(CheckpointError, match="ends 100 bytes early"):
+        Copier((method,)).copy(source, 256_000 - 10, target, 0, 110, tick=lambda _: None)
+
+
+def test_merge_without_kernel_copies_gives_the_same_file(dcp, rows, tmp_path, monkeypatch):
+    checkpoint = rows.save(tmp_path / "ckpt")
+    merge(checkpoint, tmp_path / "kernel")
+
+    def unsupported(*_):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "copy_file_range", unsupported)
+    monkeypatch.setattr(os, "sendfile", unsupported)
+    merge(checkpoint, tmp_path / "buffer", options=MergeOptions(verify=True))
+    assert dcp.tree(tmp_path / "kernel") == dcp.tree(tmp_path / "buffer")
+
+
+def other_disk(folder: Path) -> Path | None:
+    """A writable folder on another file system than `folder`, if this machine has one."""
+    places = (Path("/dev/shm"), Path("/run/user") / str(os.getuid()), Path("/var/tmp"))
+    usable = (place for place in places if place.is_dir() and os.access(place, os.W_OK))
+    return next((place for place in usable if place.stat().st_dev != folder.stat().st_dev), None)
+
+
+def test_merge_to_another_file_system_gives_the_same_file(dcp, rows, tmp_path):
+    place = other_disk(tmp_path)
+    if place is None:
+        pytest.skip("this machine has no second writable file system")
+    checkpoint = rows.save(tmp_path / "ckpt")
+    merge(checkpoint, tmp_path / "here")
+    with tempfile.TemporaryDirectory(dir=place) as other:
+        merge(checkpoint, Path(other) / "there", options=MergeOptions(verify=True))
+        assert dcp.tree(Path(other) / "there") == dcp.tree(tmp_path / "here")
+
+
+MEASURED = """
+import re, sys
+from pathlib import Path
+from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
+merge(Path(sys.argv[1]), Path(sys.argv[2]), options=MergeOptions(verify=True))
+print(re.search("VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+"""
+
+
+def test_memory_does_not_grow_with_the_checkpoint(dcp, tmp_path):
+    peaks = []
+    for megabytes in (1, 96):
+        count = megabytes * 2**18 // 2
+        draft = dcp.Draft().add("rows", (count,), data=bytes(4 * count))
+        halves = [((0, 0), (64, count // 128)), ((0, count // 128), (64, count // 128))]
+        draft.add("columns", (64, count // 64), halves, data=bytes(4 * count))
+        folder = draft.save(tmp_path / f"ckpt{megabytes}")
+        command = [sys.executable, "-c", MEASURED, str(folder), str(tmp_path / f"out{megabytes}")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        peaks.append(int(done.stdout))
+        shutil.rmtree(folder)
+    assert peaks[1] - peaks[0] < 40_000  # KiB
+
+
+def test_merge_opens_few_files_at_a_time(dcp, tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdplaunch.checkpoint.readers.data_files.MAX_OPEN", 3)
+    draft = dcp.Draft()
+    shape, boxes = (40, 2), [((row, 0), (1, 2)) for row in range(40)]
+    data = dcp.pattern(40 * 8)
+    draft.entries["model.w"] = dcp.tensor_entry("float32", shape, boxes)
+    draft.planner["model.w"] = ("model", "w")
+    for row, (offsets, sizes) in enumerate(boxes):
+        part = dcp.cut(data, shape, offsets, sizes, 4)
+        draft.put("model.w", offsets, dcp.zipped(dcp.described("float32", sizes), part), f"__{row}_0.distcp")
+    checkpoint = draft.save(tmp_path / "ckpt")
+    most, real = [0], os.open
+
+    def counting(*args, **kwargs):
+        fd = real(*args, **kwargs)
+        most[0] = max(most[0], open_files())
+        return fd
+
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    start = open_files()
+    monkeypatch.setattr(os, "open", counting)
+    merge(checkpoint, tmp_path / "out", options=MergeOptions(verify=True))
+    assert most[0] - start < 10
+    assert dcp.safetensors(tmp_path / "out/model.safetensors")["w"][2] == data
+
+
+def test_data_file_that_changes_during_the_merge_is_noticed(dcp, tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdplaunch.checkpoint.readers.data_files.MAX_OPEN", 1)
+    draft = dcp.Draft().add("v", (4, 2), [((0, 0), (2, 2)), ((2, 0), (2, 2))])
+    checkpoint = draft.add("w", (4, 2), [((0, 0), (2, 2)), ((2, 0), (2, 2))]).save(tmp_path / "ckpt")
+
+    def grow(_):
+        with (checkpoint / "__0_0.distcp").open("ab") as file:
+            file.write(b"more")
+
+    monkeypatch.setattr("fsdplaunch.checkpoint.merge.options._PROGRESS_SECONDS", 0)
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp changed while it was read"):
+        merge(checkpoint, tmp_path / "out", progress=grow)
+    assert not (tmp_path / "out").exists()

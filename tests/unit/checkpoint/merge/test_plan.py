@@ -1,0 +1,257 @@
+"""The plan as pure data: any shape, any cutting, any strides, any file size; and what it must never do."""
+
+import itertools
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdplaunch.checkpoint.dtypes import DTYPES
+from fsdplaunch.checkpoint.item_location import ItemLocation
+from fsdplaunch.checkpoint.merge.assemble_tensor import blocks_of, flip_bits, gather_block
+from fsdplaunch.checkpoint.merge.plan import build_plan
+from fsdplaunch.checkpoint.merge.weight_names import Selection, final_names, find_root
+from fsdplaunch.checkpoint.readers.dcp_index import StoredChunk, StoredTensor
+from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
+from fsdplaunch.checkpoint.regions import Region, find_tiling_fault, row_major
+from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
+from fsdplaunch.errors import CheckpointError
+
+STORABLE = sorted(name for name, dtype in DTYPES.items() if dtype.code)
+
+
+@st.composite
+def cuttings(draw, shape):
+    """Rectangles that tile a shape: cut in two again and again along drawn dimensions."""
+    boxes = [Region((0,) * len(shape), tuple(shape))] if math.prod(shape) else []
+    for _ in range(draw(st.integers(0, 5))):
+        candidates = [(n, d) for n, box in enumerate(boxes) for d, size in enumerate(box.sizes) if size > 1]
+        if not candidates:
+            break
+        number, dim = draw(st.sampled_from(candidates))
+        offsets, sizes = boxes.pop(number)
+        at = draw(st.integers(1, sizes[dim] - 1))
+        boxes.append(Region(offsets, (*sizes[:dim], at, *sizes[dim + 1 :])))
+        start = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
+        boxes.append(Region(start, (*sizes[:dim], sizes[dim] - at, *sizes[dim + 1 :])))
+    return boxes
+
+
+@st.composite
+def layouts(draw, sizes):
+    """Strides and a start that put each element of a rectangle somewhere else: permuted, padded, shifted."""
+    order = draw(st.permutations(range(len(sizes))))
+    strides, step = [0] * len(sizes), 1
+    for dim in order:
+        strides[dim] = step
+        step *= sizes[dim] + draw(st.integers(0, 2))
+    return tuple(strides), draw(st.integers(0, 3))
+
+
+@st.composite
+def tensors(draw, number=0):
+    """A stored tensor, its items, and its bytes in each item's storage."""
+    dtype = DTYPES[draw(st.sampled_from(STORABLE))]
+    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=4)))
+    chunks, items, storages = [], {}, {}
+    for at, box in enumerate(draw(cuttings(shape))):
+        strides, start = draw(layouts(box.sizes)) if draw(st.booleans()) else (row_major(box.sizes), 0)
+        place = ItemLocation(f"__{at % 3}_0.distcp", 10_000 * (100 * number + at), 5000)
+        length = (start + sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True)) + 1) * dtype.size
+        items[place] = TorchZipItem(TensorDescription(dtype, box.sizes, strides, start, "0"), 64, length, None)
+        storages[place] = scattered(box, shape, strides, start, dtype.size, length)
+        chunks.append(StoredChunk(box, place))
+    chunks.sort(key=lambda chunk: chunk.box)
+    return StoredTensor(f"model.t{number}", ("model", f"t{number}"), dtype, shape, tuple(chunks)), items, storages
+
+
+def element(at: int, size: int) -> bytes:
+    """The bytes of element `at` of a tensor: distinct for each place."""
+    return (at * 2654435761 % 2 ** (8 * size)).to_bytes(size, "little")
+
+
+def scattered(box: Region, shape, strides, start: int, size: int, length: int) -> bytes:
+    storage = bytearray(b"\xaa" * length)
+    whole = row_major(shape)
+    for inside in itertools.product(*map(range, box.sizes)):
+        value = sum((i + o) * s for i, o, s in zip(inside, box.offsets, whole, strict=True))
+        place = (start + sum(i * s for i, s in zip(inside, strides, strict=True))) * size
+        storage[place : place + size] = element(value, size)
+    return bytes(storage)
+
+
+@st.composite
+def models(draw):
+    made = [draw(tensors(number)) for number in range(draw(st.integers(1, 4)))]
+    items = {place: item for _, more, _ in made for place, item in more.items()}
+    storages = {place: data for _, _, more in made for place, data in more.items()}
+    return [tensor for tensor, _, _ in made], items, storages
+
+
+def selected(stored) -> Selection:
+    named = tuple((t.path[1], t) for t in stored)
+    return Selection(root=("model",), tensors=named, plain=tuple(name for name, _ in named), skipped=())
+
+
+@given(models(), st.integers(1, 3000))
+@settings(max_examples=150, deadline=None)
+def test_plan_places_every_byte_of_every_tensor_once_and_in_order(model, max_shard_size):
+    stored, items, storages = model
+    plan = build_plan(selected(stored), items, max_shard_size=max_shard_size)
+    json.dumps(plan.to_dict())
+    assert sorted(t.name for t in plan.tensors) == sorted(t.path[1] for t in stored)
+    assert (plan.index is None) == (len(plan.files) == 1)
+    for file in plan.files:
+        place = len(file.header)
+        assert place % 8 == 0
+        ranks = [(-tensor.dtype.rank, tensor.name) for tensor in file.tensors]
+        assert ranks == sorted(ranks)
+        assert len(file.tensors) == 1 or sum(t.nbytes for t in file.tensors) <= max_shard_size
+        for tensor in file.tensors:
+            assert tensor.offset == place
+            place += tensor.nbytes
+            assert sum(piece.nbytes for piece in tensor.pieces) == tensor.nbytes
+        assert place == file.nbytes
+    for tensor in plan.tensors:
+        assert_bytes(tensor, storages)
+
+
+def assert_bytes(tensor, storages) -> None:
+    """Both ways of carrying a plan out give each element at its place."""
+    size = tensor.dtype.size
+    wanted = b"".join(element(at, size) for at in range(math.prod(tensor.shape)))
+
+    def read(piece, offset, count):
+        data = storages[piece.place]
+        assert 0 <= offset <= offset + count <= len(data)
+        return data[offset : offset + count]
+
+    if math.prod(tensor.shape):
+        blocks = blocks_of(tensor.shape, size, limit=40)
+        assert b"".join(bytes(gather_block(tensor, block, read)) for block in blocks) == wanted
+    out = bytearray(tensor.nbytes)
+    for piece in tensor.pieces:
+        if piece.run:
+            data = read(piece, piece.start * size, piece.nbytes)
+            out[piece.target : piece.target + piece.nbytes] = data
+    if tensor.in_runs:
+        assert out == wanted
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_tilings_are_accepted_and_spoilt_ones_are_not(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
+    boxes = data.draw(cuttings(shape))
+    assert find_tiling_fault(shape, data.draw(st.permutations(boxes))) is None
+    victim = data.draw(st.sampled_from(boxes))
+    others = [box for box in boxes if box is not victim]
+    assert find_tiling_fault(shape, others)
+    assert find_tiling_fault(shape, [*boxes, victim])
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    shift = data.draw(st.sampled_from([-1, 1]))
+    moved = Region(tuple(o + shift * (d == dim) for d, o in enumerate(victim.offsets)), victim.sizes)
+    if min(moved.offsets) >= 0:
+        assert find_tiling_fault(shape, [*others, moved])
+
+
+@given(st.lists(st.integers(1, 9), max_size=4), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 400))
+@settings(max_examples=150, deadline=None)
+def test_blocks_cover_a_tensor_in_memory_order_within_the_limit(shape, size, limit):
+    blocks = list(blocks_of(shape, size, limit))
+    assert find_tiling_fault(tuple(shape), blocks) is None
+    strides = row_major(shape)
+    starts = [sum(o * s for o, s in zip(block.offsets, strides, strict=True)) for block in blocks]
+    assert starts == list(itertools.accumulate((block.numel for block in blocks), initial=0))[:-1]
+    assert all(block.numel * size <= max(limit, size) for block in blocks)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_flip_bits_inverts_the_top_bit_of_each_element(size):
+    data = bytes(range(64))
+    flipped = flip_bits(data, 1 << (8 * size - 1), size)
+    wanted = [byte ^ (0x80 if (at + 1) % size == 0 else 0) for at, byte in enumerate(data)]
+    assert list(flipped) == wanted
+    assert flip_bits(flipped, 1 << (8 * size - 1), size) == data
+
+
+def test_conjugated_and_negated_values_are_resolved():
+    import struct
+
+    def planned(dtype, **flags):
+        place = ItemLocation("f", 0, 100)
+        item = TorchZipItem(TensorDescription(DTYPES[dtype], (2,), (1,), 0, "0", **flags), 0, 16, None)
+        tensor = StoredTensor("t", ("t",), DTYPES[dtype], (2,), (StoredChunk(Region((0,), (2,)), place),))
+        (found,) = build_plan(
+            Selection(root=(), tensors=(("t", tensor),), plain=("t",), skipped=()),
+            {place: item},
+            max_shard_size=99,
+        ).tensors
+        return found
+
+    raw = struct.pack("<4f", 1.0, 2.0, -3.0, -4.0)
+    block = Region((0,), (2,))
+    for flags, wanted in [
+        ({"conjugated": True}, (1.0, -2.0, -3.0, 4.0)),
+        ({"negated": True}, (-1.0, -2.0, 3.0, 4.0)),
+        ({"conjugated": True, "negated": True}, (-1.0, 2.0, 3.0, -4.0)),
+    ]:
+        data = gather_block(planned("complex64", **flags), block, lambda _, o, n: raw[o : o + n])
+        assert struct.unpack("<4f", data) == wanted
+    data = gather_block(planned("float32", negated=True), block, lambda _, o, n: raw[o : o + n])
+    assert struct.unpack("<2f", data) == (-1.0, -2.0)
+    with pytest.raises(CheckpointError, match="'t' is int64 and marked as conjugated or negated"):
+        planned("int64", negated=True)
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (["a.w", "b.w"], ["a.w", "b.w"]),
+        (["module.a.w", "module.b.w"], ["a.w", "b.w"]),
+        (["module.module.w"], ["w"]),
+        (["module.a.w", "b.w"], ["module.a.w", "b.w"]),
+        (["_orig_mod.a._checkpoint_wrapped_module.w"], ["a.w"]),
+        (["_fsdp_wrapped_module.module.a.w", "_fsdp_wrapped_module.module.b"], ["a.w", "b"]),
+        (["module"], ["module"]),
+        (["my_orig_mod.w"], ["my_orig_mod.w"]),
+    ],
+)
+def test_final_names(names, wanted):
+    assert final_names([(name,) for name in names]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("paths", "root"),
+    [
+        ([("model", "a"), ("model", "b")], ("model",)),
+        ([("net", "a"), ("net", "b")], ("net",)),
+        ([("a",), ("b",)], ()),
+        ([("a",)], ()),
+        ([("model", "a"), ("optimizer", "state", "a", "exp_avg")], ("model",)),
+        ([("model", "a"), ("ema", "a")], ("model",)),
+        ([("app", "model", "a"), ("app", "optim", "state", "a")], ("app", "model")),
+        ([("net", "a"), ("optim", "state", "a")], ("net",)),
+        ([("generator", "a"), ("critic", "a")], ()),
+        ([("model", "a"), ("rng",)], ("model",)),
+    ],
+)
+def test_find_root(paths, root):
+    assert find_root(paths, "ckpt") == root
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        [("optimizer", "state", "a", "exp_avg")],
+        [("optim", "a")],
+        [("state", "a", "exp_avg"), ("param_groups", 0, "lr")],
+        [("model", "state", "a"), ("model", "param_groups", 0, "lr")],
+        [("generator", "a"), ("critic", "a"), ("optim", "state", "a")],
+    ],
+)
+def test_find_root_of_an_optimizer_is_refused(paths):
+    with pytest.raises(CheckpointError, match="optimizer"):
+        find_root(paths, "ckpt")

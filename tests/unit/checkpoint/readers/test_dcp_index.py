@@ -1,0 +1,222 @@
+"""Reading `.metadata` of every torch version, from what each is known to write."""
+
+import random
+import struct
+import zipfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
+from fsdplaunch.checkpoint.readers.dcp_index import parse_index, read_index
+from fsdplaunch.checkpoint.regions import Region
+from fsdplaunch.checkpoint.safe_pickle.dcp_classes import NAMES
+from fsdplaunch.checkpoint.safe_pickle.interpreter import PickledCallable
+from fsdplaunch.errors import CheckpointError
+
+SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
+
+
+DATA = Path(__file__).parent / "data"
+# What stands in the checkpoints under data/, written by two ranks of that torch: name -> dtype, shape.
+WRITTEN = {
+    **{"a": ("F32", [6, 4]), "b": ("F32", [5, 4]), "c": ("F32", [4, 6]), "one": ("F32", [1, 4]), "s": ("F32", [])},
+    **{
+        "i": ("I64", [3]),
+        "bf": ("BF16", [3, 3]),
+        "t": ("F32", [3, 4]),
+        "empty": ("F32", [0, 4]),
+        "flag": ("BOOL", [2]),
+    },
+}
+
+
+@pytest.mark.parametrize("version", ["2.1.2", "2.15.0"])
+def test_checkpoint_of_the_oldest_and_newest_torch_is_merged_exactly(dcp, version, tmp_path):
+    with zipfile.ZipFile(DATA / f"torch-{version}.zip") as archive:
+        archive.extractall(tmp_path / "ckpt")
+    merge(tmp_path / "ckpt", tmp_path / "out", options=MergeOptions(verify=True))
+    found = dcp.safetensors(tmp_path / "out/model.safetensors")
+    eight_bits = found.pop("f8", None)
+    assert (eight_bits is None) == (version == "2.1.2")
+    assert {name: (dtype, shape) for name, (dtype, shape, _) in found.items()} == WRITTEN
+    counting = {n: struct.pack(f"<{n}f", *(at * 37 % 251 for at in range(n))) for n in (4, 20, 24)}
+    assert [found[name][2] for name in ("a", "b", "c", "one")] == [counting[n] for n in (24, 20, 24, 4)]
+    transposed = struct.unpack("<12f", found["t"][2])
+    assert [transposed[4 * (at % 3) + at // 3] for at in range(12)] == [at * 37 % 251 for at in range(12)]
+    assert struct.unpack("<f", found["s"][2]) == (3.5,)
+    assert found["flag"][2] == b"\1\0"
+
+
+def properties_of(draft, name):
+    return draft.entries[name].state["properties"]
+
+
+def test_index_gives_tensors_values_and_files(dcp, rows):
+    index = parse_index(rows.index(), where="it")
+    weight = next(tensor for tensor in index.tensors if tensor.name == "model.layer.weight")
+    assert (weight.path, weight.dtype.name, weight.shape, weight.nbytes) == (
+        ("model", "layer.weight"),
+        "float32",
+        (6, 4),
+        96,
+    )
+    assert [chunk.box for chunk in weight.chunks] == [Region((0, 0), (3, 4)), Region((3, 0), (3, 4))]
+    assert [value.name for value in index.values] == ["model.step"]
+    assert index.files == {name: len(content) for name, content in rows.files.items()}
+
+
+def test_index_of_torch_2_1_names_other_classes(dcp, tmp_path):
+    draft = dcp.Draft().add("w", (4,))
+    properties = properties_of(draft, "model.w")
+    properties.cls = dcp.Named(SHARDED_TENSOR, "TensorProperties")
+    memory = dcp.Called(dcp.Named(SHARDED_TENSOR, "MEM_FORMAT_ENCODING"), (0,))
+    properties.state = (*properties.state[:3], memory, properties.state[4])
+    state = draft.metadata()
+    del state.state["storage_meta"], state.state["version"]
+    index = parse_index(dcp.dumps(state), where="it")
+    assert index.tensors[0].dtype.name == "float32"
+
+
+def test_index_of_torch_2_15_has_strides_in_its_properties(dcp):
+    draft = dcp.Draft().add("w", (4, 2))
+    properties = properties_of(draft, "model.w")
+    properties.state = (*properties.state, (1, 4))
+    assert parse_index(draft.index(), where="it").tensors[0].shape == (4, 2)
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+@pytest.mark.parametrize("cls", ["PosixPath", "WindowsPath"])
+def test_index_with_the_path_it_was_saved_at_is_read(dcp, module, cls):
+    draft = dcp.Draft().add("w", (4,))
+    path = dcp.Called(dcp.Named(module, cls), ("/", "scratch", "me"))
+    meta = {"checkpoint_id": path, "save_id": "0", "load_id": None, "modules": []}
+    draft.extra["storage_meta"] = dcp.Made(dcp.Named(dcp.METADATA, "StorageMeta"), meta)
+    assert parse_index(draft.index(), where="it").tensors
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_index_of_each_pickle_protocol_is_read(dcp, rows, protocol):
+    assert len(parse_index(dcp.dumps(rows.metadata(), protocol), where="it").tensors) == 4
+
+
+def test_chunks_of_size_zero_need_no_bytes(dcp, tmp_path):
+    draft = dcp.Draft().add("w", (2, 3), [((0, 0), (1, 3)), ((1, 0), (1, 3))])
+    entry = dcp.tensor_entry(
+        "float32", (2, 3), [((2, 0), (0, 3)), ((0, 0), (1, 3)), ((1, 0), (1, 3)), ((2, 0), (0, 3))]
+    )
+    draft.entries["model.w"] = entry
+    merge(draft.save(tmp_path / "ckpt"), tmp_path / "out")
+    assert dcp.safetensors(tmp_path / "out/model.safetensors")["w"][2] == draft.expected["w"]
+
+
+def test_chunks_in_any_order_are_sorted(dcp):
+    draft = dcp.Draft().add("w", (6,), [((4,), (2,)), ((0,), (2,)), ((2,), (2,))])
+    chunks = parse_index(draft.index(), where="it").tensors[0].chunks
+    assert [chunk.box.offsets for chunk in chunks] == [(0,), (2,), (4,)]
+
+
+def test_index_without_tensors_is_said_by_the_merge(dcp, tmp_path):
+    folder = dcp.Draft().add_value("step").save(tmp_path / "ckpt")
+    assert read_index(folder).tensors == ()
+    with pytest.raises(CheckpointError, match="holds no tensor"):
+        merge(folder, tmp_path / "out")
+
+
+def test_entry_without_a_path_is_refused_when_others_have_one(dcp):
+    draft = dcp.Draft().add("w", (4,)).add("v", (4,))
+    del draft.planner["model.w"]
+    with pytest.raises(CheckpointError, match=r"the path of 'model.w' is not a list of keys"):
+        parse_index(draft.index(), where="it")
+
+
+def without_fused(monkeypatch) -> None:
+    plain = {
+        key: replace(made, fuse=None) if isinstance(made, PickledCallable) else made for key, made in NAMES.items()
+    }
+    monkeypatch.setattr("fsdplaunch.checkpoint.readers.dcp_index.NAMES", plain)
+
+
+def outcome(raw: bytes) -> object:
+    try:
+        return parse_index(raw, where="it")
+    except CheckpointError:
+        return "refused"
+
+
+def wide(dcp) -> bytes:
+    """An index with every width of integer, sizes of one to five dimensions, shared sizes and long names."""
+    draft = dcp.Draft()
+    shared = dcp.size(300, 2)
+    for number, shape in enumerate(
+        [(4,), (300, 2), (2, 2, 70_000), (1, 2, 3, 4), (1, 1, 1, 1, 3), (3_000_000_000,)]
+    ):
+        name = f"layer{number}." + "w" * (number * 60)
+        boxes = [((0,) * len(shape), shape)]
+        entry = dcp.tensor_entry("float32", shape, boxes)
+        if number == 1:
+            entry.state["size"] = entry.state["chunks"][0].state["sizes"] = shared
+        draft.entries[name] = entry
+        place = 10_000_000_000 * number
+        draft.storage.append(
+            (dcp.index_key(name, boxes[0][0], number), dcp.info("__0_0.distcp", place, 70_000 + number))
+        )
+    return draft.index()
+
+
+@pytest.mark.parametrize("make", ["rows", "wide", "2.1.2", "2.15.0"])
+def test_records_read_at_once_equal_records_read_step_by_step(dcp, rows, make, monkeypatch):
+    if make in {"rows", "wide"}:
+        raw = rows.index() if make == "rows" else wide(dcp)
+    else:
+        raw = zipfile.ZipFile(DATA / f"torch-{make}.zip").read(".metadata")
+    chance = random.Random(0)
+    spoilt = [raw]
+    for _ in range(150):
+        copy = bytearray(raw)
+        copy[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
+        spoilt.append(bytes(copy))
+    fused = [outcome(copy) for copy in spoilt]
+    without_fused(monkeypatch)
+    assert fused == [outcome(copy) for copy in spoilt]
+    assert fused[0] != "refused"
+
+
+def test_records_read_at_once_equal_records_read_step_by_step_for_each_changed_byte(dcp, monkeypatch):
+    boxes = [((0, 0), (2, 3)), ((2, 0), (2, 3)), ((4, 0), (2, 3))]
+    raw = dcp.Draft().add("w", (6, 3), boxes).index()
+    start = raw.index(b"offsets") + 60  # the second chunk and all that follows it
+    spoilt = []
+    for place in range(start, len(raw)):
+        for change in (1, 2, 0x80):
+            copy = bytearray(raw)
+            copy[place] ^= change
+            spoilt.append(bytes(copy))
+    fused = [outcome(copy) for copy in spoilt]
+    without_fused(monkeypatch)
+    assert fused == [outcome(copy) for copy in spoilt]
+    assert 0 < fused.count("refused") < len(fused)
+
+
+def test_most_records_of_a_real_index_are_read_at_once(monkeypatch):
+    read: Counter[str] = Counter()
+
+    def counted(made):
+        def count(machine, width):
+            done = made.fuse(machine, width)
+            read[made.name.rpartition(".")[2]] += done
+            return done
+
+        return replace(made, fuse=count)
+
+    patched = {
+        key: counted(made) if isinstance(made, PickledCallable) and made.fuse else made
+        for key, made in NAMES.items()
+    }
+    monkeypatch.setattr("fsdplaunch.checkpoint.readers.dcp_index.NAMES", patched)
+    index = parse_index(zipfile.ZipFile(DATA / "torch-2.15.0.zip").read(".metadata"), where="it")
+    chunks = sum(len(tensor.chunks) for tensor in index.tensors)
+    assert chunks / 2 < read["ChunkStorageMetadata"] <= chunks + 1
+    assert chunks / 2 < read["MetadataIndex"] <= chunks

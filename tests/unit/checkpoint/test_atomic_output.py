@@ -1,0 +1,241 @@
+"""The output: where it may go, that it appears whole or not at all, and what a killed merge leaves."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdplaunch.checkpoint import atomic_output
+from fsdplaunch.checkpoint.atomic_output import check_memory
+from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
+from fsdplaunch.errors import CheckpointError, UsageError
+
+OVERWRITE = MergeOptions(overwrite=True)
+
+
+@pytest.fixture
+def checkpoint(rows, tmp_path):
+    return rows.save(tmp_path / "run" / "ckpt")
+
+
+@pytest.mark.parametrize("where", ["run/ckpt", "run/ckpt/out", "run", ".", "link/out", "run/ckpt/../ckpt/a/b"])
+def test_output_in_on_or_above_the_checkpoint_is_refused(checkpoint, where, dcp, tmp_path):
+    (tmp_path / "link").symlink_to(checkpoint)
+    before = dcp.tree(tmp_path)
+    with pytest.raises(UsageError, match=r"the output .* (is|lies inside|contains) the checkpoint"):
+        merge(checkpoint, tmp_path / where, options=OVERWRITE)
+    assert dcp.tree(tmp_path) == before
+
+
+def test_output_in_the_folder_given_is_refused_even_when_the_model_is_deeper(checkpoint, tmp_path):
+    with pytest.raises(UsageError, match="lies inside the checkpoint"):
+        merge(tmp_path / "run", tmp_path / "run" / "out")
+
+
+def test_existing_output_is_refused_and_left_alone(checkpoint, dcp, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    with pytest.raises(UsageError, match=r"the output .*out exists and holds 1 files") as caught:
+        merge(checkpoint, tmp_path / "out")
+    assert caught.value.exit_code == 2
+    assert dcp.tree(tmp_path / "out") == {"mine": b"x"}
+
+
+def test_existing_file_as_output_is_refused_even_with_overwrite(checkpoint, tmp_path):
+    (tmp_path / "out").write_text("x")
+    with pytest.raises(UsageError, match="exists and is not a folder"):
+        merge(checkpoint, tmp_path / "out", options=OVERWRITE)
+    assert (tmp_path / "out").read_text() == "x"
+
+
+def test_output_named_like_a_file_is_refused(checkpoint, tmp_path):
+    with pytest.raises(UsageError, match="looks like a file") as caught:
+        merge(checkpoint, tmp_path / "merged" / "model.safetensors")
+    assert caught.value.hint == f"use {tmp_path}/merged"
+
+
+def test_empty_output_folder_is_used(checkpoint, dcp, tmp_path):
+    (tmp_path / "out").mkdir()
+    merge(checkpoint, tmp_path / "out")
+    assert dcp.names(tmp_path / "out") == ["model.safetensors"]
+
+
+def test_output_is_made_with_its_parents(checkpoint, dcp, tmp_path):
+    result = merge(checkpoint, tmp_path / "a" / "b" / "c d")
+    assert result.files[0].is_file()
+    assert dcp.names(tmp_path / "a" / "b") == ["c d"]
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_overwrite_replaces_weights_and_keeps_other_files(checkpoint, atomic, dcp, tmp_path, monkeypatch):
+    if not atomic:
+        monkeypatch.setattr(atomic_output, "rename_exchange", lambda *_: False)
+    out = tmp_path / "out"
+    out.mkdir()
+    old = [
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "model.safetensors",
+    ]
+    for name in [*old, "config.json", "tokenizer.json"]:
+        (out / name).write_text(f"old {name}")
+    merge(checkpoint, out, options=OVERWRITE)
+    kept = dcp.tree(out)
+    assert sorted(kept) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert kept["config.json"] == b"old config.json"
+    assert "layer.weight" in dcp.safetensors(out / "model.safetensors")
+    assert dcp.names(tmp_path) == ["out", "run"]
+
+
+def test_overwrite_of_a_folder_with_folders_is_refused(checkpoint, dcp, tmp_path):
+    (tmp_path / "out" / "src").mkdir(parents=True)
+    (tmp_path / "out" / "src" / "train.py").write_text("x")
+    with pytest.raises(UsageError, match="'src', which is not a plain file and would be lost"):
+        merge(checkpoint, tmp_path / "out", options=OVERWRITE)
+    assert dcp.tree(tmp_path / "out") == {"src/train.py": b"x"}
+
+
+def test_failed_overwrite_leaves_the_old_output(rows, dcp, tmp_path):
+    checkpoint = rows.save(tmp_path / "ckpt")
+    merge(checkpoint, tmp_path / "out")
+    before = dcp.tree(tmp_path / "out")
+    (checkpoint / "__1_0.distcp").unlink()
+    with pytest.raises(CheckpointError):
+        merge(checkpoint, tmp_path / "out", options=OVERWRITE)
+    assert dcp.tree(tmp_path / "out") == before
+
+
+def test_full_disk_is_refused_before_anything_is_written(checkpoint, dcp, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(CheckpointError, match=r"need \d+ bytes, .* has 1000 bytes free"):
+        merge(checkpoint, tmp_path / "a" / "out")
+    assert dcp.names(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize("moment", ["os.pwrite", "os.fsync", "os.ftruncate", "os.copy_file_range", "os.fstat"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), MemoryError()])
+def test_any_failure_while_writing_leaves_nothing(checkpoint, moment, error, dcp, tmp_path, monkeypatch):
+    before = dcp.tree(tmp_path)
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(moment, fail)
+    wanted = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else CheckpointError
+    with pytest.raises(wanted):
+        merge(checkpoint, tmp_path / "deep" / "out")
+    monkeypatch.undo()
+    assert dcp.tree(tmp_path) == before
+    assert dcp.names(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize("content", ["model.safetensors", "mine/"])
+def test_output_that_another_program_made_meanwhile_is_kept(checkpoint, content, dcp, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+
+    def make_meanwhile(_):
+        if not out.exists():
+            out.mkdir()
+            (out / content).mkdir() if content.endswith("/") else (out / content).write_text("theirs")
+
+    options = OVERWRITE if content.endswith("/") else None
+    with pytest.raises(UsageError, match=r"the output .* (exists and holds 1 files|holds 'mine')"):
+        merge(checkpoint, out, options=options, progress=make_meanwhile)
+    assert dcp.tree(out) == ({} if content.endswith("/") else {content: b"theirs"})
+    assert dcp.names(tmp_path) == ["out", "run"]
+
+
+@pytest.mark.parametrize("name", ["x" * 250, "\u00e9" * 120, "\U0001f600" * 60, " ", "-", "a\nb", "-rf", "*"])
+def test_output_of_any_name_is_made(checkpoint, name, tmp_path):
+    result = merge(checkpoint, tmp_path / name)
+    assert result.output == tmp_path / name
+    assert result.files[0].is_file()
+
+
+def test_failure_in_the_last_rename_leaves_nothing(checkpoint, dcp, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(CheckpointError, match="Device or resource busy"):
+        merge(checkpoint, tmp_path / "out")
+    assert dcp.names(tmp_path) == ["run"]
+
+
+def test_leftovers_of_killed_merges_are_removed_by_the_next_one(checkpoint, dcp, tmp_path):
+    host = atomic_output._host()
+    done = subprocess.Popen(["true"])
+    done.wait()
+    dead = tmp_path / f".out.partial-{host}-{done.pid}-01234567"
+    alive = tmp_path / f".out.partial-{host}-{os.getpid()}-01234567"
+    other = tmp_path / f".out.partial-elsewhere-{done.pid}-01234567"
+    for folder in (dead, alive, other):
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("half")
+    merge(checkpoint, tmp_path / "out")
+    assert dcp.names(tmp_path) == sorted([alive.name, other.name, "out", "run"])
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from fsdplaunch.checkpoint.merge import file_copy
+from fsdplaunch.checkpoint.merge.merge import merge
+
+file_copy.STEP = 64 * 1024
+def slow(progress):
+    print(progress.done, flush=True)
+    time.sleep(0.05)
+from fsdplaunch.checkpoint.merge import options
+options._PROGRESS_SECONDS = 0
+merge(Path(sys.argv[1]), Path(sys.argv[2]), progress=slow)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_killed_merge_leaves_no_output_and_the_source_unchanged(dcp, number, tmp_path):
+    draft = dcp.Draft().add("w", (1024, 1024), [((0, 0), (512, 1024)), ((512, 0), (512, 1024))])
+    checkpoint = draft.save(tmp_path / "ckpt")
+    before = dcp.tree(checkpoint)
+    command = [sys.executable, "-c", SLOW, str(checkpoint), str(tmp_path / "out")]
+    merging = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert int(merging.stdout.readline()) > 0
+    assert not (tmp_path / "out").exists()
+    merging.send_signal(number)
+    _, errors = merging.communicate(timeout=20)
+    assert merging.returncode != 0
+    assert not (tmp_path / "out").exists()
+    assert dcp.tree(checkpoint) == before
+    left = [name for name in dcp.names(tmp_path) if name != "ckpt"]
+    if number == signal.SIGINT:
+        assert "KeyboardInterrupt" in errors
+        assert left == []
+    else:
+        assert all(name.startswith(".out.partial-") for name in left)
+    started = time.monotonic()
+    merge(checkpoint, tmp_path / "out")
+    assert time.monotonic() - started < 10
+    assert dcp.names(tmp_path) == ["ckpt", "out"]
+
+
+def test_readable_sizes():
+    assert [atomic_output.size_words(n) for n in (0, 1023, 1024, 1536 * 2**20)] == [
+        "0 bytes",
+        "1023 bytes",
+        "1.0 KiB",
+        "1.5 GiB",
+    ]
+
+
+def test_torch_format_without_the_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "MemTotal: 9 kB\nMemAvailable: 2048 kB\n")
+    check_memory(2**21)
+    with pytest.raises(CheckpointError, match=r"in memory: 3.0 MiB, 2.0 MiB are free"):
+        check_memory(3 * 2**20)

@@ -1,0 +1,164 @@
+"""Configuration keys as options of launch."""
+
+import importlib.util
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from fsdplaunch.cli.launch.key_options import expand, keys_by_option, list_options
+from fsdplaunch.cli.signatures.launch import expanded
+from fsdplaunch.config.schema.walk import all_keys
+from fsdplaunch.errors import UsageError
+
+OWN = {"own_flags": {"--dry-run"}, "own_options": {"--config", "-c"}}
+
+
+@pytest.mark.parametrize("spec", all_keys(), ids=lambda spec: spec.dotted)
+def test_every_key_is_an_option_under_its_own_name(spec):
+    names = [name for name, found in keys_by_option().items() if found is spec]
+    for name in names:
+        dashed = "--" + name.replace("_", "-")
+        assert expand([f"{dashed}=X", "t.py"], **OWN) == ["--set", f"{spec.dotted}=X", "t.py"]
+    assert spec.dotted in names
+
+
+def test_list_of_options_names_every_key_once():
+    words = [line.split()[0] for line in list_options().splitlines() if line.startswith("  --")]
+    taken = [keys_by_option()[word.removeprefix("--").replace("-", "_")] for word in words]
+    assert taken == list(all_keys())
+
+
+def test_values_are_taken_from_the_next_word():
+    argv = ["--fsdp_sharding_strategy", "FULL_SHARD", "--num-processes", "4", "t.py", "--lr", "1"]
+    assert expand(argv, **OWN) == [
+        "--set",
+        "fsdp_config.fsdp_sharding_strategy=FULL_SHARD",
+        "--set",
+        "num_processes=4",
+        "t.py",
+        "--lr",
+        "1",
+    ]
+
+
+@pytest.mark.parametrize(("words", "value"), [([], "true"), (["false"], "false"), (["true"], "true")])
+def test_flag_key_may_stand_alone(words, value):
+    argv = ["--use-cpu", *words, "t.py"]
+    assert expand(argv, **OWN) == ["--set", f"use_cpu={value}", "t.py"]
+
+
+def test_options_after_the_script_are_left_alone():
+    argv = ["--dry-run", "-c", "a.yaml", "t.py", "--num-processes", "4", "--", "--fsdp", "x"]
+    assert expand(argv, **OWN) == argv
+
+
+def test_transformers_command_line_is_understood(tmp_path):
+    (tmp_path / "fsdp.yaml").write_text("fsdp_version: 1\n")
+    argv = ["--fsdp=full shard auto_wrap offload", f"--fsdp_config={tmp_path}", "my-training-script.py"]
+    assert expand(argv, **OWN) == [
+        "--set",
+        "fsdp_config.fsdp_sharding_strategy=FULL_SHARD",
+        "--set",
+        "fsdp_config.fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP",
+        "--set",
+        "fsdp_config.fsdp_offload_params=true",
+        "--config",
+        str(tmp_path / "fsdp.yaml"),
+        "my-training-script.py",
+    ]
+
+
+def test_unknown_word_of_fsdp_is_named():
+    with pytest.raises(UsageError, match="'fulll_shard' is not one of full_shard"):
+        expand(["--fsdp", "fulll_shard", "t.py"], **OWN)
+
+
+def test_config_folder_without_one_file_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="found none"):
+        expand(["--fsdp_config", str(tmp_path), "t.py"], **OWN)
+
+
+def test_option_without_its_value_is_refused():
+    with pytest.raises(UsageError, match="--num-processes needs a value"):
+        expand(["--num-processes"], **OWN)
+
+
+def test_launchs_own_options_are_known_from_its_signature():
+    argv = ["launch", "--config_file", "--use-cpu", "--dry-run", "--json", "-m", "--num-processes=2", "t"]
+    assert expanded(argv) == [*argv[:6], "--set", "num_processes=2", "t"]
+
+
+def test_other_commands_are_left_alone():
+    argv = ["merge-weights", "--num-processes", "2"]
+    assert expanded(argv) == argv
+
+
+@pytest.mark.parametrize(
+    ("written", "assignment"),
+    [
+        (["--nproc-per-node", "4"], "launch.workers_per_node=4"),
+        (["--nnodes=2"], "num_machines=2"),
+        (["--nnodes", "1:4"], "launch.nodes=1:4"),
+        (["--node_rank", "1"], "machine_rank=1"),
+        (["--master-addr", "h"], "main_process_ip=h"),
+        (["--master_port=1"], "main_process_port=1"),
+        (["--rdzv-endpoint", "h:1"], "launch.rendezvous_endpoint=h:1"),
+        (["--rdzv-conf", "a=1,b=2"], "launch.rendezvous_options=a=1,b=2"),
+        (["--monitor-interval", "1"], "launch.monitor_interval_seconds=1"),
+        (["-r", "3"], "launch.redirects=3"),
+        (["-t", "0:1"], "launch.tee=0:1"),
+        (["--local-ranks-filter", "0,1"], "launch.show_local_ranks=0,1"),
+        (["--signals-to-handle", "SIGTERM"], "launch.signals=SIGTERM"),
+        (["--shutdown-timeout", "5"], "launch.shutdown_grace_seconds=5"),
+        (["--virtual-local-rank"], "launch.virtual_local_rank=true"),
+        (["--standalone"], "num_machines=1"),
+        (["--no-preload"], "launch.preload=none"),
+        (["--start-method", "spawn"], "launch.preload=none"),
+        (["--event-log-handler", "console"], "launch.event_log=console"),
+        (["--num_cpu_threads_per_process", "3"], "launch.env.OMP_NUM_THREADS=3"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_torchruns_options_set_keys(written, assignment):
+    assert expand([*written, "t.py"], own_flags=set(), own_options=set()) == ["--set", assignment, "t.py"]
+
+
+@pytest.mark.parametrize("switch", ["--run-path", "--run_path", "--quiet", "-q"])
+def test_switch_for_what_always_is_so_changes_nothing(switch):
+    assert expand([switch, "--cpu", "t.py"], own_flags=set(), own_options=set()) == [
+        "--set",
+        "use_cpu=true",
+        "t.py",
+    ]
+
+
+@pytest.mark.parametrize("option", ["--logs-specs=x", "--duplicate_stdout_filters"])
+def test_option_of_torchrun_without_a_meaning_is_refused_with_what_serves_instead(option):
+    with pytest.raises(UsageError, match="is torchrun's, and has no meaning here") as caught:
+        expand([option, "a", "t.py"], own_flags=set(), own_options=set())
+    assert "ranks/" in caught.value.hint
+
+
+def test_every_option_of_torchrun_is_known():
+    source = Path(importlib.util.find_spec("torch").origin).parent / "distributed" / "run.py"
+    options = set(re.findall(r'"(--[a-z][a-z-]+)"', source.read_text(encoding="utf-8")))
+    assert len(options) > 25
+    others = {"--module", "--no-python", "--local-rank"}  # launch's own; only spoken of
+    for option in options - others:
+        with suppress(UsageError):  # says more than that there is no such option
+            assert expand([f"{option}=1", "t.py"], own_flags=set(), own_options=set()) != [f"{option}=1", "t.py"]
+
+
+def test_start_method_that_forks_changes_nothing_and_another_is_refused():
+    assert expand(["--start-method=fork", "t.py"], own_flags=set(), own_options=set()) == ["t.py"]
+    with pytest.raises(UsageError, match="--start-method"):
+        expand(["--start-method", "threads", "t.py"], own_flags=set(), own_options=set())
+
+
+@pytest.mark.parametrize("before", [["-c", "a.yaml"], ["--config", "a.yaml"], ["--set", "num_machines=1"]])
+def test_keys_after_launchs_own_options_are_options_too(before):
+    argv = ["launch", *before, "--num-processes", "2", "train.py", "--num-processes", "9"]
+    set_two = ["--set", "num_processes=2"]
+    assert expanded(argv) == ["launch", *before, *set_two, "train.py", "--num-processes", "9"]

@@ -1,0 +1,156 @@
+"""What is generated from the schema is in step with it: reference, JSON Schema, presets, explanations."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from fsdplaunch.config.docs.explain import describe, explain, key_at, keys_named, list_keys
+from fsdplaunch.config.docs.json_schema import json_schema
+from fsdplaunch.config.docs.key_reference import reference
+from fsdplaunch.config.load.load import load_config, stack
+from fsdplaunch.config.load.yaml_reader import read_text
+from fsdplaunch.config.schema.walk import all_keys, keys_by_path, section_classes
+from fsdplaunch.config.write.presets import find_preset, list_presets, preset_folder
+from fsdplaunch.config.write.render import render
+from fsdplaunch.config.write.yaml_edit import set_keys
+from fsdplaunch.errors import UsageError
+
+ROOT = Path(__file__).parents[4]
+PRESETS = pytest.mark.parametrize("preset", list_presets(), ids=lambda preset: preset.name)
+
+
+def data(text):
+    read = read_text(text, "x")
+    return {entry.name: read.value(entry.node) for entry in read.entries(read.root)}
+
+
+def errors(instance, draft=jsonschema.Draft202012Validator):
+    return [error.message for error in draft(json_schema()).iter_errors(instance)]
+
+
+def test_the_key_reference_is_in_step():
+    assert (ROOT / "configs" / "REFERENCE.md").read_text() == reference(), (
+        "run scripts that write configs/REFERENCE.md"
+    )
+
+
+def test_the_json_schema_file_is_in_step():
+    assert json.loads((ROOT / "configs" / "fsdp.schema.json").read_text()) == json_schema()
+
+
+def test_the_json_schema_is_one_for_new_and_old_readers():
+    jsonschema.Draft202012Validator.check_schema(json_schema())
+    jsonschema.Draft7Validator.check_schema(json_schema())
+    assert "$ref" not in json.dumps(json_schema())
+
+
+@pytest.mark.parametrize("draft", [jsonschema.Draft202012Validator, jsonschema.Draft7Validator])
+def test_the_json_schema_takes_what_the_loader_takes(draft):
+    assert errors(data((ROOT / "tests" / "cases" / "transformers_guide.yaml").read_text()), draft) == []
+    assert (
+        errors({"fsdp_config": {"version": 2, "fsdp_wrap_policy": "SIZE_BASED_WRAP", "min_num_param": 5}}, draft)
+        == []
+    )
+    assert errors({"num_processes": "auto", "launch": {"env": {"A": 1}}, "precision": None}, draft) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_process": 2},
+        {"num_processes": "many"},
+        {"fsdp_config": {"fsdp_version": 3}},
+        {"fsdp_config": {"fsdp_sharding_strategy": "FULL"}},
+        {"fsdp_config": []},
+        {"launch": {"max_restarts": -1}},
+        {"main_process_port": 70000},
+    ],
+)
+def test_the_json_schema_refuses_what_the_loader_refuses(wrong):
+    assert errors(wrong)
+    assert errors(wrong, jsonschema.Draft7Validator)
+
+
+@PRESETS
+def test_a_preset_is_valid_and_says_what_it_is(preset):
+    loaded = stack(read_text(preset.text, preset.name))
+    assert loaded.notes == ()
+    assert errors(data(preset.text)) == []
+    assert loaded.origins["fsdp_config", "fsdp_version"].layer == "file"
+    assert preset.summary.endswith(".")
+    assert stack(read_text(render(loaded.config), "x")).config == loaded.config
+
+
+@PRESETS
+def test_a_preset_can_be_changed_key_by_key(preset):
+    changed = set_keys(preset.text, [(keys_by_path()["mixed_precision",], "fp16")])
+    lines = list(zip(changed.splitlines(), preset.text.splitlines(), strict=True))
+    assert [new for new, old in lines if new != old] == ["mixed_precision: fp16"]
+    assert stack(read_text(changed, "x")).config.mixed_precision == "fp16"
+
+
+def test_presets_are_found_by_name_and_near_misses_are_named():
+    assert find_preset("single-node").name == "single_node"
+    assert find_preset("single_node.yaml").text == (preset_folder() / "single_node.yaml").read_text()
+    with pytest.raises(UsageError) as caught:
+        find_preset("single_nod")
+    assert caught.value.hint == "did you mean single_node?"
+
+
+def test_every_file_of_configs_is_a_preset_or_generated():
+    names = {path.name for path in (ROOT / "configs").iterdir()}
+    assert names == {f"{preset.name}.yaml" for preset in list_presets()} | {"REFERENCE.md", "fsdp.schema.json"}
+
+
+def test_explain_tells_everything_about_a_key(tmp_path):
+    (tmp_path / "fsdp.yaml").write_text("fsdp_config:\n  fsdp_backward_prefetch: BACKWARD_POST\n")
+    loaded = load_config(environ={}, cwd=tmp_path)
+    assert explain(key_at("fsdp_config.fsdp_backward_prefetch"), loaded) == (
+        "fsdp_config.fsdp_backward_prefetch    default: left out    yours: BACKWARD_POST (fsdp.yaml:2)\n"
+        "  When the next unit's parameters are gathered in backward. BACKWARD_PRE (1): before the current\n"
+        "  gradients are computed. BACKWARD_POST (2): after. NO_PREFETCH (3): not ahead. Left out under\n"
+        "  version 1, BACKWARD_PRE.\n"
+        "  values    one of BACKWARD_PRE, BACKWARD_POST, NO_PREFETCH\n"
+        "  env       FSDP_BACKWARD_PREFETCH\n"
+        "  only      fsdp_version 1\n"
+        "  also      fsdp_backward_prefetch_policy"
+    )
+    said = describe(key_at("num_machines"), loaded)
+    assert (said["value"], said["origin"], said["default"]) == (1, "default", 1)
+    json.dumps([describe(spec, loaded) for spec in all_keys()])
+
+
+def test_every_key_can_be_explained():
+    listed = list_keys()
+    for spec in all_keys():
+        assert spec.name in explain(spec)
+        assert (f"  {spec.name} " in listed) is not spec.key.noise
+
+
+@pytest.mark.parametrize(
+    ("word", "names"),
+    [
+        ("sharding-strategy", {"fsdp_sharding_strategy"}),
+        ("fsdp_config.version", {"fsdp_version"}),
+        ("checkpoint", {"dir", "weights", "weights_strict", "async", "keep_last"}),
+        ("min_num_param", {"fsdp_min_num_params"}),
+    ],
+)
+def test_a_key_is_found_by_any_of_its_names(word, names):
+    assert {spec.name for spec in keys_named(word)} == names
+
+
+def test_a_name_that_is_no_key_gets_the_nearest():
+    with pytest.raises(UsageError) as caught:
+        keys_named("fsdp_shading_strategy")
+    assert "fsdp_sharding_strategy" in caught.value.hint
+    with pytest.raises(UsageError) as caught:
+        keys_named("nothing.like.this")
+    assert caught.value.exit_code == 2
+
+
+def test_sections_are_described():
+    for section in section_classes().values():
+        assert (section.__doc__ or "").split(". ")[0]

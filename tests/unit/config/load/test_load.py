@@ -1,0 +1,251 @@
+"""From text to a Config: layers, aliases, notes, and every problem at once."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdplaunch.config.environment import encode
+from fsdplaunch.config.load.load import find_file, load_config, stack
+from fsdplaunch.config.load.problems import ConfigError
+from fsdplaunch.config.load.yaml_reader import read_text
+from fsdplaunch.config.schema.walk import all_keys
+
+
+def write(folder: Path, text: str, name: str = "fsdp.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def ids(error: ConfigError) -> list[str]:
+    return [problem.id for problem in error.problems]
+
+
+def test_load_without_any_file_gives_the_defaults(tmp_path):
+    loaded = load_config(environ={}, cwd=tmp_path)
+    assert loaded.path is None
+    assert loaded.config.fsdp_config.fsdp_version == 2
+    assert loaded.config.fsdp_config.fsdp_reshard_after_forward is True
+    assert {origin.layer for origin in loaded.origins.values()} == {"default"}
+
+
+def test_later_layers_win_and_say_so(tmp_path):
+    path = write(tmp_path, "mixed_precision: bf16\nnum_processes: 4\nfsdp_config:\n  fsdp_version: 2\n")
+    loaded = load_config(path, environ={"ACCELERATE_MIXED_PRECISION": "fp16"}, overrides=["num-processes=8"])
+    assert loaded.config.mixed_precision == "fp16"
+    assert loaded.config.num_processes == 8
+    assert loaded.origins["fsdp_config", "fsdp_version"].text == f"{path}:4"
+    assert loaded.origins["mixed_precision",].text == "env ACCELERATE_MIXED_PRECISION"
+    assert loaded.origins["num_processes",].layer == "flag"
+
+
+def test_an_empty_override_takes_back_what_the_file_says(tmp_path):
+    path = write(tmp_path, "num_processes: 4\n")
+    loaded = load_config(path, environ={}, overrides=["num_processes="])
+    assert loaded.config.num_processes == "auto"
+    assert loaded.origins["num_processes",].layer == "default"
+
+
+def test_problems_of_all_layers_are_reported_together(tmp_path):
+    path = write(tmp_path, "num_process: 2\nfsdp_config:\n  fsdp_version: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, environ={"FSDP_OFFLOAD_PARAMS": "perhaps"}, overrides=["nosuch=1"])
+    assert caught.value.exit_code == 2
+    assert ids(caught.value) == ["unknown-key", "wrong-value", "unknown-key", "wrong-value"]
+    assert [str(problem.place) for problem in caught.value.problems] == [
+        f"{path}:1:1",
+        f"{path}:3:3",
+        "command line",
+        "env FSDP_OFFLOAD_PARAMS",
+    ]
+
+
+def test_the_file_is_the_given_one_then_the_variable_then_the_folder(tmp_path):
+    assert find_file(None, {}, tmp_path) is None
+    write(tmp_path, "")
+    assert find_file(None, {}, tmp_path) == Path("fsdp.yaml")
+    assert find_file(None, {"FSDPLAUNCH_CONFIG": "b.yaml"}, tmp_path) == Path("b.yaml")
+    assert find_file(Path("a.yaml"), {"FSDPLAUNCH_CONFIG": "b.yaml"}, tmp_path) == Path("a.yaml")
+
+
+OURS = ("launch", "checkpoint", "slurm", "kubernetes", "ssh")
+TPU_NOISE = "tpu_use_cluster, tpu_use_sudo, tpu_env"
+CASES = Path(__file__).parents[3] / "cases"
+
+
+def read(text, **more):
+    return stack(read_text(text, "x.yaml"), **more)
+
+
+def test_the_environment_of_the_guides_example_is_right_for_every_key():
+    """Including what accelerate loses: the prefetch under its published name, and the rendezvous."""
+    loaded = load_config(CASES / "transformers_guide.yaml", environ={})
+    environ = encode(loaded.config)
+    untouched = [spec for spec in all_keys() if spec.path[0] in OURS and spec.env in environ]
+    for spec in untouched:
+        assert environ.pop(spec.env) == spec.key.kind.write(spec.default)
+    assert environ == {
+        "ACCELERATE_USE_FSDP": "true",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_DEBUG_MODE": "false",
+        "ACCELERATE_USE_CPU": "false",
+        "ACCELERATE_CPU_AFFINITY": "false",
+        "FSDP_VERSION": "1",
+        "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+        "FSDP_OFFLOAD_PARAMS": "true",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer",
+        "FSDP_MIN_NUM_PARAMS": "100000000",
+        "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE",
+        "FSDP_FORWARD_PREFETCH": "false",
+        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+        "FSDP_USE_ORIG_PARAMS": "true",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+        "FSDP_SYNC_MODULE_STATES": "true",
+        "FSDP_ACTIVATION_CHECKPOINTING": "false",
+        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1",
+        "FSDPLAUNCH_COMPUTE_ENVIRONMENT": "LOCAL_MACHINE",
+        "FSDPLAUNCH_DISTRIBUTED_TYPE": "FSDP",
+        "FSDPLAUNCH_NUM_PROCESSES": "2",
+        "FSDPLAUNCH_NUM_MACHINES": "1",
+        "FSDPLAUNCH_MACHINE_RANK": "0",
+        "FSDPLAUNCH_RDZV_BACKEND": "static",
+        "FSDPLAUNCH_PRECISION_PARAM": "bf16",
+        "FSDPLAUNCH_PRECISION_REDUCE": "fp32",
+        "FSDPLAUNCH_PRECISION_BUFFER": "bf16",
+        "FSDPLAUNCH_PRECISION_MASTER": "fp32",
+        "FSDPLAUNCH_SHARDING_CHECKPOINT_EVERY": "1",
+        "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "true",
+        "ACCELERATE_FP8_PAD_INNER_DIM": "true",
+        "ACCELERATE_DYNAMO_BACKEND": "NO",
+        "ACCELERATE_DYNAMO_MODE": "default",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "false",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "false",
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "false",
+    }
+    assert loaded.notes == (
+        "fsdp_config.fsdp_backward_prefetch_policy is read as fsdp_backward_prefetch",
+        f"without effect here: same_network, downcast_bf16, main_training_function, {TPU_NOISE}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "name", "value"),
+    [
+        ("fsdp_backward_prefetch_policy: BACKWARD_POST", "fsdp_backward_prefetch", "BACKWARD_POST"),
+        ("fsdp_wrap_policy: SIZED_BASED_WRAP", "fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"),
+        ("wrap_policy: 2", "fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"),
+        ("transformer_cls_names_to_wrap: [A, B]", "fsdp_transformer_layer_cls_to_wrap", ("A", "B")),
+        ("transformer_layer_cls_to_wrap: ' A , B,'", "fsdp_transformer_layer_cls_to_wrap", ("A", "B")),
+        ("offload_params: yes", "fsdp_offload_params", True),
+        ("sharding_strategy: full shard", "fsdp_sharding_strategy", "FULL_SHARD"),
+    ],
+)
+def test_spellings_of_published_guides_work_and_name_the_key_once(written, name, value):
+    loaded = read(f"fsdp_config:\n  {written}\n")
+    assert getattr(loaded.config.fsdp_config, name) == value
+    alias = written.partition(":")[0]
+    assert loaded.notes == (f"fsdp_config.{alias} is read as {name}",)
+    assert loaded.aliases == {f"fsdp_config.{alias}": name}
+
+
+def test_the_published_name_of_the_smallest_size_works():
+    loaded = read("fsdp_config: {fsdp_wrap_policy: SIZED_BASED_WRAP, min_num_param: 1e6}\n")
+    assert loaded.config.fsdp_config.fsdp_min_num_params == 1_000_000
+    assert len(loaded.notes) == 2
+
+
+def test_a_file_of_fsdp_config_alone_is_read_as_that_section():
+    loaded = read('{"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["A"], "xla": false}')
+    assert loaded.config.fsdp_config.fsdp_transformer_layer_cls_to_wrap == ("A",)
+    assert "all keys of the file are read as fsdp_config" in loaded.notes
+
+
+def test_a_null_leaves_the_key_out():
+    loaded = read("num_processes:\nfsdp_config:\n  fsdp_version: ~\nlaunch: null\n")
+    assert loaded.config == read("").config
+    assert loaded.origins["num_processes",].layer == "default"
+
+
+def test_numbers_that_are_texts_stay_as_they_are_spelled():
+    loaded = read("main_process_ip: 10.10\nlaunch:\n  env: {A: 1e-5, B: 010, C: true, D: ''}\ngpu_ids: 0\n")
+    assert loaded.config.main_process_ip == "10.10"
+    assert loaded.config.launch.env == {"A": "1e-5", "B": "010", "C": "true", "D": ""}
+    assert loaded.config.gpu_ids == "0"
+
+
+def test_single_variables_are_added_to_those_of_the_file():
+    loaded = read("launch: {env: {A: 1}}\n", overrides=["launch.env.B=x=y", "launch.env.A=2"])
+    assert loaded.config.launch.env == {"A": "2", "B": "x=y"}
+    assert loaded.origins["launch", "env"].text == "command line"
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["fsdp_version=2", "fsdp-version=2", "version=2", "fsdp_config.fsdp_version=2", "fsdp_config.version= 2 "],
+)
+def test_an_override_names_its_key_in_any_way(override):
+    assert read("compute_environment: LOCAL_MACHINE\n", overrides=[override]).config.fsdp_config.fsdp_version == 2
+
+
+def test_the_last_override_wins():
+    assert read("", overrides=["num_processes=2", "num_processes=3"]).config.num_processes == 3
+
+
+def test_version_2_says_what_it_leaves_out():
+    notes = read("fsdp_config: {fsdp_version: 2, fsdp_backward_prefetch: BACKWARD_PRE}\n").notes
+    assert notes == (
+        "fsdp_backward_prefetch is left out under fsdp_version 2, which does the same of its own accord",
+    )
+
+
+def test_a_wrong_value_among_the_environment_names_the_variable():
+    with pytest.raises(ConfigError) as caught:
+        read("", environ={"FSDP_SHARDING_STRATEGY": "ALL"})
+    assert str(caught.value.problems[0].place) == "env FSDP_SHARDING_STRATEGY"
+    assert str(caught.value).startswith(
+        "env FSDP_SHARDING_STRATEGY: fsdp_config.fsdp_sharding_strategy: must be one of"
+    )
+
+
+def test_a_file_that_cannot_be_read_is_one_problem(tmp_path):
+    locked = write(tmp_path, "num_processes: 2\n", "locked.yaml")
+    broken = write(tmp_path, "a: [\n", "broken.yaml")
+    for path, rule in ((tmp_path, "no-file"), (tmp_path / "none.yaml", "no-file"), (broken, "syntax")):
+        with pytest.raises(ConfigError) as caught:
+            load_config(path, environ={}, overrides=["machine_rank=0"])
+        assert ids(caught.value) == [rule]
+    assert load_config(locked, environ={}).config.num_processes == 2
+
+
+def test_relative_names_start_at_the_given_folder(tmp_path):
+    write(tmp_path, "num_processes: 2\n", "other.yaml")
+    assert load_config(Path("other.yaml"), environ={}, cwd=tmp_path).config.num_processes == 2
+
+
+def test_two_thousand_lines_with_fifty_mistakes_report_all_fifty_at_once():
+    good = [f"    VARIABLE_{number}: value {number}  # a comment" for number in range(1950)]
+    wrong = [f"  typo_{number}: true" for number in range(49)]
+    text = "\n".join(["launch:", *wrong, "  max_restarts: -1", "  env:", *good])
+    started = time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        read(text + "\n")
+    assert time.process_time() - started < 1.5
+    assert len(caught.value.problems) == 50
+    assert text.count("\n") == 2001
+    assert sorted(ids(caught.value)) == ["unknown-key"] * 49 + ["wrong-value"]
+
+
+def test_a_variable_that_nearly_names_a_key_is_pointed_out():
+    environ = {
+        "FSDP_STATE_DICT_TYPES": "FULL_STATE_DICT",
+        "FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "A",
+        "FSDPLAUNCH_CONFIG": "x",
+        "FSDPLAUNCH_RUN_DIR": "/x",
+        "HOME": "/root",
+    }
+    assert read("", environ=environ).notes == (
+        "env FSDP_STATE_DICT_TYPES is not read; did you mean FSDP_STATE_DICT_TYPE?",
+        "env FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP is not read; did you mean FSDP_TRANSFORMER_CLS_TO_WRAP?",
+    )

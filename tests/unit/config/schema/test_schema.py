@@ -1,0 +1,115 @@
+"""The schema is complete and consistent: walked, so that a new key cannot escape."""
+
+import pytest
+
+from fsdplaunch.config.environment import decode, encode
+from fsdplaunch.config.load.key_names import PREFIXES, find_bare, find_key, spellings
+from fsdplaunch.config.resolve import resolve
+from fsdplaunch.config.schema.config import OWN_SECTIONS, Config
+from fsdplaunch.config.schema.walk import (
+    all_keys,
+    build_config,
+    field_name,
+    keys_by_path,
+    section_classes,
+    value_at,
+)
+
+
+def test_every_key_has_its_own_variable():
+    variables = [spec.env for spec in all_keys()]
+    assert len(set(variables)) == len(variables)
+
+
+def test_every_key_has_a_text_of_sentences():
+    for spec in all_keys():
+        assert spec.key.text.endswith(".")
+        assert "  " not in spec.key.text
+        assert spec.key.text.isascii()
+        assert 0 < len(spec.key.summary) < 200
+
+
+def test_every_default_is_a_value_of_its_key():
+    for spec in all_keys():
+        if spec.default is not None:
+            assert spec.key.kind.parse(spec.default) == spec.default
+            assert type(spec.key.kind.parse(spec.default)) is type(spec.default)
+
+
+def test_every_spelling_of_a_key_means_it():
+    for spec in all_keys():
+        section = ".".join(spec.path[:-1])
+        for name in (spec.name, *spec.key.aliases):
+            assert find_key(section, name) is spec
+        bare = spec.name.removeprefix(PREFIXES.get(section, ""))
+        assert find_key(section, bare) is spec
+
+
+def test_no_spelling_hides_another_key():
+    for section in ("", *section_classes()):
+        for name, spec in spellings(section).items():
+            canonical = keys_by_path().get((section, name) if section else (name,))
+            assert canonical is None or canonical is spec
+
+
+def test_a_name_without_its_section_means_one_key():
+    """On the command line the section may be left out; a new key that makes a name ambiguous must be renamed."""
+    spelled = {}
+    for section in ("", *section_classes()):
+        for name, spec in spellings(section).items():
+            spelled.setdefault(name, []).append(spec)
+    for name, specs in spelled.items():
+        assert len(specs) == 1 or len([spec for spec in specs if spec.name == name]) == 1, (name, specs)
+        assert find_bare(name) in specs
+
+
+def test_every_named_choice_reaches_the_worker():
+    for spec in all_keys():
+        for choice in spec.key.kind.choices:
+            value = spec.key.kind.parse(choice)
+            config = resolve(build_config({spec.path: value}))
+            assert decode(encode(config)) == config
+            if spec.default is not None and value != spec.default:
+                assert encode(config)[spec.env] == spec.key.kind.write(value)
+
+
+def test_names_are_read_in_any_case_and_by_code():
+    for spec in all_keys():
+        for code, choice in enumerate(spec.key.kind.choices, start=1):
+            value = spec.key.kind.parse(choice)
+            assert spec.key.kind.parse(choice.lower()) == value
+            assert spec.key.kind.parse(choice.upper().replace("_", " ")) == value
+            if isinstance(value, str):
+                assert spec.key.kind.parse(code) == spec.key.kind.parse(str(code)) == value
+
+
+def test_every_key_refuses_what_is_no_value_of_it():
+    for spec in all_keys():
+        for nonsense in (object(), b"x", {(1,): object()}):
+            with pytest.raises(ValueError):
+                spec.key.kind.parse(nonsense)
+
+
+def test_own_sections_are_sections():
+    assert set(OWN_SECTIONS) <= set(section_classes())
+
+
+def test_a_keyword_is_a_key():
+    config = build_config({("checkpoint", "async"): True})
+    assert config.checkpoint.async_ is True
+    assert value_at(config, ("checkpoint", "async")) is True
+    assert field_name("dir") == "dir"
+
+
+def test_the_environment_names_are_those_accelerate_reads():
+    names = {spec.name: spec.env for spec in all_keys()}
+    assert names["fsdp_transformer_layer_cls_to_wrap"] == "FSDP_TRANSFORMER_CLS_TO_WRAP"
+    assert names["amax_history_length"] == "ACCELERATE_FP8_AMAX_HISTORY_LEN"
+    assert names["amax_compute_algorithm"] == "ACCELERATE_FP8_AMAX_COMPUTE_ALGO"
+    assert names["optimization_level"] == "ACCELERATE_FP8_OPT_LEVEL"
+    assert names["fp8_format"] == "ACCELERATE_FP8_FORMAT"
+    assert names["enable_cpu_affinity"] == "ACCELERATE_CPU_AFFINITY"
+
+
+def test_resolving_twice_changes_nothing():
+    assert resolve(resolve(Config())) == resolve(Config())

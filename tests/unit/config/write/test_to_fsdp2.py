@@ -1,0 +1,167 @@
+"""A file for version 1 becomes one for version 2, any file one for accelerate; nothing is lost silently."""
+
+from pathlib import Path
+
+import pytest
+
+from fsdplaunch.config.load.load import stack
+from fsdplaunch.config.load.yaml_reader import read_text
+from fsdplaunch.config.world_size import mesh_sizes
+from fsdplaunch.config.write.to_accelerate import keys_ignored_by_accelerate, to_accelerate
+from fsdplaunch.config.write.to_fsdp2 import to_fsdp2
+from fsdplaunch.errors import UsageError
+
+GUIDE = (Path(__file__).parents[3] / "cases" / "transformers_guide.yaml").read_text()
+
+
+def load(text):
+    return stack(read_text(text, "x"))
+
+
+def version_1(strategy, more=""):
+    head = "num_processes: 8\nnum_machines: 2\nfsdp_config:\n  fsdp_version: 1\n"
+    return f"{head}  fsdp_sharding_strategy: {strategy}\n{more}"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reshard", "mesh"),
+    [
+        ("FULL_SHARD", True, (1, 8)),
+        ("1", True, (1, 8)),
+        ("SHARD_GRAD_OP", False, (1, 8)),
+        ("2", False, (1, 8)),
+        ("NO_SHARD", True, (8, 1)),
+        ("3", True, (8, 1)),
+        ("HYBRID_SHARD", True, (2, 4)),
+        ("hybrid shard zero2", False, (2, 4)),
+        ("5", False, (2, 4)),
+    ],
+)
+@pytest.mark.parametrize("key", ["fsdp_sharding_strategy", "fsdp_reshard_after_forward"])
+def test_a_strategy_becomes_reshard_and_mesh(strategy, reshard, mesh, key):
+    converted = to_fsdp2(version_1(strategy).replace("fsdp_sharding_strategy", key))
+    config = load(converted.text).config
+    assert config.fsdp_config.fsdp_version == 2
+    assert config.fsdp_config.fsdp_reshard_after_forward is reshard
+    assert mesh_sizes(config, 8) == mesh
+    assert "fsdp_sharding_strategy:" not in converted.text
+
+
+def test_mesh_sizes_that_are_said_stay():
+    text = version_1("HYBRID_SHARD", "parallelism_config:\n  parallelism_config_dp_replicate_size: 4\n")
+    assert mesh_sizes(load(to_fsdp2(text).text).config, 8) == (4, 2)
+
+
+def test_every_key_of_version_1_is_named_with_its_consequence():
+    text = version_1(
+        "FULL_SHARD",
+        "  fsdp_backward_prefetch_policy: NO_PREFETCH\n  use_orig_params: false\n"
+        "  fsdp_state_dict_type: LOCAL_STATE_DICT\nprecision:\n  buffer: bf16\n",
+    )
+    converted = to_fsdp2(text)
+    told = {change.key: (change.action, change.message) for change in converted.changes}
+    assert told["fsdp_config.fsdp_backward_prefetch"][0] == "dropped"
+    assert "more memory, faster" in told["fsdp_config.fsdp_backward_prefetch"][1]
+    assert "re-keyed" in told["fsdp_config.fsdp_use_orig_params"][1]
+    assert told["fsdp_config.fsdp_state_dict_type"][0] == "changed"
+    assert told["precision.buffer"][0] == "dropped"
+    assert told["fsdp_config.fsdp_version"] == ("changed", "2")
+    for gone in ("prefetch", "orig_params", "buffer", "LOCAL"):
+        assert gone not in converted.text
+
+
+def test_comments_and_order_stay():
+    converted = to_fsdp2(
+        "# top\n" + GUIDE.replace("  fsdp_offload_params: true", "  fsdp_offload_params: true  # slow")
+    )
+    kept = [
+        line
+        for line in GUIDE.splitlines()
+        if not any(word in line for word in ("prefetch_policy", "strategy", "orig"))
+    ]
+    lines = [line.replace("  # slow", "") for line in converted.text.splitlines()]
+    assert lines[0] == "# top"
+    assert [line for line in lines if line in kept] == kept
+    assert set(lines) - set(kept) == {"# top", "  fsdp_version: 2", "  fsdp_reshard_after_forward: true"}
+    assert "fsdp_offload_params: true  # slow\n" in converted.text
+
+
+def test_the_default_checkpoint_format_of_version_1_is_kept():
+    assert (
+        load(to_fsdp2(version_1("FULL_SHARD")).text).config.fsdp_config.fsdp_state_dict_type == "FULL_STATE_DICT"
+    )
+
+
+def test_a_file_for_version_2_comes_back_as_it_is():
+    text = "# mine\nfsdp_config: {fsdp_version: 2}\n"
+    assert to_fsdp2(text).text == text
+    assert to_fsdp2(text).changes == ()
+
+
+def test_a_converted_json_file_is_json():
+    import json
+
+    text = '{\n  "fsdp_config": {\n    "fsdp_version": 1,\n    "fsdp_sharding_strategy": 2\n  }\n}\n'
+    assert json.loads(to_fsdp2(text).text)["fsdp_config"] == {
+        "fsdp_version": 2,
+        "fsdp_sharding_strategy": None,
+        "fsdp_reshard_after_forward": False,
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+    }
+
+
+def told(text):
+    return {change.key: change.message for change in to_accelerate(load(text)).changes}
+
+
+def test_what_accelerate_cannot_say_is_named():
+    text = (
+        "mixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n  fsdp_forward_prefetch: true\n"
+        "  fsdp_reshard_after_forward: 2\n  fsdp_sync_module_states: true\n"
+        "launch: {max_restarts: 2, log_dir: elsewhere}\nprecision: {reduce: bf16}\ncheckpoint: {dir: here}\n"
+    )
+    assert set(told(text)) == {
+        "num_processes",
+        "fsdp_config.fsdp_reshard_after_forward",
+        "fsdp_config.fsdp_forward_prefetch",
+        "launch.max_restarts",
+        "launch.log_dir",
+        "precision.reduce",
+        "checkpoint.dir",
+        "fsdp_config.fsdp_sync_module_states",
+    }
+    assert told("num_processes: 4\nmixed_precision: bf16\n") == {}
+    hybrid = "num_processes: 8\nfsdp_config: {fsdp_version: 1, sharding_strategy: 4}\n"
+    assert "parallelism_config" in told(hybrid + "parallelism_config: {dp_replicate_size: 2}\n")
+
+
+def test_own_keys_that_accelerate_can_say_are_translated():
+    text = "num_machines: 2\nlaunch: {workers_per_node: 4, rendezvous_endpoint: 'head:29400'}\n"
+    config = load(to_accelerate(load(text)).text).config
+    assert (config.num_processes, config.main_process_ip, config.main_process_port) == (8, "head", 29400)
+    assert told(text) == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: NO_SHARD}\nnum_processes: 4\n",
+        "parallelism_config: {dp_replicate_size: 2}\n",
+    ],
+)
+def test_what_accelerate_would_run_otherwise_is_refused(text):
+    with pytest.raises(UsageError):
+        to_accelerate(load(text))
+
+
+def test_keys_that_accelerate_ignores_are_named():
+    words = " ".join(keys_ignored_by_accelerate(load(GUIDE)))
+    assert "fsdp_backward_prefetch_policy" in words
+    assert "rdzv_backend" in words
+    assert (
+        keys_ignored_by_accelerate(load("num_processes: 2\nfsdp_config: {version: 2, offload_params: true}\n"))
+        == ()
+    )
+    assert "fsdp_sharding_strategy" in " ".join(
+        keys_ignored_by_accelerate(load("fsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: SHARD_GRAD_OP}\n"))
+    )

@@ -1,0 +1,237 @@
+"""Every check of the doctor, on machines made up for it."""
+
+from dataclasses import replace
+
+import pytest
+
+from fsdplaunch.config.load.load import stack
+from fsdplaunch.config.load.yaml_reader import YamlText
+from fsdplaunch.doctor.checks import config as config_checks
+from fsdplaunch.doctor.checks import gpus, host, network, software
+from fsdplaunch.doctor.facts import Disk, DriverFacts, MachineFacts, NetworkInterface, TorchFacts
+from fsdplaunch.doctor.run_checks import run_checks, status_of, summary
+from fsdplaunch.probe.gpus import Gpu
+
+GIB = 1024**3
+CUDA_TORCH = TorchFacts(
+    version="2.13.0+cu130", cuda="13.0", nccl="2.29.1", archs=("sm_80", "sm_90"), sees_gpus=2, has_gloo=True,
+    has_distributed=True,
+)  # fmt: skip
+
+
+def gpu(index, **changes):
+    return Gpu(
+        **{"index": index, "name": "H100", "memory_bytes": 80 * GIB, "compute_capability": (9, 0)} | changes
+    )
+
+
+def config(*overrides):
+    return stack(YamlText("test"), overrides=overrides).config
+
+
+TWO_MACHINES = config("num_machines=2", "main_process_ip=a")
+GOOD = MachineFacts(
+    python="3.11.7",
+    torch=CUDA_TORCH,
+    driver=DriverFacts(version="580.1", cuda=(13, 0), peers={(0, 1): True}, nvlinks={0: 18, 1: 18}),
+    gpus=(gpu(0), gpu(1)),
+    cpus=16,
+    memory=512 * GIB,
+    shared_memory=64 * GIB,
+    open_files=(65536, 65536),
+    disks=(Disk(use="checkpoints", path="/data", kind="ext4", free=900 * GIB, writable=True),),
+    interfaces=(
+        NetworkInterface(name="lo", address="127.0.0.1"),
+        NetworkInterface(name="eth0", address="10.0.0.5", speed=100000),
+    ),
+    hostname="node1",
+    own_address="10.0.0.5",
+    clock_synchronised=True,
+    config=config(),
+    config_path="fsdp.yaml",
+)
+
+
+def found(check, **changes):
+    """(status, text) of what a check says about the good machine with changes."""
+    return [(each.status, each.text) for each in check(replace(GOOD, **changes))]
+
+
+def only(check, **changes):
+    (one,) = found(check, **changes)
+    return one
+
+
+def test_good_machine_has_no_problem_and_exit_status_0():
+    checks = run_checks(GOOD)
+    assert [check for check in checks if check.status in ("problem", "warning")] == []
+    assert status_of(checks) == 0
+    assert summary(checks) == "no problems"
+
+
+def test_any_problem_makes_exit_status_3():
+    checks = run_checks(replace(GOOD, torch=TorchFacts(error="No module named torch"), cpus=1))
+    assert status_of(checks) == 3
+    assert summary(checks) == "1 problem, 1 warning"
+
+
+@pytest.mark.parametrize(
+    ("torch", "status", "says"),
+    [
+        (CUDA_TORCH, "ok", "2.13.0+cu130, CUDA 13.0, NCCL 2.29.1"),
+        (None, "skipped", "not asked"),
+        (TorchFacts(error="boom"), "problem", "cannot be used: boom"),
+        (replace(CUDA_TORCH, version="2.5.1"), "problem", "2.5.1 is too old"),
+        (replace(CUDA_TORCH, version="9.9.9"), "warning", "9.9.9 is too new to have been tested"),
+        (replace(CUDA_TORCH, has_gloo=False), "problem", "lacks gloo"),
+    ],
+)
+def test_torch(torch, status, says):
+    got, text = only(software.check_torch, torch=torch)
+    assert got == status
+    assert says in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "says"),
+    [
+        ({}, "ok", "580.1, runs CUDA up to 13.0"),
+        ({"driver": DriverFacts(version="535.1", cuda=(12, 2))}, "problem", "torch needs 13.0"),
+        ({"torch": replace(CUDA_TORCH, cuda="", nccl="")}, "problem", "built without CUDA"),
+        ({"torch": replace(CUDA_TORCH, sees_gpus=1)}, "problem", "torch can use 1"),
+        ({"driver": DriverFacts(), "gpus": ()}, "warning", "no NVIDIA driver, but torch has CUDA"),
+        ({"driver": DriverFacts(), "gpus": (), "config": config("use_cpu=true")}, "skipped", "CPU and gloo"),
+    ],
+)
+def test_driver_matches_torch(changes, status, says):
+    got, text = only(software.check_driver, **changes)
+    assert got == status
+    assert says in text
+
+
+def test_gpu_run_without_nccl_is_a_problem():
+    assert only(software.check_nccl, torch=replace(CUDA_TORCH, nccl=""))[0] == "problem"
+    assert only(software.check_nccl, gpus=())[0] == "skipped"
+
+
+def test_unlike_and_busy_gpus_are_named():
+    assert only(gpus.check_gpus, gpus=(gpu(0), gpu(1, name="A100")))[0] == "warning"
+    status, text = only(gpus.check_busy, gpus=(gpu(0), gpu(1, busy=((1, 21 * GIB),))))
+    assert status == "warning"
+    assert text.startswith("GPU 1 is used by process 1")
+    assert text.endswith("21.0 GiB")
+
+
+def test_gpu_that_was_asked_for_and_is_not_there_is_a_problem():
+    assert only(gpus.check_gpus, gpus=())[0] == "skipped"
+    assert only(gpus.check_gpus, gpus=(), config=config("launch.workers_per_node=gpu"))[0] == "problem"
+
+
+def test_links_between_gpus():
+    assert only(gpus.check_links) == ("ok", "NVLink on every GPU")
+    slow = DriverFacts(version="1", peers={(0, 1): False})
+    assert only(gpus.check_links, driver=slow)[0] == "warning"
+    assert only(gpus.check_links, gpus=(gpu(0),))[0] == "skipped"
+
+
+def test_memory_errors_are_a_problem_of_one_gpu():
+    assert found(gpus.check_health) == []
+    assert only(gpus.check_health, driver=DriverFacts(bad_memory={1: 4}))[1].startswith("GPU 1 has 4")
+
+
+def test_formats_that_a_gpu_cannot_compute():
+    old = (gpu(0, compute_capability=(7, 5)),)
+    bf16 = found(gpus.check_formats, gpus=old, config=config("mixed_precision=bf16"))
+    assert ("problem", "GPU 0 (H100) cannot compute bf16") in bf16
+    assert any("torch has no code for GPU 0 (sm_75)" in text for _, text in bf16)
+    assert found(gpus.check_formats, config=config("mixed_precision=bf16")) == []
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "status"),
+    [
+        (host.check_processors, {}, "ok"),
+        (host.check_processors, {"cpus": 1}, "warning"),
+        (host.check_memory, {}, "ok"),
+        (host.check_memory, {"memory": GIB}, "warning"),
+        (host.check_memory, {"memory": None}, "skipped"),
+        (host.check_shared_memory, {}, "ok"),
+        (host.check_shared_memory, {"shared_memory": 64 * 1024**2}, "problem"),
+        (host.check_shared_memory, {"shared_memory": 64 * 1024**2, "gpus": ()}, "warning"),
+        (host.check_shared_memory, {"shared_memory": None}, "warning"),
+        (host.check_limits, {}, "ok"),
+        (host.check_limits, {"open_files": (1024, 65536)}, "warning"),
+        (host.check_limits, {"open_files": (256, 256)}, "problem"),
+        (host.check_clock, {}, "ok"),
+        (host.check_clock, {"clock_synchronised": None}, "skipped"),
+        (host.check_clock, {"clock_synchronised": False}, "skipped"),
+        (host.check_clock, {"clock_synchronised": False, "config": TWO_MACHINES}, "warning"),
+    ],
+)  # fmt: skip
+def test_host(check, changes, status):
+    assert only(check, **changes)[0] == status
+
+
+def test_locked_memory_matters_between_machines_with_gpus():
+    two = config("num_machines=2", "main_process_ip=a")
+    limits = found(host.check_limits, config=two, locked_memory=8 * 1024**2)
+    assert ("warning", "locked memory is limited to 8 MiB: RDMA registers more") in limits
+    assert len(found(host.check_limits, locked_memory=8 * 1024**2)) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "machines", "status"),
+    [
+        ({}, 1, "ok"),
+        ({"writable": False}, 1, "problem"),
+        ({"free": 1024}, 1, "problem"),
+        ({"free": 5 * GIB}, 1, "warning"),
+        ({"kind": "overlay"}, 1, "warning"),
+        ({}, 2, "warning"),
+        ({"kind": "nfs4"}, 2, "ok"),
+    ],
+)
+def test_disk(changes, machines, status):
+    disk = replace(GOOD.disks[0], **changes)
+    asked = config(f"num_machines={machines}", *(["main_process_ip=a"] if machines > 1 else []))
+    assert only(host.check_disks, disks=(disk,), config=asked)[0] == status
+
+
+def test_interface_that_training_will_take_is_named():
+    status, text = only(network.check_interfaces)
+    assert status == "ok"
+    assert "gloo takes eth0 (10.0.0.5) at 100 Gbit/s, NCCL takes eth0" in text
+
+
+def test_variable_that_names_no_interface_is_a_problem():
+    wrong = found(network.check_interfaces, environ={"NCCL_SOCKET_IFNAME": "ib"})
+    assert wrong[0] == ("problem", "NCCL_SOCKET_IFNAME=ib names no interface that is up; there are lo, eth0")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [("eth", "eth0"), ("=eth", None), ("=eth0", "eth0"), ("^docker0,lo", "eth0"), ("ib,eth", "eth0")],
+)
+def test_variables_are_read_in_nccls_notation(wanted, expected):
+    facts = replace(GOOD, environ={"NCCL_SOCKET_IFNAME": wanted})
+    chosen = network.chosen(facts, "NCCL_SOCKET_IFNAME")
+    assert (chosen.name if chosen else None) == expected
+
+
+def test_name_that_other_machines_cannot_use():
+    two = config("num_machines=2", "main_process_ip=a")
+    assert only(network.check_name)[0] == "ok"
+    assert only(network.check_name, own_address="127.0.1.1", config=two)[0] == "warning"
+    assert only(network.check_name, own_address="", config=two)[0] == "problem"
+
+
+def test_port():
+    assert only(network.check_port)[0] == "ok"
+    assert only(network.check_port, port=29500) == ("ok", "29500 is free")
+    assert only(network.check_port, port=29500, port_holder="process 7")[0] == "warning"
+
+
+def test_config_that_is_wrong_or_that_this_machine_cannot_do():
+    assert only(config_checks.check_config) == ("ok", "fsdp.yaml")
+    assert only(config_checks.check_config, config=None, config_errors=("fsdp.yaml:1:1: wrong",))[0] == "problem"
+    assert only(config_checks.check_config, obstacles=(("too few", "fewer", True),)) == ("problem", "too few")

@@ -1,0 +1,45 @@
+"""Reading this machine, and files laid out like another's."""
+
+import os
+import socket
+
+from fsdplaunch.config.load.load import load_config
+from fsdplaunch.doctor.collect_facts import collect_facts, file_system, read_interfaces
+from fsdplaunch.doctor.torch_probe import probe_torch
+
+
+def test_this_machine_can_be_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    facts = collect_facts(
+        load_config(environ={}), config_errors=(), torch=None, environ={"NCCL_DEBUG": "INFO", "HOME": "/x"}
+    )
+    assert facts.hostname == socket.gethostname()
+    assert facts.cpus == len(os.sched_getaffinity(0)) or facts.cpus >= 1
+    assert {disk.use for disk in facts.disks} == {"run folders", "checkpoints"}
+    assert all(disk.writable and disk.free > 0 for disk in facts.disks)
+    assert facts.environ == {"NCCL_DEBUG": "INFO"}
+    assert "lo" in [each.name for each in facts.interfaces]
+
+
+def test_interfaces_that_are_down_are_left_out(tmp_path):
+    for name, state, speed in (("eth0", "up", "25000"), ("eth1", "down", "-1"), ("tun0", "unknown", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "operstate").write_text(state)
+        (tmp_path / name / "speed").write_text(speed)
+    assert [(each.name, each.speed) for each in read_interfaces(tmp_path)] == [("eth0", 25000), ("tun0", None)]
+
+
+def test_file_system_is_that_of_the_deepest_mount(tmp_path):
+    mounts = tmp_path / "mounts"
+    mounts.write_text("a / ext4 rw 0 0\nb /data nfs4 rw 0 0\nc /data/my\\040disk xfs rw 0 0\n")
+    assert file_system("/data/x", mounts) == "nfs4"
+    assert file_system("/data/my disk/y", mounts) == "xfs"
+    assert file_system("/database", mounts) == "ext4"
+
+
+def test_interpreter_that_cannot_import_torch_says_why(tmp_path):
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\necho 'ModuleNotFoundError: No module named torch' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    assert probe_torch(str(fake)).error == "ModuleNotFoundError: No module named torch"
+    assert "cannot be started" in probe_torch(str(tmp_path / "absent")).error

@@ -1,0 +1,38 @@
+"""The block for a bug report holds no secrets, names or addresses."""
+
+import pytest
+
+from fsdplaunch.doctor.facts import Check, MachineFacts
+from fsdplaunch.doctor.redact import bug_report_block, redact
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("HF_TOKEN=hf_abcdefghij", "HF_TOKEN=***"),
+        ('{"WANDB_API_KEY": "abc def", "X": "1"}', '{"WANDB_API_KEY": ***, "X": "1"}'),
+        ("git clone https://bob:pw@host/x", "git clone https://***@host/x"),
+        ("saw ghp_0123456789abcdef there", "saw *** there"),
+        ("/home/alice/run and /Users/bob/x", "/home/USER/run and /Users/USER/x"),
+        ("used by process 812 (alice, python), 2 GiB", "used by process 812 (USER, python), 2 GiB"),
+        ("alice on gpu-01 at 10.1.2.3, alice2", "USER on HOST at ADDRESS, alice2"),
+        ("127.0.0.1 and torch 2.13.0", "127.0.0.1 and torch 2.13.0"),
+    ],
+)
+def test_what_tells_too_much_is_replaced(text, expected):
+    assert redact(text, users=["alice"], hosts=["gpu-01"]) == expected
+
+
+def test_block_keeps_what_helps():
+    facts = MachineFacts(
+        python="3.11", torch=None, hostname="gpu-01.lab", environ={"NCCL_DEBUG": "INFO", "TORCH_AUTH": "s3cret"}
+    )
+    checks = [Check(topic="name", status="problem", text="gpu-01 resolves to no address")]
+    settings = {"mixed_precision": "bf16", "launch.env": '{"MY_SECRET": "x"}'}
+    block = bug_report_block(facts, checks, version="1.2", settings=settings, users=[])
+    assert "PROBLEM name: HOST resolves to no address" in block
+    assert "  mixed_precision: bf16" in block
+    assert "  NCCL_DEBUG=INFO" in block
+    assert "s3cret" not in block
+    assert '"x"' not in block
+    assert block.startswith("```\nfsdplaunch 1.2")

@@ -1,0 +1,187 @@
+"""Machines that meet, as threads on loopback: who is let go, who is refused, what strangers can do."""
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from fsdplaunch.errors import MachineError
+from fsdplaunch.launch.coordination import network
+from fsdplaunch.launch.coordination.coordinator import Coordinator
+from fsdplaunch.launch.coordination.interfaces import JoinProgress, RunActions, RunAssignment
+from fsdplaunch.launch.coordination.node_client import NodeClient
+from fsdplaunch.launch.coordination.node_info import NodeInfo
+from fsdplaunch.launch.coordination.protocol import PROTOCOL
+from fsdplaunch.launch.coordination.server import JoinRequirements
+
+
+def counter(said: list[str] | None = None) -> JoinProgress:
+    return JoinProgress(say=(said if said is not None else []).append, every=0.2)
+
+
+class Place:
+    """A host on a free port, and guests that come to it."""
+
+    def __init__(self, least: int = 2, most: int | None = None, seconds: float = 10, **more) -> None:
+        self.listener = network.listen("127.0.0.1", 0)
+        self.port = int(self.listener.getsockname()[1])
+        self.reachability_probes = [network.ReachabilityProbe("127.0.0.1") for _ in range(4)]
+        self.told: list[str] = []
+        requirements = JoinRequirements(
+            run_id="r1", least=least, most=most or least, seconds=seconds, store_port=1, last_call=0.3, **more
+        )
+        self.host = Coordinator(self.listener, self.node_info(0), requirements, self.told.append)
+        self.ends: list[object] = []
+
+    def node_info(self, number: int, **change) -> NodeInfo:
+        reachability_probe = self.reachability_probes[number]
+        about = {
+            "host": f"host{number}",
+            "address": "127.0.0.1",
+            "probe": (reachability_probe.port, reachability_probe.word),
+        }
+        return NodeInfo(**(about | change))
+
+    def client(self) -> NodeClient:
+        return NodeClient("127.0.0.1", self.port, seconds=10, grace=1, tell=self.told.append)
+
+    def come(self, number: int, **change) -> threading.Thread:
+        def run() -> None:
+            client = self.client()
+            try:
+                client.connect(counter())
+                client.join(self.node_info(number, **change), counter())
+                self.ends.append(client)
+            except MachineError as error:
+                self.ends.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
+
+
+def test_all_machines_agree_on_names_workers_and_numbers():
+    place = Place(3)
+    threads = [place.come(1, workers=2), place.come(2, workers=4, rank=1)]
+    assignment = place.host.gather(counter())
+    for thread in threads:
+        thread.join(10)
+    assert assignment.world == 7
+    assert [name.split()[0] for name in assignment.names] == ["host0", "host2", "host1"]
+    others = {client.assignment.rank: client.assignment for client in place.ends}
+    assert sorted(others) == [1, 2]
+    assert all(other.names == assignment.names and other.world == 7 for other in others.values())
+    assert others[1].store == f"127.0.0.1:{place.host.requirements.store_port}"
+
+
+def test_machine_that_comes_too_late_is_turned_away():
+    place = Place(2)
+    first = place.come(1)
+    place.host.gather(counter())
+    first.join(10)
+    place.host.start()
+    late = place.come(2)
+    late.join(10)
+    assert "already runs r1 with 2 machines" in str(place.ends[-1])
+
+
+def test_elastic_run_starts_with_the_least_and_takes_in_one_more():
+    place = Place(2, most=3)
+    place.come(1).join(0)
+    assignment = place.host.gather(counter())
+    assert len(assignment.names) == 2
+    place.host.start()
+    place.come(2).join(10)
+    deadline = time.monotonic() + 10
+    while len(place.ends) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ranks = [one.assignment.rank for one in place.ends if isinstance(one, NodeClient)]
+    assert sorted(ranks) == [1, 2]
+    assert any("host2" in line and "joins as machine 2" in line for line in place.told)
+
+
+def test_wait_is_counted_and_ends_in_time():
+    said: list[str] = []
+    place = Place(3, seconds=1.5)
+    place.come(1)
+    started = time.monotonic()
+    with pytest.raises(MachineError, match=r"2 of 3 machines came within 2 s.*missing: machine 2"):
+        place.host.gather(counter(said))
+    assert time.monotonic() - started < 5
+    assert any(line.startswith("2 of 3 machines here") for line in said)
+
+
+def test_guest_that_cannot_reach_anybody_names_the_reason():
+    with network.listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    client = NodeClient("127.0.0.1", port, seconds=0.5, grace=1, tell=print)
+    with pytest.raises(MachineError, match=f"127.0.0.1:{port} within 0 s: connection refused"):
+        client.connect(counter())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"\x00\x01\x02\n",
+        b"[]\n",
+        b'{"kind": "stop", "number": 9, "count": 1}\n',
+        b'{"kind": "hello"}\n',
+        json.dumps({"kind": "hello", "protocol": PROTOCOL, "greeting": 3}).encode() + b"\n",
+    ],
+)
+def test_stranger_has_no_say_and_does_no_harm(words: bytes):
+    place = Place(2)
+    stopped: list[int] = []
+    place.host.actions = RunActions(stop=lambda number, _count: stopped.append(number))
+    with socket.create_connection(("127.0.0.1", place.port)) as stranger:
+        stranger.sendall(words)
+        place.come(1)
+        assert isinstance(place.host.gather(counter()), RunAssignment)
+    assert stopped == []
+
+
+def test_signal_outcome_and_end_go_through():
+    place = Place(2)
+    place.come(1)
+    place.host.gather(counter())
+    deadline = time.monotonic() + 10
+    while not place.ends and time.monotonic() < deadline:
+        time.sleep(0.02)
+    (client,) = place.ends
+    got: list[tuple[int, int]] = []
+    client.actions = RunActions(stop=lambda number, count: got.append((number, count)))
+    place.host.start()
+    client.start()
+    place.host.stop(15, 1)
+    while not got and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert got == [(15, 1)]
+    outcome = {"status": 75, "stopped_by": "SIGTERM", "error": None, "attempt": None}
+    final: list[dict] = []
+    threading.Thread(target=lambda: final.append(client.settle(outcome)), daemon=True).start()
+    assert place.host.settle(outcome)["status"] == 75
+    while not final and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert (final[0]["status"], final[0]["stopped_by"]) == (75, "SIGTERM")
+    place.host.close()
+    client.close()
+
+
+def test_silent_machine_is_lost_and_ends_the_run():
+    place = Place(2, silence=0.5)
+    place.come(1)
+    place.host.gather(counter())
+    ended: list[bool] = []
+    place.host.actions = RunActions(end=ended.append)
+    place.host.start()  # the guest never starts to speak
+    deadline = time.monotonic() + 10
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ended == [True]
+    outcome = {"status": 143, "stopped_by": "SIGTERM", "error": None, "attempt": None}
+    final = place.host.settle(outcome)
+    assert final["status"] == 3
+    assert "lost host1 (127.0.0.1): no word for" in final["lost"][0]

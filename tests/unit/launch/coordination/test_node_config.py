@@ -1,0 +1,122 @@
+"""One machine's part of a run on several: what the machines agreed on becomes this machine's plan."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from fsdplaunch.config.resolve import resolve
+from fsdplaunch.config.schema.config import Config, LaunchSection
+from fsdplaunch.errors import MachineError
+from fsdplaunch.launch.coordination import join
+from fsdplaunch.launch.coordination.interfaces import RunAssignment
+from fsdplaunch.launch.coordination.node_config import agreed_config, node_folder, provisional_config
+from fsdplaunch.launch.coordination.placement import find_placement
+from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan
+
+
+def assignment(rank: int) -> RunAssignment:
+    return RunAssignment(
+        run_id="r7",
+        rank=rank,
+        names=["a (10.0.0.10)", "b (10.0.0.2)"],
+        workers=[4, 2],
+        store="10.0.0.10:29501",
+        address=("10.0.0.10", "10.0.0.2")[rank],
+    )
+
+
+def plan_of(rank: int, launch: LaunchSection, *, gpus: int) -> LaunchPlan:
+    config = agreed_config(resolve(Config(num_machines=2, launch=launch)), assignment(rank))
+    machine = NodeFacts(gpus=gpus, cpus=8, python="/usr/bin/python3", environ={})
+    run_dir = node_folder(Path("/runs/r7"), rank)
+    return build_plan(
+        config,
+        machine=machine,
+        target=LaunchTarget(name="t.py"),
+        run_id="r7",
+        run_dir=run_dir,
+        ranks=assignment(rank).world,
+    )
+
+
+@pytest.mark.parametrize(("rank", "gpus"), [(0, 4), (1, 2)])
+def test_machines_with_unequal_gpus_start_one_worker_for_each(rank: int, gpus: int):
+    plan = plan_of(rank, LaunchSection(workers_per_node="auto"), gpus=gpus)
+    assert (plan.workers, plan.nodes, plan.world_size) == (gpus, 2, 6)
+    assert f"--nproc-per-node={gpus}" in plan.argv
+
+
+@pytest.mark.parametrize(
+    ("rank", "address", "folder"), [(0, "10.0.0.10", "/runs/r7"), (1, "10.0.0.2", "/runs/r7/node1")]
+)
+def test_torch_is_told_everything_and_guesses_nothing(rank: int, address: str, folder: str):
+    plan = plan_of(rank, LaunchSection(workers_per_node=1, max_restarts=1), gpus=0)
+    conf = next(word for word in plan.argv if word.startswith("--rdzv-conf="))
+    assert {
+        "--rdzv-backend=c10d",
+        "--rdzv-id=r7",
+        "--rdzv-endpoint=10.0.0.10:29501",
+        f"--local-addr={address}",
+        f"--log-dir={folder}",
+    } <= set(plan.argv)
+    assert f"is_host={1 - rank}" in conf
+    assert plan.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+def test_lost_machine_is_dropped_by_torch_when_it_counts_as_lost_here():
+    launch = LaunchSection(nodes="2:4", machine_timeout_seconds=30, rendezvous_options={"last_call_timeout": "7"})
+    options = agreed_config(resolve(Config(launch=launch)), assignment(0)).launch.rendezvous_options
+    assert options == {"last_call_timeout": "7", "keep_alive_interval": "10", "keep_alive_max_attempt": "3"}
+
+
+def test_name_that_means_loopback_is_no_address_for_others(monkeypatch):
+    monkeypatch.setattr(join.network, "resolve", lambda _host: ["127.0.1.1"])
+    config = Config(num_machines=2, main_process_ip="me", launch=LaunchSection(local_address=None))
+    mine = join.NodeSpec(
+        config=config, place=find_placement(config, {}), target=LaunchTarget(name="t.py"), workers=1, run_id="r7"
+    )
+    assert join.own_address(mine) == join.network.own_address() != "127.0.1.1"
+
+
+def test_dry_run_knows_where_the_machines_will_meet():
+    config = Config(num_machines=2, main_process_ip="fe80::1", main_process_port=29600, machine_rank=1)
+    before = provisional_config(config, find_placement(config, {}), address="unused")
+    assert before.launch.rendezvous_endpoint == "[fe80::1]:29600"
+    assert (before.machine_rank, before.main_process_ip, before.main_process_port) == (1, None, None)
+
+
+def test_store_gets_the_next_port_or_any_that_is_free():
+    with socket.create_server(("", 0)) as held:
+        port = held.getsockname()[1]
+        assert join.store_port(port - 1) != port
+    assert join.store_port(port - 1) == port
+    assert 0 < join.store_port(65535) <= 65535
+
+
+@pytest.mark.parametrize(
+    ("launch", "environ", "variables"),
+    [
+        (LaunchSection(), {}, {"GLOO_SOCKET_IFNAME": "lo"}),
+        (LaunchSection(), {"GLOO_SOCKET_IFNAME": "eth9"}, {}),
+        (LaunchSection(network_interface="ib0"), {}, {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}),
+    ],
+    ids=["found", "said-by-the-user", "asked-for"],
+)
+def test_workers_talk_over_the_interface_of_the_machines(launch, environ, variables):
+    assert join.interface_variables(Config(launch=launch), "127.0.0.1", environ) == variables
+
+
+@pytest.mark.parametrize(
+    ("launch", "said"),
+    [
+        (LaunchSection(network_interface="ib0"), r"network_interface is ib0, but this machine .* has lo \(127"),
+        (
+            LaunchSection(local_address="192.0.2.77"),
+            r"local_address is 192.0.2.77, which this machine .* not have",
+        ),
+    ],
+)
+def test_interface_or_address_of_another_machine_is_refused(launch, said):
+    with pytest.raises(MachineError, match=said):
+        join.check_interface(Config(launch=launch))
