@@ -7,6 +7,8 @@ library only.
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_MACHINE = 3
+EXIT_SAVED = 75
+"""Status of a run that was asked to stop and whose workers all ended with 0: start it again to go on."""
 
 
 class LaunchError(Exception):

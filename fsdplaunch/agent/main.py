@@ -24,7 +24,7 @@ from types import FrameType
 from fsdplaunch.agent.fork_server.child import WorkerRequest
 from fsdplaunch.agent.fork_server.client import ForkServer, open_nursery
 from fsdplaunch.agent.fork_server.fast_exit import noting_status, register_last, skip_shared_destructors
-from fsdplaunch.agent.output import OutputRelay, open_missing_streams
+from fsdplaunch.agent.output import OutputRelay
 from fsdplaunch.agent.stop_request import ORPHAN_SECONDS, StopRequest, stop_status
 from fsdplaunch.agent.worker_group import WorkerGroup
 from fsdplaunch.agent.worker_spec import WorkerSpec, is_warm, make_worker_spec
@@ -34,6 +34,7 @@ from fsdplaunch.config.world_size import node_range
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE
 from fsdplaunch.launch.agent_command import BOOTSTRAP
 from fsdplaunch.launch.report.root_cause import failure_status, signal_name
+from fsdplaunch.launch.standard_streams import open_missing_streams
 from fsdplaunch.launch.worker_env import LAUNCHER
 from fsdplaunch.parent_death import die_with_parent
 from fsdplaunch.probe.cgroup_limits import memory_kills, usable_memory

@@ -192,15 +192,6 @@ def write_all(descriptor: int, data: bytes) -> None:
             return
 
 
-def open_missing_streams() -> None:
-    """Give closed standard streams a place, or the next files that are opened take it."""
-    for place in range(3):
-        try:
-            os.fstat(place)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-
-
 def open_log(path: Path) -> int:
     """Open a rank's log file for appending."""
     path.parent.mkdir(parents=True, exist_ok=True)

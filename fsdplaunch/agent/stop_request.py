@@ -4,10 +4,10 @@ import signal
 import time
 from dataclasses import dataclass
 
+from fsdplaunch.errors import EXIT_SAVED
+
 WARNINGS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 """Signals that announce an end and do not ask for one: a script may save and go on."""
-EXIT_SAVED = 75
-"""Status of a run that was asked to stop and whose workers all ended with 0: start it again to go on."""
 _ECHO_SECONDS = {signal.SIGINT: 0.3}
 _ECHO_DEFAULT = 1.0
 ORPHAN_SECONDS = 3.0

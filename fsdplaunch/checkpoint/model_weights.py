@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 from fsdplaunch.checkpoint.checked_ints import check_count, check_counts
 from fsdplaunch.checkpoint.dtypes import DTYPES, Dtype
 from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
-from fsdplaunch.checkpoint.readers.hf_shards import SHARD_FILE, read_header
+from fsdplaunch.checkpoint.readers.hf_shards import SHARD_FILE
+from fsdplaunch.checkpoint.safetensors_format import read_header
 from fsdplaunch.errors import CheckpointError
 
 _CODES = {dtype.code: dtype for dtype in DTYPES.values() if dtype.code and dtype.lanes == 1}

@@ -1,10 +1,13 @@
-"""The safetensors format: header bytes for tensors in its own order, the split into files, and their index."""
+"""The safetensors format: reading a header; header bytes for tensors in its own order, files, and their index."""
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from fsdplaunch.checkpoint.dtypes import Dtype
+from fsdplaunch.checkpoint.invalid_file import InvalidFileError
 from fsdplaunch.errors import CheckpointError
 
 SINGLE_NAME = "model.safetensors"
@@ -84,3 +87,23 @@ def index_bytes(files: Mapping[str, Sequence[TensorHeader]]) -> bytes:
     return (
         json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True) + "\n"
     ).encode()
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """Return a safetensors file's header, where its data starts, and its size in bytes.
+
+    Raises:
+        InvalidFileError: The header does not fit the file, or is no table.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb", closefd=True) as file:  # noqa: PTH123  (without NONBLOCK a named pipe would wait for ever)
+        size = os.fstat(fd).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(MAX_HEADER, size - 8):
+            msg = f"its header is said to have {length} bytes, the file has {size}"
+            raise InvalidFileError(msg)
+        header = json.loads(file.read(length))
+    if type(header) is not dict:
+        msg = "its header is not a table"
+        raise InvalidFileError(msg)
+    return header, 8 + length, size

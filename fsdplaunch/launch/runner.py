@@ -11,7 +11,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fsdplaunch.agent.output import open_missing_streams
 from fsdplaunch.config.environment import ALLOW_UNSHARDED
 from fsdplaunch.config.write.render import render
 from fsdplaunch.launch.coordination.interfaces import RunControl
@@ -22,6 +21,7 @@ from fsdplaunch.launch.report.diagnosis.facts import failure_facts
 from fsdplaunch.launch.report.root_cause import shell_status, signal_name
 from fsdplaunch.launch.report.run_result import RunResult, read_result
 from fsdplaunch.launch.runs.registry import write_job
+from fsdplaunch.launch.standard_streams import open_missing_streams
 from fsdplaunch.launch.worker_env import LAUNCHER
 from fsdplaunch.run_dir import (
     AGENT_LOG,

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from fsdplaunch.checkpoint.merge.cast_dtype import convert
-from fsdplaunch.checkpoint.merge.plan import Piece, PlannedTensor
+from fsdplaunch.checkpoint.merge.plan import PlannedTensor
+from fsdplaunch.checkpoint.readers.pieces import Piece
 from fsdplaunch.checkpoint.regions import Region, flat_offset, intersect, row_major
 
 BLOCK = 8 * 2**20

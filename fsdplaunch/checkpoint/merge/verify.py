@@ -9,8 +9,9 @@ from typing import Any, NoReturn
 from fsdplaunch.checkpoint.invalid_file import short
 from fsdplaunch.checkpoint.merge.assemble_tensor import written_blocks
 from fsdplaunch.checkpoint.merge.options import ProgressMeter
-from fsdplaunch.checkpoint.merge.plan import MergePlan, Piece, PlannedFile, PlannedTensor
+from fsdplaunch.checkpoint.merge.plan import MergePlan, PlannedFile, PlannedTensor
 from fsdplaunch.checkpoint.readers.data_files import DataFiles
+from fsdplaunch.checkpoint.readers.pieces import Piece
 from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME, MAX_HEADER, file_shape
 from fsdplaunch.errors import CheckpointError
 

@@ -10,8 +10,8 @@ from typing import Self
 
 from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
 from fsdplaunch.checkpoint.item_location import ItemLocation
-from fsdplaunch.checkpoint.merge.plan import Piece
 from fsdplaunch.checkpoint.readers.dcp_index import INDEX_NAME, CheckpointIndex
+from fsdplaunch.checkpoint.readers.pieces import Piece
 from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow
 from fsdplaunch.checkpoint.readers.zstd_items import ZstdReader
 from fsdplaunch.errors import CheckpointError

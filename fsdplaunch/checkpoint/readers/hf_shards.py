@@ -7,7 +7,6 @@ parts of the last rank are missing cannot be seen.
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from fsdplaunch.checkpoint.readers.dcp_index import MAX_FILES, CheckpointIndex, 
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
 from fsdplaunch.checkpoint.regions import Region, find_tiling_fault, row_major
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
-from fsdplaunch.checkpoint.safetensors_format import MAX_HEADER
+from fsdplaunch.checkpoint.safetensors_format import read_header
 from fsdplaunch.errors import CheckpointError
 
 SHARD_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
@@ -87,26 +86,6 @@ def _read_file(path: Path, wholes: dict[str, _Whole]) -> int:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         _refuse(path, "its header is not that of a sharded safetensors file")
     return max((end for _, end in spans), default=start)
-
-
-def read_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """Return a safetensors file's header, where its data starts, and its size in bytes.
-
-    Raises:
-        InvalidFileError: The header does not fit the file, or is no table.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(fd, "rb", closefd=True) as file:  # noqa: PTH123  (without NONBLOCK a named pipe would wait for ever)
-        size = os.fstat(fd).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(MAX_HEADER, size - 8):
-            msg = f"its header is said to have {length} bytes, the file has {size}"
-            raise InvalidFileError(msg)
-        header = json.loads(file.read(length))
-    if type(header) is not dict:
-        msg = "its header is not a table"
-        raise InvalidFileError(msg)
-    return header, 8 + length, size
 
 
 def _add_part(

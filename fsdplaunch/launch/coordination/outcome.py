@@ -8,8 +8,7 @@ was asked to end because another machine had failed.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdplaunch.agent.stop_request import EXIT_SAVED
-from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE
+from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE, EXIT_SAVED
 from fsdplaunch.launch.report.root_cause import failure_status, first_failure, is_consequence
 
 Outcome = Mapping[str, Any]

@@ -7,11 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdplaunch.agent.stop_request import EXIT_SAVED
 from fsdplaunch.config.schema.config import Config, KubernetesSection
 from fsdplaunch.config.schema.walk import variable_of
 from fsdplaunch.config.world_size import node_range
-from fsdplaunch.errors import EXIT_USAGE, UsageError
+from fsdplaunch.errors import EXIT_SAVED, EXIT_USAGE, UsageError
 from fsdplaunch.launch.ports import DEFAULT_PORT
 from fsdplaunch.launch.run_id import GROUP_RUN
 

@@ -9,10 +9,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fsdplaunch.agent.stop_request import EXIT_SAVED
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.world_size import node_range
-from fsdplaunch.errors import UsageError
+from fsdplaunch.errors import EXIT_SAVED, UsageError
 from fsdplaunch.launch.run_id import GROUP_RUN
 from fsdplaunch.launch.schedulers.slurm.commands import one_launcher_each
 from fsdplaunch.run_dir import LOST

@@ -16,8 +16,8 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.samplers import FullBatches, RankBatches, RankItems, RankTurns
-from fsdplaunch.runtime.auto.detect.ownership import script_line
 from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.data.data_loader import _is_split, _set
 
 

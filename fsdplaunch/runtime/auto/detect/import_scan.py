@@ -6,10 +6,11 @@ called so far does not tell who will. What the script imports does.
 
 import ast
 import sys
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from fsdplaunch.runtime.auto.script_line import is_users
 
 _SHARDERS: dict[str, tuple[str, ...]] = {
     "fsdplaunch": ("prepare", "apply_fsdp2", "fsdp2_prepare_model"),
@@ -56,18 +57,6 @@ def user_files(main: str | None) -> list[str]:
         if isinstance(file, str) and file.endswith(".py") and is_users(file):
             files.append(file)
     return list(dict.fromkeys(files))
-
-
-def is_users(file: str) -> bool:
-    """Whether a source file is the user's own: not of Python, of this package, or installed."""
-    return not file.startswith(_FOREIGN) and "site-packages" not in file and "dist-packages" not in file
-
-
-_FOREIGN = (
-    str(Path(__file__).parents[3]) + "/",
-    *{sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib")},
-    "<",
-)
 
 
 def _mentions(file: str) -> Iterator[Mention]:

@@ -6,7 +6,8 @@ from typing import Any
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.auto.detect.import_scan import find_mention, is_users, user_files
+from fsdplaunch.runtime.auto.detect.import_scan import find_mention, user_files
+from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.sharding_watch import sharded_by
 
 
@@ -59,14 +60,3 @@ def _acting() -> str | None:
     if getattr(state, "_shared_state", None):
         return "Accelerator"
     return sharded_by()
-
-
-def script_line() -> str:
-    """The line of the user's own code that is running: `train.py:31`."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if is_users(file):
-            return f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "the script"

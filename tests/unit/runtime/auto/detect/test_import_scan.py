@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from fsdplaunch.runtime.auto.data.visible_gpu import see_own_gpu
-from fsdplaunch.runtime.auto.detect.import_scan import find_mention, is_users
+from fsdplaunch.runtime.auto.detect.import_scan import find_mention
+from fsdplaunch.runtime.auto.script_line import is_users
 
 
 def mention(folder: Path, text: str) -> str | None:
