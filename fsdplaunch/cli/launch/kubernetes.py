@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fsdplaunch.cli.launch.handoff import make_run_folder, plan_elsewhere, show_sent, snapshot
-from fsdplaunch.cli.launch.single_node import LaunchOptions
+from fsdplaunch.cli.launch.options import LaunchOptions
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load.load import LoadedConfig
 from fsdplaunch.launch.plan import LaunchTarget

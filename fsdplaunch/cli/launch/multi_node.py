@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fsdplaunch.cli.launch import single_node
+from fsdplaunch.cli.launch.options import LaunchOptions
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load.load import LoadedConfig
 from fsdplaunch.errors import EXIT_MACHINE, MachineError, UsageError
@@ -43,7 +44,7 @@ class NodeLaunch:
     place: Placement
     target: LaunchTarget
     hardware: Hardware
-    launch_options: single_node.LaunchOptions
+    launch_options: LaunchOptions
     overrides: Sequence[str]
 
 

@@ -1,18 +1,18 @@
-"""`fsdplaunch launch`: load -> plan -> (check, dry run) -> run -> report."""
+"""`fsdplaunch launch` on one node: load -> plan -> (check, dry run) -> run -> report."""
 
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from fsdplaunch import __version__
+from fsdplaunch.cli.launch.options import LaunchOptions
 from fsdplaunch.cli.output import Output
-from fsdplaunch.config.load.load import LoadedConfig, load_config
+from fsdplaunch.config.load.load import LoadedConfig
 from fsdplaunch.errors import EXIT_MACHINE, MachineError, UsageError
-from fsdplaunch.launch.coordination.placement import assumed_settings, find_placement
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan
 from fsdplaunch.launch.ports import find_holder, meeting_port
 from fsdplaunch.launch.preflight import Finding, find_obstacles
@@ -20,110 +20,8 @@ from fsdplaunch.launch.report.failure_report import end_line, failure_lines
 from fsdplaunch.launch.report.run_result import RunResult
 from fsdplaunch.launch.run_id import run_name
 from fsdplaunch.probe import torch_version
-from fsdplaunch.probe.hardware import Hardware, read_hardware
+from fsdplaunch.probe.hardware import Hardware
 from fsdplaunch.probe.scheduler import read_cluster
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchOptions:
-    """What the command line asks for, beside the configuration.
-
-    Attributes:
-        module: The target is a module, as in `python -m`.
-        no_python: The target is a program of its own.
-        dry_run: Print the plan; start nothing.
-        check_only: Check this machine; start nothing.
-        allow_unsharded: Accept a script that never shards a model.
-        as_json: Print one JSON object on stdout, and nothing else there.
-        route: Hand the run to a scheduler, `slurm` or `kubernetes`, instead of starting it here.
-        follow: Show the submitted run's output until it ends.
-    """
-
-    module: bool = False
-    no_python: bool = False
-    dry_run: bool = False
-    check_only: bool = False
-    allow_unsharded: bool = False
-    as_json: bool = False
-    route: str | None = None
-    follow: bool = False
-
-
-def launch_script(
-    script: str | None,
-    arguments: Sequence[str],
-    *,
-    file: Path | None,
-    overrides: Sequence[str],
-    launch_options: LaunchOptions,
-    out: Output,
-) -> int:
-    """Run a script on every worker, or show what would be run.
-
-    Returns:
-        0, or the first failing rank's own status, or 128 + n when a signal n ended the run.
-
-    Raises:
-        LaunchError: Before anything was started.
-    """
-    if script is None:
-        msg = "no script given"
-        raise UsageError(msg, hint="fsdplaunch launch train.py [its own arguments]")
-    target = LaunchTarget(
-        name=script,
-        arguments=tuple(arguments),
-        is_module=launch_options.module,
-        is_python=not launch_options.no_python,
-    )
-    if target.is_python and not target.is_module:
-        check_script(script)
-    submitting = launch_options.route is not None
-    assumed = () if submitting else assumed_settings(os.environ)
-    torch = None if submitting else torch_version.installed_numbers
-    loaded = load_config(file, overrides=overrides, assumed=assumed, torch=torch)
-    if submitting or loaded.config.ssh.hosts or loaded.config.ssh.hostfile:
-        from fsdplaunch.cli.launch.handoff import launch_elsewhere
-
-        return launch_elsewhere(loaded, target, launch_options, out)
-    hardware = read_hardware(os.environ)
-    place = find_placement(loaded.config, os.environ)
-    if place.is_several:
-        from fsdplaunch.cli.launch.multi_node import NodeLaunch, launch_on_node
-
-        part = NodeLaunch(
-            loaded=loaded,
-            place=place,
-            target=target,
-            hardware=hardware,
-            launch_options=launch_options,
-            overrides=overrides,
-        )
-        return launch_on_node(part, out)
-    plan = plan_for_this_machine(loaded, hardware, target, allow_unsharded=launch_options.allow_unsharded)
-    if launch_options.dry_run:
-        show_plan(plan, loaded, as_json=launch_options.as_json, out=out)
-        return 0
-    if not pass_checks(plan, hardware, launch_options, out):
-        return EXIT_MACHINE
-    return (
-        0 if launch_options.check_only else run_and_report(plan, loaded, as_json=launch_options.as_json, out=out)
-    )
-
-
-def one_route(*, slurm: bool, kubernetes: bool, follow: bool) -> str | None:
-    """Which scheduler the run is handed to, if any.
-
-    Raises:
-        UsageError: Two are named, or none is to be followed.
-    """
-    named = [name for name, wanted in (("slurm", slurm), ("kubernetes", kubernetes)) if wanted]
-    if len(named) > 1:
-        msg = "--slurm and --kubernetes name two schedulers"
-        raise UsageError(msg, hint="leave one of them out")
-    if follow and not named:
-        msg = "--follow is for submitted runs"
-        raise UsageError(msg, hint="add --slurm or --kubernetes; a run that starts here shows its output anyway")
-    return named[0] if named else None
 
 
 def check_script(script: str) -> None:

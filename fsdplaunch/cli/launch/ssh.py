@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from fsdplaunch.cli.launch.handoff import make_run_folder, plan_elsewhere, show_sent, snapshot
-from fsdplaunch.cli.launch.single_node import LaunchOptions
+from fsdplaunch.cli.launch.options import LaunchOptions
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load.load import LoadedConfig
 from fsdplaunch.config.schema.config import Config

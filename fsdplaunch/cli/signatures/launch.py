@@ -60,7 +60,8 @@ def launch(
     as_json: JsonOption = False,
 ) -> None:
     """Run a training script on every worker, sharded as the YAML says."""
-    from fsdplaunch.cli.launch.single_node import LaunchOptions, launch_script, one_route
+    from fsdplaunch.cli.launch.dispatch import launch_script, one_route
+    from fsdplaunch.cli.launch.options import LaunchOptions
 
     launch_options = LaunchOptions(
         module=module,

@@ -79,24 +79,6 @@ def rule(rule_id: str) -> Callable[[Check], Check]:
     return register
 
 
-def find_violations(view: RuleContext) -> Iterator[tuple[str, Violation]]:
-    """Every violation with the id of its rule, in the rules' order."""
-    for rule_id, check in _registered().items():
-        for fault in check(view):
-            yield rule_id, fault
-
-
-def all_rules() -> dict[str, str]:
-    """Every rule's id and what it refuses."""
-    return {rule_id: check.__doc__ or "" for rule_id, check in _registered().items()}
-
-
-def _registered() -> dict[str, Check]:
-    from fsdplaunch.config.rules import compute, launch_rules, sharding  # noqa: F401  (they register rules)
-
-    return RULES
-
-
 def rule_context(config: Config) -> RuleContext:
     """Return the View of a Config that was built in code: said is what differs from the default."""
     said = frozenset(spec.path for spec in all_keys() if value_at(config, spec.path) != spec.default)

@@ -11,7 +11,8 @@ from fsdplaunch.config.environment import decode, encode
 from fsdplaunch.config.load.load import check, stack
 from fsdplaunch.config.load.yaml_reader import read_text
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.rules.base import find_violations, rule_context
+from fsdplaunch.config.rules.base import rule_context
+from fsdplaunch.config.rules.registry import find_violations
 from fsdplaunch.config.schema import kinds as v
 from fsdplaunch.config.schema.config import Config, PrecisionSection
 from fsdplaunch.config.schema.walk import all_keys, build_config, keys_by_path, value_at

@@ -50,7 +50,7 @@ def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None
         line: Where the script had it sharded.
     """
     hook_context.models[model] = line
-    allow_deepcopy(model, hook_context)
+    allow_deepcopy(model, lambda copied, of: attach_hooks(copied, hook_context, hook_context.models[of]))
     save_full(model, hook_context)
     hook_context.complete[model] = ForwardHooks(model, line, hook_context.streams.part).check
 

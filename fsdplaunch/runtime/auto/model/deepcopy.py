@@ -1,85 +1,35 @@
-"""Copies of sharded models: `copy.deepcopy` gives another sharded model, and a plain one serves to be written.
+"""Copies of sharded models: `copy.deepcopy` gives another model, sharded in the same way.
 
 Needed because torch refuses to copy or to pickle a sharded module, and averages of weights start as copies.
 """
 
 import copy
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.forward_hooks import reshard
+from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
-from fsdplaunch.runtime.inspection.replace_modules import replace_modules
 from fsdplaunch.runtime.sharding import shard
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.sharding.shard import ShardTarget, shard_model
-from fsdplaunch.runtime.torch_internals import HOOK_TABLES, SHARDING_MARKS, checkpointed_module
-
-_OURS = ("torch.distributed.fsdp", "fsdplaunch.")
 
 
-def allow_deepcopy(model: nn.Module, hook_context: HookContext) -> None:
-    """Let `copy.deepcopy` copy this sharded model: torch gives the class a method that refuses."""
-    setattr(type(model), "__deepcopy__", lambda self, memo: _copied(self, memo, hook_context))  # noqa: B010
-
-
-def unsharded_copy(model: nn.Module, give: Callable[[nn.Parameter], Any], memo: dict[int, Any]) -> nn.Module:
-    """Copy a model's modules as what they were before sharding, without wrappers and hooks of sharding.
+def allow_deepcopy(model: nn.Module, attach: Callable[[nn.Module, nn.Module], None]) -> None:
+    """Let `copy.deepcopy` copy this sharded model: torch gives the class a method that refuses.
 
     Args:
-        model: Sharded, with its shards in place.
-        give: The copy's parameter for each of the model's.
-        memo: As `copy.deepcopy` has it.
+        model: Sharded.
+        attach: Makes a copy behave as the script expects of a model; given the copy, and what it is a copy of.
     """
-    for param in model.parameters():
-        memo[id(param)] = give(param)
-    with ExitStack() as stack:
-        for module in model.modules():
-            stack.enter_context(_as_before(module))
-        copied: nn.Module = copy.deepcopy(model, memo)
-    inner = {module: checkpointed_module(module) for module in copied.modules()}
-    replace_modules(copied, {module: below for module, below in inner.items() if below is not None})
-    return copied
+    setattr(type(model), "__deepcopy__", lambda self, memo: _copied(self, memo, attach))  # noqa: B010
 
 
-@contextmanager
-def _as_before(module: nn.Module) -> Iterator[None]:
-    """Show a module as what it was before it was sharded."""
-    kept, kind = dict(module.__dict__), type(module)
-    if isinstance(module, FSDPModule):
-        module.__class__ = kind.__mro__[2]  # [FSDP<Name>, FSDPModule, Name, ...]
-    ours = {key for name in HOOK_TABLES for key, hook in kept[name].items() if _is_ours(hook)}
-    for name in HOOK_TABLES:
-        module.__dict__[name] = OrderedDict((key, hook) for key, hook in kept[name].items() if key not in ours)
-    for name, value in kept.items():
-        if name.startswith(SHARDING_MARKS) or (
-            callable(value) and _is_ours(value) and not isinstance(value, nn.Module)
-        ):
-            del module.__dict__[name]
-    try:
-        yield
-    finally:
-        module.__class__ = kind
-        module.__dict__.clear()
-        module.__dict__.update(kept)
-
-
-def _is_ours(hook: Any) -> bool:
-    """Whether a function was put there by sharding."""
-    function = getattr(hook, "__func__", hook)
-    home = getattr(function, "__globals__", {}).get("__name__", "")
-    return str(home).startswith(_OURS)
-
-
-def _copied(model: Any, memo: dict[int, Any], hook_context: HookContext) -> nn.Module:
+def _copied(model: Any, memo: dict[int, Any], attach: Callable[[nn.Module, nn.Module], None]) -> nn.Module:
     """Another model with the same values, sharded in the same way."""
     prepared = registered(model)
     reshard(model)
@@ -104,9 +54,7 @@ def _copied(model: Any, memo: dict[int, Any], hook_context: HookContext) -> nn.M
     with torch.no_grad():
         for name, param in named_parameters(copied):
             param.copy_(values[name])
-    from fsdplaunch.runtime.auto.detect.adopt_model import attach_hooks
-
-    attach_hooks(copied, hook_context, hook_context.models[model])
+    attach(copied, model)
     return copied
 
 

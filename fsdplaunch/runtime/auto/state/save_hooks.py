@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.model.deepcopy import unsharded_copy
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.gather import PickleWalk, ShardGatherer, gathered, tensors_of
+from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
 from fsdplaunch.runtime.collectives.error_sync import raise_on_all_ranks
 
 

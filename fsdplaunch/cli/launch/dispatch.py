@@ -1,0 +1,122 @@
+"""`fsdplaunch launch`: which way a run starts, here, on several nodes, or handed to something else."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdplaunch.cli.launch.options import LaunchOptions
+from fsdplaunch.cli.launch.single_node import (
+    check_script,
+    pass_checks,
+    plan_for_this_machine,
+    run_and_report,
+    show_plan,
+)
+from fsdplaunch.cli.output import Output
+from fsdplaunch.config.load.load import LoadedConfig, load_config
+from fsdplaunch.errors import EXIT_MACHINE, UsageError
+from fsdplaunch.launch.coordination.placement import assumed_settings, find_placement
+from fsdplaunch.launch.plan import LaunchTarget
+from fsdplaunch.probe import torch_version
+from fsdplaunch.probe.hardware import read_hardware
+
+
+def launch_script(
+    script: str | None,
+    arguments: Sequence[str],
+    *,
+    file: Path | None,
+    overrides: Sequence[str],
+    launch_options: LaunchOptions,
+    out: Output,
+) -> int:
+    """Run a script on every worker, or show what would be run.
+
+    Returns:
+        0, or the first failing rank's own status, or 128 + n when a signal n ended the run.
+
+    Raises:
+        LaunchError: Before anything was started.
+    """
+    if script is None:
+        msg = "no script given"
+        raise UsageError(msg, hint="fsdplaunch launch train.py [its own arguments]")
+    target = LaunchTarget(
+        name=script,
+        arguments=tuple(arguments),
+        is_module=launch_options.module,
+        is_python=not launch_options.no_python,
+    )
+    if target.is_python and not target.is_module:
+        check_script(script)
+    submitting = launch_options.route is not None
+    assumed = () if submitting else assumed_settings(os.environ)
+    torch = None if submitting else torch_version.installed_numbers
+    loaded = load_config(file, overrides=overrides, assumed=assumed, torch=torch)
+    if submitting or loaded.config.ssh.hosts or loaded.config.ssh.hostfile:
+        return launch_elsewhere(loaded, target, launch_options, out)
+    hardware = read_hardware(os.environ)
+    place = find_placement(loaded.config, os.environ)
+    if place.is_several:
+        from fsdplaunch.cli.launch.multi_node import NodeLaunch, launch_on_node
+
+        part = NodeLaunch(
+            loaded=loaded,
+            place=place,
+            target=target,
+            hardware=hardware,
+            launch_options=launch_options,
+            overrides=overrides,
+        )
+        return launch_on_node(part, out)
+    plan = plan_for_this_machine(loaded, hardware, target, allow_unsharded=launch_options.allow_unsharded)
+    if launch_options.dry_run:
+        show_plan(plan, loaded, as_json=launch_options.as_json, out=out)
+        return 0
+    if not pass_checks(plan, hardware, launch_options, out):
+        return EXIT_MACHINE
+    return (
+        0 if launch_options.check_only else run_and_report(plan, loaded, as_json=launch_options.as_json, out=out)
+    )
+
+
+def one_route(*, slurm: bool, kubernetes: bool, follow: bool) -> str | None:
+    """Which scheduler the run is handed to, if any.
+
+    Raises:
+        UsageError: Two are named, or none is to be followed.
+    """
+    named = [name for name, wanted in (("slurm", slurm), ("kubernetes", kubernetes)) if wanted]
+    if len(named) > 1:
+        msg = "--slurm and --kubernetes name two schedulers"
+        raise UsageError(msg, hint="leave one of them out")
+    if follow and not named:
+        msg = "--follow is for submitted runs"
+        raise UsageError(msg, hint="add --slurm or --kubernetes; a run that starts here shows its output anyway")
+    return named[0] if named else None
+
+
+def launch_elsewhere(
+    loaded: LoadedConfig, target: LaunchTarget, launch_options: LaunchOptions, out: Output
+) -> int:
+    """Hand a run to SLURM, to Kubernetes, or to machines over ssh.
+
+    Raises:
+        LaunchError: Before anything was started.
+    """
+    ssh = loaded.config.ssh
+    if launch_options.route is not None and (ssh.hosts or ssh.hostfile):
+        named = "ssh.hosts" if ssh.hosts else "ssh.hostfile"
+        msg = f"--{launch_options.route} hands the run over, and {named} names machines to start it on"
+        raise UsageError(msg, hint=f"leave out --{launch_options.route}, or {named}")
+    if launch_options.route == "kubernetes":
+        from fsdplaunch.cli.launch.kubernetes import launch_on_kubernetes
+
+        return launch_on_kubernetes(loaded, target, launch_options, out)
+    if launch_options.route is None:
+        from fsdplaunch.cli.launch.ssh import launch_over_ssh
+
+        return launch_over_ssh(loaded, target, launch_options, out)
+    from fsdplaunch.cli.launch.slurm import launch_on_slurm
+
+    return launch_on_slurm(loaded, target, launch_options, out)

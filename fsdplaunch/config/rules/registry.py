@@ -1,0 +1,18 @@
+"""Every rule, in the order in which they are looked at, and what a configuration violates."""
+
+from collections.abc import Iterator
+
+from fsdplaunch.config.rules import compute, launch_rules, sharding  # noqa: F401  (they register rules)
+from fsdplaunch.config.rules.base import RULES, RuleContext, Violation
+
+
+def find_violations(view: RuleContext) -> Iterator[tuple[str, Violation]]:
+    """Every violation with the id of its rule, in the rules' order."""
+    for rule_id, check in RULES.items():
+        for fault in check(view):
+            yield rule_id, fault
+
+
+def all_rules() -> dict[str, str]:
+    """Every rule's id and what it refuses."""
+    return {rule_id: check.__doc__ or "" for rule_id, check in RULES.items()}
