@@ -1,7 +1,7 @@
 """`prepare`: shard models, and make optimizers, loaders and schedulers fit them."""
 
 import os
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,7 @@ from fsdplaunch.probe.torch_version import mismatch
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.hang_detector import watch_main_thread
 from fsdplaunch.runtime.data.data_loader import shard_loader
+from fsdplaunch.runtime.loading.deferred_weights import DeferredWeights
 from fsdplaunch.runtime.loading.load import load_weights
 from fsdplaunch.runtime.loading.pretrained import pretrained_for
 from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin, ambient_plugin
@@ -77,9 +78,10 @@ def prepare(
     ready: dict[int, Any] = {}
     models = _of(objects, nn.Module)
     pretrained = pretrained_for(models, weights=weights, strict=strict)
+    deferred = partial(DeferredWeights, where=pretrained.where, strict=pretrained.strict) if pretrained else None
     for model in models:
         if not is_sharded(model):
-            ready[id(model)] = shard_model(model, chosen, place, pretrained)
+            ready[id(model)] = shard_model(model, chosen, place, deferred)
             continue
         ready[id(model)] = model
         if weights:

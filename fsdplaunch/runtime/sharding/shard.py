@@ -2,6 +2,7 @@
 
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,6 @@ from fsdplaunch.runtime.compute.float8 import convert
 from fsdplaunch.runtime.compute.forward_methods import forward_methods, register
 from fsdplaunch.runtime.inspection.describe import describe
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters, tied_names
-from fsdplaunch.runtime.loading.pretrained import Pretrained
 from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin
 from fsdplaunch.runtime.sharding import fsdp1, fsdp2
 from fsdplaunch.runtime.sharding.checks import check_model, check_same_values, check_whole
@@ -35,6 +35,9 @@ from fsdplaunch.runtime.sharding.root_unit import check_root_unit
 from fsdplaunch.runtime.sharding.settings import Settings
 from fsdplaunch.runtime.sharding.wrap import Units, plan_units
 from fsdplaunch.runtime.sharding_watch import mark_sharded
+
+Defer = Callable[..., Materializer]
+"""What makes a Materializer for a model, its settings, and what every Materializer is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +102,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def shard_model(
-    model: nn.Module, plugin: FullyShardedDataParallelPlugin, place: ShardTarget, weights: Pretrained | None = None
+    model: nn.Module, plugin: FullyShardedDataParallelPlugin, place: ShardTarget, deferred: Defer | None = None
 ) -> nn.Module:
     """Shard a model as the plugin says; see `prepare` for the order of work.
 
@@ -107,7 +110,7 @@ def shard_model(
         model: Not sharded yet.
         plugin: How.
         place: Where.
-        weights: Files whose values it gets; None leaves it those it has.
+        deferred: Makes the materializer of a model whose values come later; None leaves it those it has.
 
     Returns:
         The model itself (version 2) or the wrapper around it (version 1).
@@ -124,7 +127,7 @@ def shard_model(
     home = note_full_parameters(dict(named_parameters(model)))
     converted = convert(model, settings, out)
     units = _planned(model, settings, out)
-    materializer = _materializer(model, settings, place, out, weights)
+    materializer = _materializer(model, settings, place, out, deferred)
     if settings.activation_checkpointing:
         units = checkpoint_blocks(model, units, settings, place.device)
     compile_blocks(units, settings)
@@ -168,7 +171,7 @@ def _planned(model: nn.Module, settings: Settings, out: IgnoredParts) -> Units:
 
 
 def _materializer(
-    model: nn.Module, settings: Settings, place: ShardTarget, out: IgnoredParts, weights: Pretrained | None
+    model: nn.Module, settings: Settings, place: ShardTarget, out: IgnoredParts, deferred: Defer | None
 ) -> Materializer:
     """What settles the model's tensors, with rank 0's values or so that files fill them later.
 
@@ -183,16 +186,12 @@ def _materializer(
         "init_fn": settings.param_init_fn,
         "send": settings.sync_module_states or settings.ram_efficient,
     }
-    if weights is None or place.layout_only:
+    if deferred is None or place.layout_only:
         materializer = Materializer(model, **arguments)
         if not materializer.send and not place.layout_only:
             check_same_values(materializer.entries, place.mesh, place.device)
     else:
-        from fsdplaunch.runtime.loading.deferred_weights import DeferredWeights
-
-        materializer = DeferredWeights(
-            model, where=weights.where, strict=weights.strict, settings=settings, **arguments
-        )
+        materializer = deferred(model, settings=settings, **arguments)
     for module in out.modules.values():
         materializer.settle(module)
     materializer.settle_scalars()
