@@ -1,7 +1,7 @@
 """The node's agent: torch's elastic agent, with workers that start warm and an end that can be read.
 
 Runs as a process of its own, `python -u .../agent/main.py TORCHRUN_OPTIONS -m fsdplaunch.runtime.bootstrap ...`.
-It imports torch, forks the nursery its workers will come from, and goes on to run torch's agent. It writes what
+It imports torch, forks the server its workers will come from, and goes on to run torch's agent. It writes what
 became of every worker to the run's folder and exits as the first failing one did.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from fsdplaunch.agent.fork_server.child import WorkerRequest
-from fsdplaunch.agent.fork_server.client import ForkServer, open_nursery
+from fsdplaunch.agent.fork_server.client import ForkServer
 from fsdplaunch.agent.fork_server.fast_exit import noting_status, register_last, skip_shared_destructors
 from fsdplaunch.agent.output import OutputRelay
 from fsdplaunch.agent.stop_request import ORPHAN_SECONDS, StopRequest, stop_status
@@ -63,20 +63,28 @@ def main(argv: Sequence[str]) -> None:
     open_missing_streams()
     config = decode()
     options, command = split(argv)
-    hatched = open_nursery(*preload_lists(config, command))
-    if isinstance(hatched, WorkerRequest):
-        skip_shared_destructors()
-        sys.path.insert(0, "")  # the place of the script's folder, which the bootstrap knows
-        # By name: to the launcher, what workers run is a program and not a library.
-        with noting_status():
-            importlib.import_module(BOOTSTRAP).main(list(hatched.argv))
+    fork_server = ForkServer()
+    # `start` returns once here, with None, and once more in every worker that is forked later, with its request.
+    # Everything below runs in the agent only. A worker goes on from this line, with the memory that the agent had
+    # at it: torch imported, no thread, no socket, no CUDA.
+    if (request := fork_server.start(*preload_lists(config, command))) is not None:
+        run_worker(request)
         return
     # Nothing that torch started in this process is needed any more, and taking it apart takes time.
     run_dir = Path(os.environ[RUN_DIR])
     run_dir.mkdir(parents=True, exist_ok=True)
     workers = next(int(word.partition("=")[2]) for word in options if word.startswith("--nproc-per-node="))
     spec = make_worker_spec(config, command, run_dir=run_dir, workers=workers, is_reported=is_reported)
-    os._exit(run_workers(hatched, spec, options, launcher=launcher, nodes_vary=node_range(config)[1] > 1))
+    os._exit(run_workers(fork_server, spec, options, launcher=launcher, nodes_vary=node_range(config)[1] > 1))
+
+
+def run_worker(request: WorkerRequest) -> None:
+    """Be the worker that this process was forked to be."""
+    skip_shared_destructors()
+    sys.path.insert(0, "")  # the place of the script's folder, which the bootstrap knows
+    # By name: to the launcher, what workers run is a program and not a library.
+    with noting_status():
+        importlib.import_module(BOOTSTRAP).main(list(request.argv))
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -86,7 +94,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def preload_lists(config: Config, command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What to import before the nursery is forked, and in it."""
+    """What to import before the fork server is forked, and in it."""
     if not is_warm(config, command):
         return (), ()
     sharding = _SHARDING if config.distributed_type == "FSDP" else ()

@@ -130,7 +130,7 @@ class WorkerGroup:
         cpus = self.spec.cpus.get(local_rank, ())
         started = time.time_ns()
         try:
-            pid = self._fork_server.start(command, variables, cold=cold, files=[0, *files], cpus=cpus)
+            pid = self._fork_server.start_worker(command, variables, cold=cold, files=[0, *files], cpus=cpus)
         finally:
             for file in files:
                 os.close(file)

@@ -1,6 +1,6 @@
-"""The agent's handle on its nursery, the process that its workers are forked from.
+"""The agent's handle on its fork server, the process that its workers are forked from.
 
-There is always one, also when workers start as fresh interpreters or are no Python at all: then the nursery
+There is always one, also when workers start as fresh interpreters or are no Python at all: then the fork server
 executes them. So every worker is watched, signalled and, when the agent is killed, ended in the same way.
 """
 
@@ -23,11 +23,11 @@ from fsdplaunch.agent.fork_server.server import ForkServerProcess, fresh_command
 from fsdplaunch.launch.report.root_cause import signal_name
 
 CLOSE_SECONDS = 2.0
-"""How long the nursery may take to kill its workers and end."""
+"""How long the fork server may take to kill its workers and end."""
 
 
 class ForkServerGoneError(RuntimeError):
-    """The nursery ended, and every worker with it."""
+    """The fork server ended, and every worker with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,24 +50,59 @@ class EndedWorker:
 class ForkServer:
     """Starts workers and tells how they ended."""
 
-    def __init__(self, channel: Channel, pid: int, environ: Mapping[str, str], obstacle: str | None) -> None:
-        self._channel = channel
-        self._pid = pid
-        self._environ = environ
-        self._obstacle = obstacle
+    _channel: Channel
+    _pid: int
+
+    def __init__(self) -> None:
+        self._environ = dict(os.environ)
+        self._obstacle: str | None = None
         self._ready = False
         self._ended: list[EndedWorker] = []
         self._started: list[int] = []
         self._running: set[int] = set()
         self.notes: tuple[str, ...] = ()
 
+    def start(self, first: Sequence[str], then: Sequence[str]) -> WorkerRequest | None:
+        """Import modules here, fork the server, and let it import the rest while the caller goes on.
+
+        Returns twice, in two different processes: in this one, once the server is forked; and again in every
+        worker that the server forks later, with what that worker is to do.
+
+        Args:
+            first: Modules that this process needs as well.
+            then: Modules that only the workers need.
+
+        Returns:
+            None in this process; in a worker, its request.
+        """
+        parent = os.getpid()
+        interrupt = signal.getsignal(signal.SIGINT)
+        if interrupt is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C while torch is imported needs no traceback
+        gc.disable()
+        for name in first:
+            importlib.import_module(name)
+        self._channel, there = open_channel()
+        self._pid = fork()
+        if self._pid == 0:
+            self._channel.close()
+            signal.signal(signal.SIGINT, interrupt)
+            return ForkServerProcess(there).serve(
+                lambda: import_all((*first, *then), before=self._environ), parent=parent
+            )
+        gc.enable()
+        there.close()
+        if first and has_threads():
+            self._obstacle = f"importing {first[-1]} started threads"
+        return None
+
     @property
     def obstacle(self) -> str | None:
-        """Why workers are not forked warm although that was asked for; known once the nursery is ready."""
+        """Why workers are not forked warm although that was asked for; known once the fork server is ready."""
         return self._obstacle
 
     def wait_until_ready(self) -> None:
-        """Wait for the preloading to finish. A nursery that dies of it is replaced by one that imports nothing."""
+        """Wait for the preloading to finish. A server that dies of it is replaced by one that imports nothing."""
         try:
             while not self._ready:
                 self._take_message()
@@ -87,7 +122,7 @@ class ForkServer:
         self._pid, fresh.returncode = fresh.pid, 0  # waited for by number, as the first one
         there.close()
 
-    def start(
+    def start_worker(
         self, command: Sequence[str], variables: Mapping[str, str], *, cold: bool, files: Sequence[int], cpus: Any
     ) -> int:
         """Start a worker and return its process id.
@@ -125,7 +160,7 @@ class ForkServer:
         return done
 
     def close(self) -> None:
-        """End the nursery, which kills what still runs in it."""
+        """End the fork server, which kills what still runs in it."""
         self._channel.close()
         patience = CLOSE_SECONDS if self._ready else 0.0  # it does not look at the channel while it imports
         end = time.monotonic() + patience
@@ -160,33 +195,3 @@ class ForkServer:
 
 def _killed(pid: int) -> EndedWorker:
     return EndedWorker(pid=pid, code=-signal.SIGKILL, time_ns=time.time_ns(), peak_bytes=0)
-
-
-def open_nursery(first: Sequence[str], then: Sequence[str]) -> ForkServer | WorkerRequest:
-    """Import modules here, fork the nursery, and let it import the rest while the caller goes on.
-
-    Args:
-        first: Modules that this process needs as well.
-        then: Modules that only the workers need.
-
-    Returns:
-        The nursery; or, in a worker, what that worker is to do.
-    """
-    environ = dict(os.environ)
-    parent = os.getpid()
-    interrupt = signal.getsignal(signal.SIGINT)
-    if interrupt is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C while torch is imported needs no traceback
-    gc.disable()
-    for name in first:
-        importlib.import_module(name)
-    here, there = open_channel()
-    pid = fork()
-    if pid == 0:
-        here.close()
-        signal.signal(signal.SIGINT, interrupt)
-        return ForkServerProcess(there).serve(lambda: import_all((*first, *then), before=environ), parent=parent)
-    gc.enable()
-    there.close()
-    obstacle = f"importing {first[-1]} started threads" if first and has_threads() else None
-    return ForkServer(here, pid, environ, obstacle)
