@@ -32,7 +32,7 @@ from fsdplaunch.config.environment import RUN_DIR, decode
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.world_size import node_range
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE
-from fsdplaunch.launch.agent_command import BOOTSTRAP
+from fsdplaunch.launch.entry_points import BOOTSTRAP, PRELOADED
 from fsdplaunch.launch.report.root_cause import failure_status, signal_name
 from fsdplaunch.launch.standard_streams import open_missing_streams
 from fsdplaunch.launch.worker_env import LAUNCHER
@@ -41,13 +41,6 @@ from fsdplaunch.probe.cgroup_limits import memory_kills, usable_memory
 from fsdplaunch.run_dir import AGENT_LOG, agent_record, write_json
 
 _TORCH = ("torch", "torch.distributed")
-_SHARDING = (
-    "fsdplaunch.runtime.device",
-    "fsdplaunch.runtime.sharding_watch",
-    "fsdplaunch.runtime.saving.save_load",
-    "torch._dynamo",
-)
-"""What every rank of a sharded run comes to need; the first optimizer alone would import the compiler in each."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -97,7 +90,7 @@ def preload_lists(config: Config, command: Sequence[str]) -> tuple[tuple[str, ..
     """What to import before the fork server is forked, and in it."""
     if not is_warm(config, command):
         return (), ()
-    sharding = _SHARDING if config.distributed_type == "FSDP" else ()
+    sharding = PRELOADED if config.distributed_type == "FSDP" else ()
     return _TORCH, (BOOTSTRAP, *sharding, *config.launch.preload)
 
 

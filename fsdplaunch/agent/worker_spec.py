@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fsdplaunch.agent.output_selection import is_shown
 from fsdplaunch.config.schema.config import Config, LaunchSection
-from fsdplaunch.launch.agent_command import BOOTSTRAP
+from fsdplaunch.launch.entry_points import BOOTSTRAP
 
 _BOOTSTRAP = ("-m", BOOTSTRAP)
 

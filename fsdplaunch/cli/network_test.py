@@ -12,12 +12,12 @@ from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load.load import LoadedConfig
 from fsdplaunch.doctor.checks.bandwidth import check_connections
 from fsdplaunch.doctor.facts import Check
+from fsdplaunch.launch.entry_points import NETWORK_TEST
 from fsdplaunch.launch.plan import LaunchTarget
 from fsdplaunch.launch.report.failure_report import failure_lines
 from fsdplaunch.launch.runner import run_plan
 from fsdplaunch.probe.hardware import read_hardware
 
-_MODULE = "fsdplaunch.doctor.network_test"
 _ANSWER = "network.json"
 
 
@@ -41,7 +41,7 @@ def measure_network(
     if config.distributed_type != "FSDP":
         config = replace(config, distributed_type="FSDP")  # so that the workers get a process group
     hardware = read_hardware(os.environ)
-    target = LaunchTarget(name=_MODULE, is_module=True)
+    target = LaunchTarget(name=NETWORK_TEST, is_module=True)
     plan = plan_for_this_machine(replace(loaded, config=config), hardware, target, allow_unsharded=True)
     if plan.nodes > 1:
         out.say(

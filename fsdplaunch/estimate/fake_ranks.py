@@ -23,6 +23,7 @@ def fake_ranks(world: int, *, per_node: int) -> Iterator[None]:
         world: Ranks over all machines.
         per_node: Ranks on each machine.
     """
+    from fsdplaunch.runtime.sharding import shard
     from fsdplaunch.runtime.torch_internals import FakeStore, first_chunk_only
 
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(per_node)}
@@ -33,7 +34,7 @@ def fake_ranks(world: int, *, per_node: int) -> Iterator[None]:
             patch.object(dist, "broadcast_object_list", _keep),
             patch.object(dist, "all_gather_object", _repeat),
             patch.object(dist, "broadcast", _keep),
-            patch("fsdplaunch.runtime.sharding.shard.check_whole", _keep),  # adds up the shards of all ranks
+            patch.object(shard, "check_whole", _keep),  # adds up the shards of all ranks
             first_chunk_only(_first_part),
         ):
             yield

@@ -5,10 +5,8 @@ from pathlib import Path
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.walk import variable_of
 from fsdplaunch.errors import UsageError
+from fsdplaunch.launch.entry_points import AGENT
 from fsdplaunch.launch.ports import DEFAULT_PORT
-
-BOOTSTRAP = "fsdplaunch.runtime.bootstrap"
-"""The module that is every Python worker's entry."""
 
 
 def agent_command(config: Config, *, python: str, run_id: str, run_dir: Path, workers: int) -> list[str]:
@@ -28,8 +26,7 @@ def agent_command(config: Config, *, python: str, run_id: str, run_dir: Path, wo
     return [
         python,
         "-u",
-        # By its path: with -m, python would look for modules in the current folder first, and find the user's own.
-        str(Path(__file__).parents[1] / "agent" / "main.py"),
+        str(AGENT),
         f"--nnodes={launch.nodes or config.num_machines}",
         f"--nproc-per-node={workers}",
         f"--max-restarts={launch.max_restarts}",

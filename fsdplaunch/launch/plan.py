@@ -12,7 +12,8 @@ from typing import Any
 
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import MachineError, UsageError
-from fsdplaunch.launch.agent_command import BOOTSTRAP, agent_command
+from fsdplaunch.launch.agent_command import agent_command
+from fsdplaunch.launch.entry_points import BOOTSTRAP
 from fsdplaunch.launch.worker_env import worker_variables
 from fsdplaunch.probe.torch_version import NEWEST, Numbers
 

@@ -19,6 +19,7 @@ from fsdplaunch.parent_death import die_with_parent
 from fsdplaunch.runtime.auto.dtensor.error_notes import explaining_mixtures
 from fsdplaunch.runtime.failure import conclude
 from fsdplaunch.runtime.heartbeat import start_heartbeat
+from fsdplaunch.runtime.late_modules import DEVICE, HANG_DETECTOR, SAVE_JOB, if_imported
 from fsdplaunch.runtime.rank import rank
 from fsdplaunch.runtime.script import ScriptTarget, parse_target, run_target
 
@@ -106,19 +107,19 @@ _installed = ExitStack()
 
 def _finish_saves() -> None:
     """Wait for a checkpoint that is still being written; a run whose last one failed has failed."""
-    save_job = sys.modules.get("fsdplaunch.runtime.saving.save_job")
+    save_job = if_imported(SAVE_JOB)
     if save_job is not None:
         save_job.finish_saves()
 
 
 def _tell_end() -> None:
-    hang_detector = sys.modules.get("fsdplaunch.runtime.collectives.hang_detector")
+    hang_detector = if_imported(HANG_DETECTOR)
     if hang_detector is not None:
         hang_detector.report_end()
 
 
 def _abandon() -> None:
-    device = sys.modules.get("fsdplaunch.runtime.device")
+    device = if_imported(DEVICE)
     if device is not None:
         device.abandon_group()
 

@@ -5,12 +5,12 @@ The moment is recorded, not the objects: a model may be gone by the time the scr
 
 import functools
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from fsdplaunch.config.environment import ALLOW_UNSHARDED
 from fsdplaunch.errors import NeverShardedError, ShardingError
+from fsdplaunch.runtime.late_modules import PRETRAINED, if_imported
 from fsdplaunch.runtime.rank import rank_folder
 
 MARKER = "sharded"
@@ -106,7 +106,7 @@ def _check_weights_used(name: str) -> None:
     from fsdplaunch.config.environment import decode
 
     weights = decode().checkpoint.weights
-    loading = sys.modules.get("fsdplaunch.runtime.loading.pretrained")
+    loading = if_imported(PRETRAINED)
     if weights is None or (loading is not None and loading.weights_used()):
         return
     msg = f"{name} ended and checkpoint.weights ({weights}) was never read: no model was prepared by fsdplaunch"

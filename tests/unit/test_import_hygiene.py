@@ -2,7 +2,11 @@
 
 import subprocess
 import sys
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
+import grimp
 import pytest
 
 HEAVY = ("torch", "rich", "questionary", "pydantic", "yaml")
@@ -68,3 +72,20 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.St
     assert run(["config", "show"]) == 0
 """
     assert modules_after(code).intersection(HEAVY) == {"yaml"}
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graph = grimp.build_graph("fsdplaunch", exclude_type_checking_imports=True, cache_dir=None)
+    arrows = {name: graph.find_modules_directly_imported_by(name) - {name} for name in graph.modules}
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_no_folder_has_more_than_20_files():
+    import fsdplaunch
+
+    package = Path(fsdplaunch.__file__).parent
+    files = Counter(str(file.parent.relative_to(package)) for file in package.rglob("*.py"))
+    assert {folder: count for folder, count in files.items() if count > 20} == {}

@@ -12,8 +12,8 @@ from typing import Any
 
 from fsdplaunch.config.schema.config import SshSection
 from fsdplaunch.errors import MachineError, UsageError
+from fsdplaunch.launch.entry_points import SSH_REMOTE
 
-FAR_SIDE = "fsdplaunch.cli.launch.ssh_remote"
 READY = "fsdplaunch: far side ready"
 """What the far side says on its error output once it runs; everything before is ssh's or the shell's."""
 SSH_FAILED = 255
@@ -102,7 +102,7 @@ def client_words(
         module_path: PYTHONPATH of this process, for a package that is not installed.
         silence: Seconds without an answer after which a machine counts as lost.
     """
-    far = [*(["env", f"PYTHONPATH={module_path}"] if module_path else []), python, "-P", "-m", FAR_SIDE]
+    far = [*(["env", f"PYTHONPATH={module_path}"] if module_path else []), python, "-P", "-m", SSH_REMOTE]
     return [
         "ssh",
         "-T",

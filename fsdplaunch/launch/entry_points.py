@@ -1,0 +1,19 @@
+"""The programs of this package that a launch starts, and what workers preload: named here, never imported."""
+
+from pathlib import Path
+
+AGENT = Path(__file__).parents[1] / "agent" / "main.py"
+"""Started by its path: with -m, python would look in the current folder first, and find modules of the user's."""
+BOOTSTRAP = "fsdplaunch.runtime.bootstrap"
+"""The module that is every Python worker's entry."""
+SSH_REMOTE = "fsdplaunch.cli.launch.ssh_remote"
+"""The module that an ssh connection starts on the other node."""
+NETWORK_TEST = "fsdplaunch.doctor.network_test"
+"""The module that workers run for `fsdplaunch doctor --network`."""
+PRELOADED = (
+    "fsdplaunch.runtime.device",
+    "fsdplaunch.runtime.sharding_watch",
+    "fsdplaunch.runtime.saving.save_load",
+    "torch._dynamo",
+)
+"""What every rank of a sharded run comes to need; the first optimizer alone would import the compiler in each."""

@@ -1,0 +1,79 @@
+"""Paths of modules that stand in texts: each names something that is there. A wrong one would fail in silence."""
+
+import ast
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import fsdplaunch
+from fsdplaunch.launch import entry_points
+from fsdplaunch.runtime import late_modules
+
+PACKAGE = Path(fsdplaunch.__file__).parent
+DOTTED = re.compile(r"\bfsdplaunch(?:\.[A-Za-z_]\w*)+")
+OTHERS = {"fsdplaunch.json", "fsdplaunch.dev"}  # a file of checkpoints, and a domain
+
+
+def texts() -> list[tuple[str, str]]:
+    """Every dotted name of this package in a text of its source, with the file it stands in."""
+    found = set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found |= {(str(file.relative_to(PACKAGE)), name) for name in DOTTED.findall(node.value)}
+    return sorted((file, name) for file, name in found if name not in OTHERS)
+
+
+@cache
+def names_of(module: str) -> frozenset[str]:
+    """What a module's source defines or imports, without running it."""
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text())
+    if module == "fsdplaunch":
+        return frozenset(fsdplaunch.__all__)
+    stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return frozenset(stored | {node.name for node in tree.body if hasattr(node, "name")})
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name is a module, or a name in one."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        module = ".".join(parts[:count])
+        try:
+            spec = find_spec(module)
+        except ModuleNotFoundError:
+            continue
+        if spec is not None:
+            return count == len(parts) or parts[count] in names_of(module)
+    return False
+
+
+@pytest.mark.parametrize(("file", "name"), texts())
+def test_name_in_a_text_is_there(file, name):
+    assert is_there(name), f"{file} names {name}"
+
+
+def test_a_wrong_name_would_be_found():
+    assert not is_there("fsdplaunch.launch.nowhere")
+    assert not is_there("fsdplaunch.runtime.device.nothing")
+
+
+def test_modules_to_start_and_to_look_up_are_modules():
+    assert entry_points.AGENT.is_file()
+    started = [entry_points.BOOTSTRAP, entry_points.SSH_REMOTE, entry_points.NETWORK_TEST]
+    looked_up = [value for name, value in vars(late_modules).items() if name.isupper()]
+    assert len(looked_up) == 4
+    for name in (*started, *looked_up, *entry_points.PRELOADED):
+        assert name.startswith("torch.") or find_spec(name) is not None, name
+
+
+def test_programs_started_by_their_path_take_their_folder_off_the_search_path():
+    for file in ("agent/main.py", "agent/fork_server/server.py"):
+        text = (PACKAGE / file).read_text()
+        assert f'sys.path[0].endswith("{Path(file).parent.name}")' in text
