@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import MachineError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.quiet_gloo import keep_gloo_quiet
+from fsdplaunch.runtime.collectives.quiet_gloo import keep_gloo_quiet
 from fsdplaunch.runtime.torch_internals import mend_fsdp2_on_cpu
 
 
