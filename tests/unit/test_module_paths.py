@@ -60,8 +60,8 @@ def test_name_in_a_text_is_there(file, name):
 
 
 def test_a_wrong_name_would_be_found():
-    assert not is_there("fsdplaunch.launch.nowhere")
-    assert not is_there("fsdplaunch.runtime.device.nothing")
+    assert not is_there("fsdplaunch" + ".launch.nowhere")
+    assert not is_there("fsdplaunch" + ".runtime.device.nothing")
 
 
 def test_modules_to_start_and_to_look_up_are_modules():
