@@ -23,7 +23,7 @@ def stand_in_for(world: int, *, per_node: int) -> Iterator[None]:
         world: Ranks over all machines.
         per_node: Ranks on each machine.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from fsdplaunch.runtime.torch_internals import FakeStore, first_chunk_only
 
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(per_node)}
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
@@ -34,7 +34,7 @@ def stand_in_for(world: int, *, per_node: int) -> Iterator[None]:
             patch.object(dist, "all_gather_object", _repeat),
             patch.object(dist, "broadcast", _keep),
             patch("fsdplaunch.runtime.shard.check_whole", _keep),  # adds up the shards of all ranks
-            _quick_split(),
+            first_chunk_only(_first_part),
         ):
             yield
     finally:
@@ -49,20 +49,9 @@ def _repeat(answers: list[Any], mine: Any, **_: Any) -> None:
     answers[:] = [mine] * len(answers)
 
 
-@contextmanager
-def _quick_split() -> Iterator[None]:
-    """Make only the first rank's part of each parameter; torch makes those of all ranks and keeps one.
+def _first_part(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
+    """Make only the first rank's part of a parameter; torch makes those of all ranks and keeps one.
 
     With 1,024 ranks and 700 parameters these parts are most of the time that tracing takes.
     """
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-    if not hasattr(_fsdp_param, "_chunk_with_empty"):
-        yield
-        return
-    with patch.object(_fsdp_param, "_chunk_with_empty", _first_part):
-        yield
-
-
-def _first_part(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
     return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]

@@ -19,12 +19,17 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 from fsdplaunch.errors import LaunchError, UsageError
 from fsdplaunch.estimate.build import build_from_config, build_from_script, loss_of, make_batch, taken_apart
 from fsdplaunch.estimate.solo import stand_in_for
+from fsdplaunch.runtime.torch_internals import (
+    FakeTensorMode,
+    FSDPMemTracker,
+    modules_running,
+    note_peak,
+    tracked_memory,
+)
 
 POINTS = 240
 """Points of the timeline that are kept."""
@@ -63,14 +68,10 @@ class StepTracker(FSDPMemTracker):
         self.peak_at = ("forward", "")
 
     def _update_peak_stats(self, peak_state: Any) -> None:  # noqa: ARG002  (torch calls it after every operation)
-        for device, now in self._curr_mem_snap.items():
-            total = now["Total"]
-            self.course.append((self.phase, total))
-            if total > self._peak_mem.get(device, 0):
-                self._peak_mem[device] = total
-                self._peak_mem_snap[device] = dict(now)
-                inside = [name for name in self._mod_tracker.parents if name != "Global"]
-                self.peak_at = (self.phase, max(inside, key=len, default=""))
+        for device, now in tracked_memory(self).items():
+            self.course.append((self.phase, now["Total"]))
+            if note_peak(self, device, now):
+                self.peak_at = (self.phase, max(modules_running(self), key=len, default=""))
 
 
 def trace(request: Mapping[str, Any]) -> dict[str, Any]:

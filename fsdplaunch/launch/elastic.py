@@ -17,13 +17,13 @@ from torch.distributed.elastic.multiprocessing.api import (
     SignalException,
 )
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
 from fsdplaunch.launch.crew import Crew
 from fsdplaunch.launch.membership import Membership, order_machines
+from fsdplaunch.runtime.torch_internals import leave_out_random_delay, log_root
 
 __all__ = ["ChildFailedError", "RendezvousError", "SignalException", "run_elastic"]
 
@@ -39,7 +39,7 @@ class RunFolderLogs(LogsSpecs):
     @property
     def root_log_dir(self) -> str:
         """Where torch may say its logs are."""
-        return str(self._root_log_dir)
+        return log_root(self)
 
 
 class CrewContext(PContext):
@@ -160,20 +160,10 @@ def run_elastic(options: Sequence[str], crew: Crew, *, nodes_vary: bool) -> None
     # Torch has no way to pass in another kind of process. The agent calls this function by its name in its own
     # module (torch 2.6 to 2.13 at least), so replacing that name leaves everything else of torch's as it is.
     setattr(local_elastic_agent, "start_processes", start_processes)  # noqa: B010  (its type is narrower)
-    if not nodes_vary and hasattr(dynamic_rendezvous, "_delay"):
-        dynamic_rendezvous._delay = _no_skew(dynamic_rendezvous._delay)
+    if not nodes_vary:
+        leave_out_random_delay()  # 0 to 0.3 s
     if nodes_vary:
         order_machines(crew.job.machine)
     if membership is not None:
         membership.watch()
     elastic_launch(config, "worker")()
-
-
-def _no_skew(delay: Any) -> Any:
-    """Leave out the random wait (0 to 0.3 s) that keeps machines from arriving all at once: there is only one."""
-
-    def wait(seconds: float | tuple[float, float]) -> None:
-        if not isinstance(seconds, tuple):
-            delay(seconds)
-
-    return wait

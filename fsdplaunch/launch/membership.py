@@ -9,15 +9,16 @@ import socket
 import time
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from fsdplaunch.launch.crew import Crew
 from fsdplaunch.launch.run_folder import MACHINES, read_json
+from fsdplaunch.runtime.torch_internals import node_description_class, set_node_descriptions
 
 HOLD_SECONDS = 2.0
 """How long an end of workers is held back in an elastic run: a machine that goes takes its peers' connections."""
-_Node: Any = getattr(dynamic_rendezvous, "_NodeDesc", object)
-_Handler: Any = dynamic_rendezvous.DynamicRendezvousHandler
+_Node: Any = node_description_class() or object
+_Handler: Any = DynamicRendezvousHandler
 
 
 class NumberedNode(_Node):  # type: ignore[misc]
@@ -48,8 +49,8 @@ def order_machines(number: int | None) -> None:
     Args:
         number: None leaves the order to torch.
     """
-    if number is not None and _Node is not object and hasattr(_Handler, "_node_desc_generator"):
-        _Handler._node_desc_generator = _Numbering(number)
+    if number is not None and _Node is not object:
+        set_node_descriptions(_Numbering(number))
 
 
 class Membership:

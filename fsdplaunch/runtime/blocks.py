@@ -8,6 +8,7 @@ from torch import nn
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.names import clean_name, count, unwrapped
+from fsdplaunch.runtime.torch_internals import COMPILED_ATTRIBUTE
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -24,7 +25,7 @@ def class_name(module: nn.Module) -> str:
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module once; of a compiled one the wrapper, which is the one that is called."""
-    return ((name, module) for name, module in model.named_modules() if not name.endswith("_orig_mod"))
+    return ((name, module) for name, module in model.named_modules() if not name.endswith(COMPILED_ATTRIBUTE))
 
 
 def find_blocks(model: nn.Module, class_names: Iterable[str] = ()) -> dict[str, nn.Module]:

@@ -4,16 +4,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    checkpoint_wrapper,
-    offload_wrapper,
-)
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import report
 from fsdplaunch.runtime.blocks import class_name, find_blocks
 from fsdplaunch.runtime.settings import Settings
+from fsdplaunch.runtime.torch_internals import CheckpointImpl, checkpoint_wrapper, offload_wrapper
 from fsdplaunch.runtime.tree import replace_modules
 from fsdplaunch.runtime.wrap import Units
 

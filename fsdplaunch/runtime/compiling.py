@@ -45,9 +45,7 @@ def compile_whole(model: nn.Module, settings: Settings) -> None:
 
 
 def _compile(module: nn.Module, how: Compiling) -> None:
-    from torch._dynamo import list_backends
-
-    known = list_backends(exclude_tags=())
+    known = torch.compiler.list_backends(exclude_tags=())
     if how.backend not in known:
         msg = f"dynamo_backend {how.backend.upper()} is not one this torch has"
         names = [name for name in DYNAMO.choices if name.lower() in known]

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.mesh import groups_from_first
 from fsdplaunch.runtime.settings import Settings
+from fsdplaunch.runtime.torch_internals import inner_tensor
 
 
 def check_settings(settings: Settings, mesh: DeviceMesh) -> None:
@@ -78,7 +79,6 @@ def unequal(
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor's bytes, eight at a time where they are a multiple of that; overflow does no harm."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    local = getattr(local, "_tensor", local)  # torchao's weights hold a plain tensor
-    data = local.contiguous().view(-1).view(torch.uint8)
+    data = inner_tensor(local).contiguous().view(-1).view(torch.uint8)
     data = data.view(torch.int64) if data.numel() % 8 == 0 and data.storage_offset() % 8 == 0 else data
     return data.sum(dtype=torch.int64)

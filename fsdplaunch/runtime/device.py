@@ -12,6 +12,8 @@ import torch.distributed as dist
 from fsdplaunch.config.schema import Config
 from fsdplaunch.errors import MachineError
 from fsdplaunch.runtime import report
+from fsdplaunch.runtime.quiet_gloo import keep_gloo_quiet
+from fsdplaunch.runtime.torch_internals import mend_fsdp2_on_cpu
 
 
 def choose_device(config: Config) -> torch.device:
@@ -43,10 +45,12 @@ def join_group(config: Config, device: torch.device) -> None:
     if config.debug:
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
         getattr(dist, "set_debug_level_from_env")()  # noqa: B009  (exported at run time only)
+    keep_gloo_quiet()
     timeout = timedelta(seconds=config.launch.process_group_timeout_seconds)
     if device.type == "cuda":
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     else:
+        mend_fsdp2_on_cpu()
         dist.init_process_group("gloo", timeout=timeout)
     tolerate_second_init()
     atexit.register(leave_group)

@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import unserializable_hook
 
+from fsdplaunch.runtime.torch_internals import has_backward_hooks, renew_backward_hooks
+
 
 def fit_gradients(model: nn.Module) -> None:
     """Have every gradient that arithmetic brings to a shard be split as the shard is; passes cost nothing more.
@@ -23,16 +25,11 @@ def fit_gradients(model: nn.Module) -> None:
             continue
         trained = param.requires_grad
         param.requires_grad_(True)  # torch takes hooks for these only, and a frozen one may be trained later
-        if param._backward_hooks is None:
-            param.register_hook(_fit_to(param))  # type: ignore[no-untyped-call]
+        if has_backward_hooks(param):
+            renew_backward_hooks(param)
         else:
-            renew_hooks(param)
+            param.register_hook(_fit_to(param))  # type: ignore[no-untyped-call]
         param.requires_grad_(trained)
-
-
-def renew_hooks(param: Any) -> None:
-    """Connect the hooks that a parameter lists: moving a sharded model leaves them behind."""
-    param._backward_hooks = param._backward_hooks
 
 
 def _fit_to(param: DTensor) -> Any:

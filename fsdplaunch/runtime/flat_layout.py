@@ -8,8 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdplaunch.runtime.names import clean_name
-
-FLAT_PARAMETER = "_flat_param"  # torch's name of it in a local state dict
+from fsdplaunch.runtime.torch_internals import FLAT_PARAMETER, FlatParameter, flat_parameter
 
 
 def flat_layout(model: nn.Module) -> dict[str, Any]:
@@ -32,26 +31,26 @@ def flat_layout(model: nn.Module) -> dict[str, Any]:
 
 
 def _describe(unit: FullyShardedDataParallel, place: str) -> dict[str, Any] | None:
-    flat = None if unit._handle is None else unit._handle.flat_param
-    if flat is None or not all(flat._contiguities):
+    flat = flat_parameter(unit)
+    if flat is None or not all(flat.is_contiguous):
         return None
     return {
         "ranks": dist.get_process_group_ranks(unit.process_group),
-        "part": flat._sharded_size.numel(),
+        "part": flat.shard_numel,
         "runs": list(_runs(flat, place)),
     }
 
 
-def _runs(flat: Any, place: str) -> Iterator[list[Any]]:
+def _runs(flat: FlatParameter, place: str) -> Iterator[list[Any]]:
     """Yield the runs of a flat parameter; a tied parameter lies there once and has several names."""
     names: dict[tuple[int, str], list[str]] = {
-        (id(info.module), info.param_name): [fqn] for info, fqn in zip(flat._param_infos, flat._fqns, strict=True)
+        (id(info.module), info.param_name): [fqn] for info, fqn in zip(flat.infos, flat.names, strict=True)
     }
-    for shared in flat._shared_param_infos:
+    for shared in flat.shared:
         first = names[id(shared.prim_module), shared.prim_param_name]
         first.append(_joined(shared.module_name, shared.param_name))
-    known = zip(names.values(), flat._shapes, strict=True)
-    for count, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+    known = zip(names.values(), flat.shapes, strict=True)
+    for count, is_padding in zip(flat.counts, flat.is_padding, strict=True):
         if is_padding:
             yield [[], [count]]
         else:

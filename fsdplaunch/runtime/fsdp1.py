@@ -11,26 +11,17 @@ from torch.distributed.fsdp import (
     CPUOffload,
     FullyShardedDataParallel,
     MixedPrecision,
-    ShardingStrategy,
 )
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import report
 from fsdplaunch.runtime.checks import naming
 from fsdplaunch.runtime.left_out import LeftOut
 from fsdplaunch.runtime.settings import Settings
+from fsdplaunch.runtime.torch_internals import BatchNorm, sharding_strategy
 from fsdplaunch.runtime.tree import Places
 from fsdplaunch.runtime.weights import Aligner
 from fsdplaunch.runtime.wrap import Units
-
-_STRATEGIES = {
-    "FULL_SHARD": ShardingStrategy.FULL_SHARD,
-    "SHARD_GRAD_OP": ShardingStrategy.SHARD_GRAD_OP,
-    "NO_SHARD": ShardingStrategy.NO_SHARD,
-    "HYBRID_SHARD": ShardingStrategy.HYBRID_SHARD,
-    "HYBRID_SHARD_ZERO2": ShardingStrategy._HYBRID_SHARD_ZERO2,
-}
 
 
 def shard(
@@ -71,7 +62,7 @@ def _batch_norms(model: nn.Module, settings: Settings) -> list[nn.Module]:
     """Batch norms keep their own precision, in units of their own, as torch's automatic wrapping does it."""
     if settings.dtypes.param is None:
         return []
-    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return [module for module in model.modules() if isinstance(module, BatchNorm)]
 
 
 def _common(settings: Settings, mesh: DeviceMesh, device: torch.device, out: LeftOut) -> dict[str, Any]:
@@ -81,7 +72,7 @@ def _common(settings: Settings, mesh: DeviceMesh, device: torch.device, out: Lef
         _layout(settings, mesh)
         | _left_out(settings, out)
         | {
-            "sharding_strategy": _STRATEGIES[settings.strategy],
+            "sharding_strategy": sharding_strategy(settings.strategy),
             "cpu_offload": _offload(settings, device),
             "backward_prefetch": None if prefetch == "NO_PREFETCH" else BackwardPrefetch[prefetch],
             "forward_prefetch": settings.forward_prefetch,

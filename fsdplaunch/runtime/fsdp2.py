@@ -1,6 +1,5 @@
 """Shard one model with `fully_shard`: every parameter becomes a DTensor split along its first dimension."""
 
-import inspect
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -16,12 +15,12 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import report
 from fsdplaunch.runtime.checks import naming
 from fsdplaunch.runtime.fitting import fit_gradients
 from fsdplaunch.runtime.left_out import LeftOut
 from fsdplaunch.runtime.settings import Settings
+from fsdplaunch.runtime.torch_internals import mend_fsdp2_on_cpu
 from fsdplaunch.runtime.weights import Aligner
 from fsdplaunch.runtime.wrap import Units
 
@@ -41,6 +40,8 @@ def shard(
     Each unit gets its storage and rank 0's values just before it is sharded, so no rank ever holds more of the
     full model on its device than one unit.
     """
+    if mesh.device_type == "cpu":
+        mend_fsdp2_on_cpu()
     common = _common(settings, mesh, out)
     policy = _precision(settings, output=None)
     for name, unit in reversed(units.items()):
@@ -63,9 +64,6 @@ def _common(settings: Settings, mesh: DeviceMesh, out: LeftOut) -> dict[str, Any
     """The arguments that all calls share."""
     common: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(settings, mesh)}
     params = set(out.parameters())
-    if params and "ignored_params" not in inspect.signature(fully_shard).parameters:
-        msg = f"torch {torch.__version__} cannot leave parameters unsharded under fsdp_version 2"
-        raise ShardingError(msg, hint="use torch 2.7 or newer, or fsdp_version: 1")
     return common | ({"ignored_params": params} if params else {})
 
 

@@ -15,6 +15,7 @@ from fsdplaunch.errors import UsageError
 from fsdplaunch.runtime.mesh import groups_from_first
 from fsdplaunch.runtime.pieces import cut
 from fsdplaunch.runtime.prepared import prepared_of
+from fsdplaunch.runtime.torch_internals import own_parameters, put_tensor
 
 
 @contextmanager
@@ -100,14 +101,14 @@ def _summoned_2(
     try:
         if here:
             for place in places:
-                place.module._parameters[place.attribute] = whole[id(place.sharded)]
+                put_tensor(place.module, place.attribute, whole[id(place.sharded)])
         yield
         if writeback:
             for place in places:
                 _keep(whole[id(place.sharded)], place.sharded, grads=grads)
     finally:
         for place in places:
-            place.module._parameters[place.attribute] = place.sharded
+            put_tensor(place.module, place.attribute, place.sharded)
 
 
 def _places(root: nn.Module, recurse: bool) -> Iterator[_Place]:
@@ -117,7 +118,7 @@ def _places(root: nn.Module, recurse: bool) -> Iterator[_Place]:
         depth += isinstance(module, FSDPModule)
         if depth > 1 and not recurse:
             continue
-        for attribute, param in module._parameters.items():
+        for attribute, param in own_parameters(module):
             if isinstance(param, DTensor):
                 yield _Place(module, attribute, param)
         for child in module.children():

@@ -8,9 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor
+
+from fsdplaunch.runtime.torch_internals import (
+    ShardedTensor,
+    TensorShard,
+    local_tensor,
+    with_local_shards,
+    with_local_tensor,
+)
 
 _ALIGNMENT = 64
 State = Any
@@ -66,7 +72,7 @@ def _tensors(state: State) -> Iterator[torch.Tensor]:
         for value in state:
             yield from _tensors(value)
     elif isinstance(state, DTensor):
-        yield state._local_tensor
+        yield local_tensor(state)
     elif isinstance(state, ShardedTensor):
         yield from (shard.tensor for shard in state.local_shards())
     elif isinstance(state, torch.Tensor):
@@ -80,10 +86,8 @@ def _rebuilt(state: State, copies: dict[int, torch.Tensor]) -> State:
         return type(state)(_rebuilt(value, copies) for value in state)
     if isinstance(state, DTensor):
         # Not from_local: that would move the copy back to the mesh's device.
-        return DTensor(copies[id(state._local_tensor)], state._spec, requires_grad=False)
+        return with_local_tensor(state, copies[id(local_tensor(state))])
     if isinstance(state, ShardedTensor):
-        shards = [Shard(copies[id(shard.tensor)], shard.metadata) for shard in state.local_shards()]
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
-            shards, state.metadata(), process_group=state._process_group
-        )
+        shards = [TensorShard(copies[id(shard.tensor)], shard.metadata) for shard in state.local_shards()]
+        return with_local_shards(state, shards)
     return copies[id(state)] if isinstance(state, torch.Tensor) else state

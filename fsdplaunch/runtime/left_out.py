@@ -10,6 +10,7 @@ from fsdplaunch.config.parsers import alternatives
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.names import clean_name
 from fsdplaunch.runtime.settings import Settings
+from fsdplaunch.runtime.torch_internals import own_parameters
 
 _SHOWN = 8
 
@@ -49,8 +50,8 @@ def left_out(model: nn.Module, settings: Settings) -> LeftOut:
         (module, attribute)
         for module in model.modules()
         if module not in inside
-        for attribute, param in module._parameters.items()
-        if param is not None and param.dim() == 0
+        for attribute, param in own_parameters(module)
+        if param.dim() == 0
     )
     return LeftOut(modules=modules, scalars=scalars)
 

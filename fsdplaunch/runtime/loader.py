@@ -19,6 +19,7 @@ from torch.utils.data import (
 from fsdplaunch.runtime import report
 from fsdplaunch.runtime.mesh import DataRanks
 from fsdplaunch.runtime.positions import keep_count
+from fsdplaunch.runtime.torch_internals import draws_all_items
 
 
 class EpochSampler(DistributedSampler[Any]):
@@ -126,7 +127,7 @@ def _is_split(loader: DataLoader[Any]) -> bool:
 
 def _sampler(loader: DataLoader[Any], ranks: DataRanks) -> Sampler[Any]:
     sampler = loader.sampler
-    plain_random = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    plain_random = type(sampler) is RandomSampler and not sampler.replacement and draws_all_items(sampler)
     if type(sampler) is SequentialSampler or plain_random:
         return EpochSampler(
             loader.dataset,

@@ -7,12 +7,12 @@ When every rank that is missing stands still inside torch, waiting for those tha
 import time
 from collections.abc import Iterable, Sequence
 
-import torch
 import torch.distributed as dist
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import report
 from fsdplaunch.runtime.stuck import MOVING, place_key, store, tell_place
+from fsdplaunch.runtime.torch_internals import group_timeout
 
 NOTICE_SECONDS = 5.0
 """How late a rank may be before it is mentioned."""
@@ -102,12 +102,8 @@ def _absent(call: str, missing: Sequence[int], waited: float) -> CheckpointError
 
 def _timeout() -> float:
     """The default group's timeout in seconds: what a collective would wait."""
-    group = dist.distributed_c10d._get_default_group()
-    try:
-        timeout = group._get_backend(torch.device("cpu")).options._timeout
-        return float(timeout.total_seconds())
-    except (AttributeError, RuntimeError, TypeError):
-        return 600.0
+    group = dist.group.WORLD
+    return 600.0 if group is None else group_timeout(group)
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

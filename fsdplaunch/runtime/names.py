@@ -4,17 +4,17 @@ from collections.abc import Iterator
 
 from torch import nn
 
-_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
+from fsdplaunch.runtime.torch_internals import WRAPPER_ATTRIBUTES, compiled_module
 
 
 def clean_name(name: str) -> str:
     """Take the wrappers' own attribute names out of a dotted name."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_ATTRIBUTES)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module that torch.compile put a wrapper around; any other one itself."""
-    return model._modules.get("_orig_mod") or model
+    return compiled_module(model) or model
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -37,6 +37,7 @@ from fsdplaunch.runtime.plugin_values import (
 )
 from fsdplaunch.runtime.settings import Dtypes, Settings, float8_of, settings_of
 from fsdplaunch.runtime.state_configs import optimizer_config, state_config
+from fsdplaunch.runtime.torch_internals import sharding_strategy, wrap_policy_runner
 
 _POLICIES: dict[str, Any] = {
     "TRANSFORMER_BASED_WRAP": transformer_auto_wrap_policy,
@@ -322,7 +323,7 @@ def _names(value: list[str] | str | None) -> list[str]:
 
 
 def _is_function(policy: Any) -> bool:
-    return callable(policy) or hasattr(policy, "_run_policy")
+    return callable(policy) or wrap_policy_runner(policy) is not None
 
 
 def _plain_or_none(name: str, value: Any) -> Any:
@@ -335,7 +336,8 @@ def _plain_or_none(name: str, value: Any) -> Any:
 
 
 def _strategy(name: str) -> ShardingStrategy:
-    return ShardingStrategy["_HYBRID_SHARD_ZERO2" if name == "HYBRID_SHARD_ZERO2" else name]
+    strategy: ShardingStrategy = sharding_strategy(name)
+    return strategy
 
 
 def _offloads(value: Any) -> bool:

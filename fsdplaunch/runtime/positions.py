@@ -14,6 +14,14 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import report
+from fsdplaunch.runtime.torch_internals import (
+    batches_yielded,
+    dataset_of,
+    iterator_factory,
+    iterator_methods,
+    set_iterator_factory,
+    set_iterator_methods,
+)
 
 _READING = "_fsdplaunch_reading"
 Position = dict[str, Any]
@@ -51,7 +59,7 @@ def keep_count(loader: DataLoader[Any]) -> None:
     if _READING in loader.__dict__:
         return
     reading = Reading()
-    make = type(loader)._get_iterator
+    make = iterator_factory(loader)
     owner = weakref.ref(loader)
 
     def make_and_count() -> Any:
@@ -65,32 +73,34 @@ def keep_count(loader: DataLoader[Any]) -> None:
         _count(iterator, reading, owner)
         return iterator
 
-    loader.__dict__.update({_READING: reading, "_get_iterator": make_and_count})
+    loader.__dict__[_READING] = reading
+    set_iterator_factory(loader, make_and_count)
 
 
 def _count(iterator: Any, reading: Reading, owner: Any) -> None:
     """Note what an iterator gives. It is held weakly: its workers end with its last use."""
-    mine, kind = weakref.ref(iterator), type(iterator)
+    mine = weakref.ref(iterator)
+    own_next, own_reset = iterator_methods(iterator)
 
     def next_data() -> Any:
         here: Any = mine()
         try:
-            data = kind._next_data(here)
+            data = own_next(here)
         except StopIteration:
             reading.is_over = True
             raise
-        reading.batches = reading.skipped + here._num_yielded + 1
+        reading.batches = reading.skipped + batches_yielded(here) + 1
         return data
 
     def reset(loader: Any, first_iter: bool = False) -> None:  # persistent workers: the next pass
         reading.begin(owner())
-        kind._reset(mine(), loader, first_iter)
+        own_reset(mine(), loader, first_iter)
 
-    if isinstance(iterator._dataset, IterableDataset) and reading.skipped:
+    if isinstance(dataset_of(iterator), IterableDataset) and reading.skipped:
         count, reading.skipped = reading.skipped, 0
         for _ in itertools.islice(iterator, count):  # a stream has to be read to get there
             pass
-    iterator._next_data, iterator._reset = next_data, reset
+    set_iterator_methods(iterator, next_data, reset)
 
 
 def position_of(loader: Any) -> Position:

@@ -7,12 +7,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.compiling import CompiledForward
 from fsdplaunch.runtime.names import clean_name, unwrapped
+from fsdplaunch.runtime.torch_internals import (
+    CheckpointWrapper,
+    OffloadWrapper,
+    checkpointed_module,
+    flat_parameter,
+    full_size,
+    mixed_precision_of,
+    param_groups,
+    prefetches_forward,
+    root_mixed_precision,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +51,13 @@ def units_2(model: nn.Module) -> Iterator[Unit]:
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
-        groups: Any = module._get_fsdp_state()._fsdp_param_groups
-        policy: Any = groups[0].mp_policy if groups else None
+        groups = param_groups(module)
+        policy = mixed_precision_of(groups[0]) if groups else None
         after = groups[0].post_forward_mesh_info if groups else None
         yield Unit(
             name=clean_name(name),
             kind=own_class(module),
-            parameters=sum(prod(param._orig_size) for group in groups for param in group.fsdp_params),
+            parameters=sum(prod(full_size(param)) for group in groups for param in group.fsdp_params),
             reshard_after_forward=_resharded(after, groups),
             compute=format_name(policy.param_dtype) if policy else None,
             reduce=format_name(policy.reduce_dtype) if policy else None,
@@ -67,11 +77,11 @@ def units_1(model: nn.Module) -> Iterator[Unit]:
     for name, module in model.named_modules():
         if not isinstance(module, FullyShardedDataParallel):
             continue
-        handle: Any = module._handle
+        flat = flat_parameter(module)
         yield Unit(
             name=clean_name(name),
             kind=own_class(module.module),
-            parameters=sum(map(prod, handle.flat_param._shapes)) if handle else 0,
+            parameters=sum(map(prod, flat.shapes)) if flat else 0,
             reshard_after_forward=module.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD"),
             compute=format_name(module.mixed_precision.param_dtype),
             reduce=format_name(module.mixed_precision.reduce_dtype),
@@ -81,13 +91,12 @@ def units_1(model: nn.Module) -> Iterator[Unit]:
 def flat_parameters(model: nn.Module) -> Iterator[tuple[torch.dtype, int, bool]]:
     """Format, size and whether it gets a gradient, of each whole parameter in version 1's flat ones."""
     for module in model.modules():
-        handle: Any = module._handle if isinstance(module, FullyShardedDataParallel) else None
-        if handle is None:
+        flat = flat_parameter(module) if isinstance(module, FullyShardedDataParallel) else None
+        if flat is None:
             continue
-        flat = handle.flat_param
-        flags = [p.requires_grad for p in flat._params or ()] or [flat.requires_grad] * len(flat._shapes)
-        for shape, trained in zip(flat._shapes, flags, strict=True):
-            yield flat.dtype, prod(shape), trained
+        flags = [p.requires_grad for p in flat.params] or [flat.tensor.requires_grad] * len(flat.shapes)
+        for shape, trained in zip(flat.shapes, flags, strict=True):
+            yield flat.tensor.dtype, prod(shape), trained
 
 
 def wrappers(model: nn.Module) -> dict[str, Any]:
@@ -122,13 +131,12 @@ def settings_1(model: FullyShardedDataParallel) -> dict[str, Any]:
 
 def settings_2(model: nn.Module) -> dict[str, Any]:
     """What holds for a whole version 2 model, by the names of the description."""
-    state: Any = model._get_fsdp_state()  # type: ignore[operator]
     first: Any = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
-    groups = state._fsdp_param_groups
+    groups = param_groups(model)
     return {
-        "output": format_name(state._mp_policy.output_dtype),
+        "output": format_name(root_mixed_precision(model).output_dtype),
         "buffers": None,
-        "forward_prefetch": bool(state._states_to_forward_prefetch),
+        "forward_prefetch": prefetches_forward(model),
         "backward_prefetch": "BACKWARD_PRE",  # by itself, in the order that forward ran in
         "offloaded": bool(groups) and isinstance(groups[0].offload_policy, CPUOffloadPolicy) and first is not None,
     }
@@ -137,7 +145,7 @@ def settings_2(model: nn.Module) -> dict[str, Any]:
 def own_class(module: Any) -> str:
     """The user's class, inside of what checkpointing and sharding put around a module or its class."""
     while isinstance(module, CheckpointWrapper | OffloadWrapper):
-        module = module._checkpoint_wrapped_module
+        module = checkpointed_module(module)
     module = unwrapped(module)
     kinds = type(module).__mro__
     return next(kind.__name__ for kind in kinds if not issubclass(kind, FSDPModule))

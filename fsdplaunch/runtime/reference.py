@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError, UsageError
@@ -22,6 +21,7 @@ from fsdplaunch.runtime.optimizer import name_of
 from fsdplaunch.runtime.plain_files import read_plain
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin, ambient_plugin
 from fsdplaunch.runtime.prepare import prepare
+from fsdplaunch.runtime.torch_internals import IncompatibleKeys, share_tables
 from fsdplaunch.runtime.wrap import plan_units
 
 
@@ -107,8 +107,7 @@ class DistModule(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         del self.__dict__["training"]
-        for table in ("_parameters", "_buffers", "_modules"):
-            self.__dict__[table] = module.__dict__[table]  # shared, so that nn.Module's methods see one module
+        share_tables(self, module)  # so that nn.Module's methods see one module
         self.__dict__["wrapped"] = module
 
     def __getattr__(self, name: str) -> Any:
@@ -126,7 +125,7 @@ class DistModule(nn.Module):
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> _IncompatibleKeys:
+    ) -> IncompatibleKeys:
         """Load a whole state dict that only rank 0 needs to hold; every rank calls this.
 
         Args:
@@ -188,5 +187,5 @@ def _place(name: str, device_map: Mapping[str, Any]) -> Any:
     return device_map[max(fitting, key=len)] if fitting else "cpu"
 
 
-def _load(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
+def _load(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> IncompatibleKeys:
     return load_full(model, state, strict=strict)

@@ -58,13 +58,13 @@ class _Unpickler(pickle.Unpickler):
 class SafeReader(FileSystemReader):
     """Torch's reader of a checkpoint folder, with an index that cannot run code."""
 
-    def read_metadata(self, *_: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Read the index.
 
         Raises:
             CheckpointError: It names a class or function that no index needs.
         """
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+        with self.fs.create_stream(self.fs.concat_path(self.path, ".metadata"), "rb") as file:
             metadata: Metadata = _Unpickler(io.BytesIO(file.read())).load()
         storage = getattr(metadata, "storage_meta", None) or StorageMeta()
         storage.load_id = self.load_id

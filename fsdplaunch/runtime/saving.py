@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from fsdplaunch.checkpoint.staging import readable
 from fsdplaunch.errors import CheckpointError
@@ -25,6 +24,7 @@ from fsdplaunch.runtime.manifest import write_manifest
 from fsdplaunch.runtime.plain_files import write_bytes
 from fsdplaunch.runtime.shared_folder import check_room, check_same
 from fsdplaunch.runtime.state_dicts import Part
+from fsdplaunch.runtime.torch_internals import ShardedTensor
 
 LARGE_BYTES = 10 * 2**30
 """From here on, gathering a whole model through one rank takes so long that it is worth a word."""
@@ -166,7 +166,7 @@ class Background:
             self._failure = failure
 
     def _own_group(self) -> dist.ProcessGroup:
-        default = dist.distributed_c10d._get_default_group()
+        default = dist.group.WORLD
         if self._group is None or self._group[0] is not default:
             self._group = (default, dist.new_group(backend="gloo"))
         return self._group[1]

@@ -29,6 +29,7 @@ from fsdplaunch.runtime.names import clean_name, named_parameters, tied_names
 from fsdplaunch.runtime.optim_states import unshare_counts
 from fsdplaunch.runtime.plain_files import write_large
 from fsdplaunch.runtime.prepared import prepared_of
+from fsdplaunch.runtime.torch_internals import shows_original_parameters
 from fsdplaunch.runtime.whole_files import storable, write_whole
 
 MODEL = "pytorch_model_fsdp"
@@ -205,7 +206,7 @@ def _from_rank_0(*, strict: bool = True) -> StateDictOptions:
 @contextmanager
 def _local(model: nn.Module) -> Iterator[None]:
     """Version 1's flat shards as they are."""
-    if not isinstance(model, FullyShardedDataParallel) or model._use_orig_params:
+    if not isinstance(model, FullyShardedDataParallel) or shows_original_parameters(model):
         msg = "LOCAL_STATE_DICT cannot be loaded back into this model"
         hint = "set fsdp_state_dict_type to SHARDED_STATE_DICT, or fsdp_use_orig_params to false under version 1"
         raise CheckpointError(msg, hint=hint)

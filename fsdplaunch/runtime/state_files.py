@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -17,6 +15,7 @@ from fsdplaunch.runtime.agreement import from_rank_0, together
 from fsdplaunch.runtime.early_files import EarlyFileSystem
 from fsdplaunch.runtime.plain_files import read_plain
 from fsdplaunch.runtime.safe_reader import SafePlanner, SafeReader
+from fsdplaunch.runtime.torch_internals import ShardedTensor, flatten_state_dict
 
 State = dict[str, Any]
 _OPTIMIZER, _STATES = "optimizer", "state"

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdplaunch.runtime.torch_internals import default_store
+
 PERIOD_SECONDS = 0.5
 STILL_SECONDS = 3.0
 """How long the main thread must have stood in one place."""
@@ -28,7 +30,7 @@ _watching: list[threading.Thread] = []
 
 def store() -> Any:
     """The key-value store the ranks met in; it answers while collectives are stuck."""
-    return dist.distributed_c10d._get_default_store()
+    return default_store()
 
 
 def watch_main_thread() -> None:

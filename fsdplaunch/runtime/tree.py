@@ -2,6 +2,8 @@
 
 from torch import nn
 
+from fsdplaunch.runtime.torch_internals import own_children, put_child
+
 
 class Places:
     """Where each module of a model is held, looked up once: a model of many units is walked once, not per unit."""
@@ -9,14 +11,13 @@ class Places:
     def __init__(self, root: nn.Module) -> None:
         self._held: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         for parent in root.modules():
-            for name, child in parent._modules.items():
-                if child is not None:
-                    self._held.setdefault(child, []).append((parent, name))
+            for name, child in own_children(parent):
+                self._held.setdefault(child, []).append((parent, name))
 
     def exchange(self, old: nn.Module, new: nn.Module) -> None:
         """Put `new` wherever `old` was held; `old` itself may be inside of it."""
         for parent, name in self._held[old]:
-            parent._modules[name] = new
+            put_child(parent, name, new)
 
 
 def replace_modules(root: nn.Module, new_for: dict[nn.Module, nn.Module]) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.mesh import groups_from_first
 from fsdplaunch.runtime.names import clean_name
+from fsdplaunch.runtime.torch_internals import own_tensors, put_tensor
 
 Spec = tuple[tuple[int, ...], torch.dtype, bool]
 """Shape, number format, whether it has storage."""
@@ -53,17 +54,14 @@ class Entry:
     def exchange(self, tensor: torch.Tensor) -> None:
         """Put another tensor in all places."""
         for module, attribute in self.places:
-            table: dict[str, Any] = module._parameters if attribute in module._parameters else module._buffers
-            table[attribute] = tensor
+            put_tensor(module, attribute, tensor)
 
 
 def entries_of(model: nn.Module) -> list[Entry]:
     """Every parameter and buffer of a model that is not sharded, each once, tied ones with all their places."""
     found: dict[int, Entry] = {}
     for prefix, module in model.named_modules():
-        for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None:
-                continue
+        for attribute, tensor in own_tensors(module):
             name = clean_name(f"{prefix}.{attribute}" if prefix else attribute)
             spec = (tuple(tensor.shape), tensor.dtype, not tensor.is_meta)
             entry = found.setdefault(id(tensor), Entry(name=name, spec=spec))

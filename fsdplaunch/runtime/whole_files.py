@@ -8,20 +8,25 @@ import collections
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdplaunch.checkpoint.dtypes import DTYPES, STORAGES
 from fsdplaunch.checkpoint.safetensors_file import Entry, header_bytes, in_file_order
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.torch_internals import (
+    ShardedTensor,
+    local_tensor,
+    shape_and_offset,
+    tensor_builder,
+    zip_writer,
+)
 
 _STORAGE_OF = {dtype.name: name for name, dtype in STORAGES.items()}
 Place = tuple[tuple[int, ...], tuple[int, ...]]
@@ -174,8 +179,8 @@ def _parts(source: torch.Tensor | ShardedTensor) -> list[tuple[Place, torch.Tens
         copies = zip(coordinate or (), source.placements, strict=False)
         if coordinate is None or any(at > 0 for at, kind in copies if isinstance(kind, Replicate)):
             return []
-        shape, offset = compute_local_shape_and_global_offset(source.shape, source.device_mesh, source.placements)
-        parts = [((tuple(offset), tuple(shape)), source._local_tensor)]
+        shape, offset = shape_and_offset(source)
+        parts = [((offset, shape), local_tensor(source))]
     else:
         parts = [(((0,) * source.dim(), tuple(source.shape)), source)] if dist.get_rank() == 0 else []
     return [(place, tensor) for place, tensor in parts if tensor.numel()]
@@ -189,7 +194,7 @@ class _TorchFile:
         self._tree = tree
 
     def __enter__(self) -> "_TorchFile":
-        self._writer: Any = torch._C.PyTorchFileWriter(str(self._path))
+        self._writer: Any = zip_writer(str(self._path))
         data = io.BytesIO()
         _Pickler(data, protocol=2).dump(self._tree)
         self._writer.write_record("data.pkl", data.getvalue(), len(data.getvalue()))
@@ -227,13 +232,8 @@ class _Pickler(pickle.Pickler):
         hooks: Any = collections.OrderedDict()
         common = (_Storage(value), 0, value.shape, tuple(reversed(stride)), False, hooks)
         if _storage_class(value.dtype) is not None:
-            return _rebuild("_rebuild_tensor_v2"), common
-        return _rebuild("_rebuild_tensor_v3"), (*common, value.dtype)
-
-
-def _rebuild(name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(torch._utils, name)
-    return function
+            return tensor_builder(with_dtype=False), common
+        return tensor_builder(with_dtype=True), (*common, value.dtype)
 
 
 def _storage_class(dtype: torch.dtype) -> Any:

@@ -13,6 +13,7 @@ from fsdplaunch.runtime import report
 from fsdplaunch.runtime.blocks import find_blocks, runs
 from fsdplaunch.runtime.names import clean_name, count
 from fsdplaunch.runtime.settings import Settings
+from fsdplaunch.runtime.torch_internals import wrap_policy_runner
 
 Units = dict[str, nn.Module]
 """Modules by clean name, every parent before its children. The model itself is never among them."""
@@ -57,7 +58,7 @@ def _chosen(model: nn.Module, settings: Settings, left_out: set[nn.Module]) -> s
 
 def _by_function(model: nn.Module, policy: Any, left_out: set[nn.Module]) -> set[nn.Module]:
     """Ask a policy in one of the three forms users have: torch's objects, torch's functions, a plain predicate."""
-    run_policy = getattr(policy, "_run_policy", None)
+    run_policy = wrap_policy_runner(policy)
     if run_policy is not None:
         return {module for module in run_policy(model, left_out, {}) if runs(module)}
     if "recurse" in inspect.signature(policy).parameters:

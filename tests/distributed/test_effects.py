@@ -35,6 +35,7 @@ from fsdplaunch import FullyShardedDataParallelPlugin
 from fsdplaunch.config import values
 from fsdplaunch.errors import LaunchError
 from fsdplaunch.runtime import report
+from fsdplaunch.runtime.torch_internals import mixed_precision_of, param_groups
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import Norm, TinyLM, adamw, batch, loss_of, my_part
 
@@ -87,10 +88,10 @@ def facts(model: Any) -> dict[str, Any]:
             "offloaded": root.cpu_offload.offload_params,
             "kept": {m._handle.flat_param.dtype for m in [root, *units] if m._handle},
         }
-    group = unit._get_fsdp_state()._fsdp_param_group
+    group = param_groups(unit)[0]
     weight = next(p for p in model.parameters() if isinstance(p, DTensor))
     after = group.post_forward_mesh_info
-    policy = group.mp_policy
+    policy = mixed_precision_of(group)
     return found | {
         "version": 2,
         "mesh": tuple(weight.device_mesh.shape),

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdplaunch
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.torch_internals import mixed_precision_of, param_groups
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import adamw, build, plugin, train_alone, train_sharded
 
@@ -28,7 +29,7 @@ def shape_of(model: nn.Module) -> dict[str, Any]:
         return {"strategy": model.sharding_strategy.name, "ranks": dist.get_world_size(model.process_group)}
     weight = model.get_parameter("head.weight")
     assert isinstance(weight, DTensor)
-    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.layers]
+    groups = [param_groups(m)[0] for m in model.layers]
     return {
         "mesh": tuple(weight.device_mesh.shape),
         "placements": [type(placement) for placement in weight.placements],
@@ -161,7 +162,7 @@ def output_format(environment_says: None = None) -> tuple[torch.dtype, torch.dty
     block_outputs: list[torch.dtype] = []
     model.layers[0].register_forward_hook(lambda _m, _a, output: block_outputs.append(output.dtype))
     logits = model(torch.zeros(2, 3, dtype=torch.long))
-    reduce = model.layers[0]._get_fsdp_state()._fsdp_param_group.mp_policy.reduce_dtype
+    reduce = mixed_precision_of(param_groups(model.layers[0])[0]).reduce_dtype
     return logits.dtype, block_outputs[0], reduce
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils import _pytree as pytree
 
 from fsdplaunch.runtime.auto.job import Job
+from fsdplaunch.runtime.torch_internals import operator_handlers, tree_map
 
 _LOSSES = (
     "mse_loss",
@@ -30,7 +30,7 @@ _EXTREMES = ("max", "min", "amax", "amin", "aminmax", "linalg_vector_norm")
 @contextmanager
 def computing_whole(job: Job) -> Iterator[None]:
     """Gather what these operations need whole, and finish what they leave to be added up."""
-    handlers: dict[Any, Any] = getattr(DTensor._op_dispatcher, "_custom_op_handlers", {})
+    handlers = operator_handlers()
     kept = dict(handlers)
     losses = _overloads([name + end for name in _LOSSES for end in ("", "_backward")])
     handlers.update(dict.fromkeys(losses, _handler(job, handlers, lambda _: True)))
@@ -52,13 +52,13 @@ def _handler(job: Job, handlers: dict[Any, Any], needs_whole: Callable[[Any], bo
 
     def compute(op: Any, args: Any, kwargs: Any) -> Any:
         if job.ownership.ours and needs_whole(args[0]):
-            args, kwargs = pytree.tree_map(_gathered, (args, kwargs))
+            args, kwargs = tree_map(_gathered, (args, kwargs))
         own = handlers.pop(op)  # torch's own way now
         try:
             result = op(*args, **kwargs)
         finally:
             handlers[op] = own
-        return pytree.tree_map(_added_up, result) if job.ownership.ours else result
+        return tree_map(_added_up, result) if job.ownership.ours else result
 
     return compute
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.runtime.auto.job import Job
 from fsdplaunch.runtime.auto.patching import replaced
 from fsdplaunch.runtime.optim_states import _cut
+from fsdplaunch.runtime.torch_internals import param_groups, put_shard
 
 
 @contextmanager
@@ -28,8 +29,7 @@ def assigning_shards(job: Job) -> Iterator[None]:
         if holder is None:
             data.__set__(self, value)
             return
-        self._local_tensor = _as_shard(value, self).detach().contiguous()
-        holder.reset_sharded_param()
+        put_shard(holder, self, _as_shard(value, self).detach().contiguous())
 
     with replaced(DTensor, "data", lambda _: property(data.__get__, assign)):
         yield
@@ -52,7 +52,7 @@ def _holder_of(param: DTensor, job: Job) -> Any:
     for model in list(job.models):
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                for group in module._get_fsdp_state()._fsdp_param_groups:
+                for group in param_groups(module):
                     for held in group.fsdp_params:
                         if held.sharded_param is param:
                             return held

@@ -13,6 +13,7 @@ from torch import nn
 from fsdplaunch.runtime.auto.patching import replaced
 from fsdplaunch.runtime.blocks import runs
 from fsdplaunch.runtime.names import unwrapped
+from fsdplaunch.runtime.torch_internals import is_built, own_children, own_parameters
 
 
 class Births:
@@ -29,15 +30,14 @@ class Births:
     def alive(self) -> list[nn.Module]:
         """All modules."""
         found = (ref() for ref in list(self._refs.values()))
-        return [module for module in found if module is not None and "_modules" in module.__dict__]
+        return [module for module in found if module is not None and is_built(module)]
 
     def parents(self) -> dict[int, list[nn.Module]]:
         """For each module that others hold, by id, those others."""
         parents: dict[int, list[nn.Module]] = {}
         for module in self.alive():
-            for child in module._modules.values():
-                if child is not None:
-                    parents.setdefault(id(child), []).append(module)
+            for _, child in own_children(module):
+                parents.setdefault(id(child), []).append(module)
         return parents
 
     def is_root(self, module: nn.Module) -> bool:
@@ -49,10 +49,10 @@ class Births:
         wanted = {id(param): param for param in params}
         holders: list[nn.Module] = []
         for module in self.alive():
-            held = {id(param) for param in module._parameters.values() if param is not None} & set(wanted)
+            held = {id(param) for _, param in own_parameters(module)} & set(wanted)
             if held:
                 holders.append(module)
-        held = {id(p) for module in holders for p in module._parameters.values() if p is not None}
+        held = {id(param) for module in holders for _, param in own_parameters(module)}
         return self._tops(holders), [param for key, param in wanted.items() if key not in held]
 
     def _tops(self, modules: list[nn.Module]) -> list[nn.Module]:

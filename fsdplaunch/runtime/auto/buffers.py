@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsdplaunch.runtime.auto.job import Job
 from fsdplaunch.runtime.auto.patching import replaced
+from fsdplaunch.runtime.torch_internals import BatchNorm, is_persistent, own_buffers
 
 
 @contextmanager
@@ -42,10 +42,10 @@ def align(model: nn.Module) -> None:
     """
     ranks = dist.get_world_size()
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or name in module._non_persistent_buffers_set:
+        for name, buffer in own_buffers(module):
+            if not is_persistent(module, name):
                 continue
-            if isinstance(module, _BatchNorm) and buffer.is_floating_point():
+            if isinstance(module, BatchNorm) and buffer.is_floating_point():
                 dist.all_reduce(buffer)
                 buffer.div_(ranks)
             else:

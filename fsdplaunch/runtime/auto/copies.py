@@ -20,21 +20,9 @@ from fsdplaunch.runtime.auto.visits import give_back
 from fsdplaunch.runtime.names import named_parameters
 from fsdplaunch.runtime.prepared import prepared_of
 from fsdplaunch.runtime.shard import Place, shard_model
+from fsdplaunch.runtime.torch_internals import HOOK_TABLES, SHARDING_MARKS, checkpointed_module
 from fsdplaunch.runtime.tree import replace_modules
 
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "__composable_api_state_key")
-"""What the names of torch's own notes on a sharded module begin with."""
 _OURS = ("torch.distributed.fsdp", "fsdplaunch.")
 
 
@@ -57,8 +45,8 @@ def plain_copy(model: nn.Module, give: Callable[[nn.Parameter], Any], memo: dict
         for module in model.modules():
             stack.enter_context(_as_before(module))
         copied: nn.Module = copy.deepcopy(model, memo)
-    inner = {m: m._checkpoint_wrapped_module for m in copied.modules() if hasattr(m, "_checkpoint_wrapped_module")}
-    replace_modules(copied, inner)  # type: ignore[arg-type]
+    inner = {module: checkpointed_module(module) for module in copied.modules()}
+    replace_modules(copied, {module: below for module, below in inner.items() if below is not None})
     return copied
 
 
@@ -68,11 +56,13 @@ def _as_before(module: nn.Module) -> Iterator[None]:
     kept, kind = dict(module.__dict__), type(module)
     if isinstance(module, FSDPModule):
         module.__class__ = kind.__mro__[2]  # [FSDP<Name>, FSDPModule, Name, ...]
-    ours = {key for name in _HOOKS for key, hook in kept[name].items() if _is_ours(hook)}
-    for name in _HOOKS:
+    ours = {key for name in HOOK_TABLES for key, hook in kept[name].items() if _is_ours(hook)}
+    for name in HOOK_TABLES:
         module.__dict__[name] = OrderedDict((key, hook) for key, hook in kept[name].items() if key not in ours)
     for name, value in kept.items():
-        if name.startswith(_MARKS) or (callable(value) and _is_ours(value) and not isinstance(value, nn.Module)):
+        if name.startswith(SHARDING_MARKS) or (
+            callable(value) and _is_ours(value) and not isinstance(value, nn.Module)
+        ):
             del module.__dict__[name]
     try:
         yield

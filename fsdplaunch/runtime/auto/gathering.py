@@ -15,6 +15,7 @@ from fsdplaunch.runtime.auto.copies import plain_copy
 from fsdplaunch.runtime.auto.ownership import script_line
 from fsdplaunch.runtime.auto.patching import replaced
 from fsdplaunch.runtime.muster import muster
+from fsdplaunch.runtime.torch_internals import storage_identity
 
 _ALIKE = (
     "save on all ranks or on none: take it out of `if rank == 0:`, or decide by a number equal on all ranks,"
@@ -47,7 +48,7 @@ class Gathering:
             muster(self.call, _ALIKE)
         self.count += 1
         local = tensor.to_local()
-        key = (local.untyped_storage()._cdata, local.storage_offset(), tuple(tensor.shape), tensor.dtype)
+        key = (storage_identity(local), local.storage_offset(), tuple(tensor.shape), tensor.dtype)
         if key not in self._whole:  # tied tensors stay tied
             detached: Any = tensor.detach()
             full = detached.full_tensor()

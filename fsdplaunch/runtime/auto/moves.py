@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from fsdplaunch.runtime.auto.job import Job
 from fsdplaunch.runtime.auto.patching import replaced
 from fsdplaunch.runtime.fitting import fit_gradients
+from fsdplaunch.runtime.torch_internals import MOVE_METHOD
 
 
 @contextmanager
@@ -20,13 +21,13 @@ def keeping_hooks(job: Job) -> Iterator[None]:
     """Connect hooks again after a sharded model was moved."""
 
     def move(original: Any) -> Any:
-        def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def move_and_fit(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(self, *args, **kwargs)
             if job.ownership.ours:
                 fit_gradients(self)
             return result
 
-        return _apply
+        return move_and_fit
 
-    with replaced(FSDPModule, "_apply", move):
+    with replaced(FSDPModule, MOVE_METHOD, move):
         yield

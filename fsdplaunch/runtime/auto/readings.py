@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.job import Job
 from fsdplaunch.runtime.auto.patching import replaced
+from fsdplaunch.runtime.torch_internals import gather_for_scripting
 
 _READERS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__format__", "__array__")
 _REDUCTIONS = ("sum", "mean", "norm", "std", "var", "max", "min", "amax", "amin", "prod", "any", "all")
@@ -57,8 +58,7 @@ def _reduction(reduce: Any, job: Job) -> Any:
 
 def _function(reduce: Any, job: Job) -> Any:
     reduce_whole = _reduction(reduce, job)
-    if name := torch.jit._builtins._find_builtin(reduce):  # torch.jit.script knows torch's functions by identity
-        torch.jit._builtins._register_builtin(reduce_whole, name)
+    gather_for_scripting(reduce, reduce_whole)
     return reduce_whole
 
 

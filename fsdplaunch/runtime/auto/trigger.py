@@ -17,6 +17,7 @@ from fsdplaunch.runtime.auto.job import Job
 from fsdplaunch.runtime.auto.patching import replaced
 from fsdplaunch.runtime.names import unwrapped
 from fsdplaunch.runtime.shard import is_sharded
+from fsdplaunch.runtime.torch_internals import parse_move
 
 
 def is_due(module: nn.Module, device: torch.device | None, job: Job) -> bool:
@@ -51,7 +52,7 @@ def sharding_on_move(job: Job) -> Iterator[None]:
 
     def shard_then_move(original: Any) -> Any:
         def to(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+            device, dtype = parse_move(args, kwargs)
             if is_due(self, device, job) and job.ownership.claim(f"moves {type(self).__name__} to {device}"):
                 if dtype is not None:
                     original(self, dtype)

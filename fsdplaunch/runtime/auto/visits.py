@@ -41,7 +41,7 @@ class Visits:
         if not self.checked:
             self._check_first()
         if self.begin_training is not None and model.training and torch.is_grad_enabled():
-            torch._dynamo.disable(self.begin_training)()  # a compiled model's hooks are traced
+            torch.compiler.disable(self.begin_training)()  # a compiled model's hooks are traced
             self.begin_training = None
         self.depth += 1
 

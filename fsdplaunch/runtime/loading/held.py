@@ -3,16 +3,22 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.names import clean_name
+from fsdplaunch.runtime.torch_internals import (
+    FlatParameter,
+    flat_parameter,
+    is_flat_parameter,
+    is_persistent,
+    own_tensors,
+    shape_and_offset,
+)
 
 Run = tuple[int, int]
 """First element in the flattened whole tensor, and how many follow."""
@@ -97,14 +103,14 @@ def held_by(model: nn.Module) -> list[Held]:
     flat, taken = _flat(model, names)
     found: dict[int, Held] = {}
     for module, name in names.items():
-        for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None or (module, attribute) in taken or getattr(tensor, "_is_flat_param", False):
+        for attribute, tensor in own_tensors(module):
+            if (module, attribute) in taken or is_flat_parameter(tensor):
                 continue
             full = f"{name}.{attribute}" if name else attribute
             if id(tensor) in found:
                 found[id(tensor)].names += (full,)
             else:
-                found[id(tensor)] = _held(full, tensor, saved=attribute not in module._non_persistent_buffers_set)
+                found[id(tensor)] = _held(full, tensor, saved=is_persistent(module, attribute))
     return [*flat, *found.values()]
 
 
@@ -116,21 +122,19 @@ def _held(name: str, tensor: torch.Tensor, *, saved: bool) -> Held:
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         msg = f"{name} is kept as parts of a sum, which no file holds"
         raise CheckpointError(msg, hint="load the weights before the model computes")
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    sizes, offsets = shape_and_offset(tensor)
     with torch.no_grad():
         local = tensor.to_local()
-    return Held(names=(name,), shape=shape, part=Box(tuple(offsets), tuple(sizes)), local=local, saved=saved)
+    return Held(names=(name,), shape=shape, part=Box(offsets, sizes), local=local, saved=saved)
 
 
 def _flat(model: nn.Module, names: dict[nn.Module, str]) -> tuple[list[Held], set[tuple[nn.Module, str]]]:
     """What flat parameters hold, and under which attributes their parts may show up in modules as well."""
     held: list[Held] = []
     taken: set[tuple[nn.Module, str]] = set()
-    for flat, shard in _flat_shards(model):
+    for flat in _flat_parameters(model):
         first: dict[tuple[nn.Module, str], Held] = {}
-        for info, shape, place in zip(
-            flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True
-        ):  # torch has no public way to ask
+        for info, shape, place in zip(flat.infos, flat.shapes, flat.places, strict=True):
             part = (
                 Span(place.intra_param_start_idx, place.intra_param_end_idx + 1) if place.in_shard else Span(0, 0)
             )
@@ -139,10 +143,10 @@ def _flat(model: nn.Module, names: dict[nn.Module, str]) -> tuple[list[Held], se
                 names=(_joined(names[info.module], info.param_name),),
                 shape=tuple(shape),
                 part=part,
-                local=shard[start : start + part.numel],
+                local=flat.shard[start : start + part.numel],
             )
             first[info.module, info.param_name] = one
-        for shared in flat._shared_param_infos:
+        for shared in flat.shared:
             one = first[shared.prim_module, shared.prim_param_name]
             one.names += (_joined(names[shared.module], shared.param_name),)
             taken.add((shared.module, shared.param_name))
@@ -151,22 +155,18 @@ def _flat(model: nn.Module, names: dict[nn.Module, str]) -> tuple[list[Held], se
     return held, taken
 
 
-def _flat_shards(model: nn.Module) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Each flat parameter and this rank's shard of it."""
-    for unit in FullyShardedDataParallel.fsdp_modules(model):
-        handle: Any = unit._handle
-        if handle is not None:
-            flat = handle.flat_param
-            yield flat, getattr(flat, "_local_shard", flat).detach()
+def _flat_parameters(model: nn.Module) -> Iterator[FlatParameter]:
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    return (flat for unit in units if (flat := flat_parameter(unit)) is not None)
 
 
 def clear_padding(model: nn.Module) -> None:
     """Set the elements of flat parameters that belong to no parameter to zero, so that no chance value is kept."""
-    for flat, shard in _flat_shards(model):
+    for flat in _flat_parameters(model):
         end = 0
-        places = [(p.offset_in_shard, p.numel_in_shard) for p in flat._shard_param_infos if p.in_shard]
-        for start, count in [*sorted(places), (shard.numel(), 0)]:
-            shard[end:start].zero_()
+        places = [(p.offset_in_shard, p.numel_in_shard) for p in flat.places if p.in_shard]
+        for start, count in [*sorted(places), (flat.shard.numel(), 0)]:
+            flat.shard[end:start].zero_()
             end = start + count
 
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import CheckpointError, UsageError
@@ -25,12 +24,13 @@ from fsdplaunch.runtime.loading.ranks import Ranks
 from fsdplaunch.runtime.loading.skeleton import give_memory
 from fsdplaunch.runtime.mesh import groups_from_first
 from fsdplaunch.runtime.prepared import prepared_of
+from fsdplaunch.runtime.torch_internals import IncompatibleKeys
 from fsdplaunch.runtime.weights import entries_of
 
 
 def load_weights(
     model: nn.Module, weights: str | os.PathLike[str] | None = None, *, strict: bool | None = None
-) -> _IncompatibleKeys:
+) -> IncompatibleKeys:
     """Read pretrained weights into a sharded model, every rank its own shards only; every rank calls this.
 
     The model may be sharded by anyone: by `prepare`, by `fully_shard` over a mesh of any number of axes, by
@@ -59,10 +59,10 @@ def load_weights(
     source.note()
     plan, loaded = _load(model, source.where, strict=source.strict)
     say_what(plan, loaded, name=class_name(model), made=plan.match.missing)
-    return _IncompatibleKeys(plan.match.missing, plan.match.unexpected)
+    return IncompatibleKeys(plan.match.missing, plan.match.unexpected)
 
 
-def load_full(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
+def load_full(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> IncompatibleKeys:
     """Split a state dict that only the first rank needs to hold over a sharded model; every rank calls this.
 
     Tensors are sent in pieces, so that no other rank ever holds a whole one.
@@ -79,7 +79,7 @@ def load_full(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> _I
         CheckpointError: The tensors are of another model; raised on every rank.
     """
     plan, _ = _load(model, state, strict=strict)
-    return _IncompatibleKeys(plan.match.missing, [*plan.match.unexpected, *plan.match.passed])
+    return IncompatibleKeys(plan.match.missing, [*plan.match.unexpected, *plan.match.passed])
 
 
 def _load(model: nn.Module, where: Path | Mapping[str, Any], *, strict: bool) -> tuple[Plan, Loaded]:

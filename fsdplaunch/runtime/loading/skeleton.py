@@ -28,6 +28,7 @@ from fsdplaunch.runtime.loading.plan import make_plan
 from fsdplaunch.runtime.loading.ranks import Ranks
 from fsdplaunch.runtime.loading.send import send_all
 from fsdplaunch.runtime.settings import Settings
+from fsdplaunch.runtime.torch_internals import is_persistent
 from fsdplaunch.runtime.weights import Aligner, Entry
 
 
@@ -60,7 +61,7 @@ class Skeleton(Aligner):
         self.hollowed: list[Entry] = []
 
     def _wanted(self, entry: Entry) -> Wanted:
-        saved = any(attribute not in module._non_persistent_buffers_set for module, attribute in entry.places)
+        saved = any(is_persistent(module, attribute) for module, attribute in entry.places)
         shape, _, _ = self.sources[entry.name]
         return Wanted(names=tuple(entry.names), shape=shape, dtype=self._format(entry), saved=saved)
 

@@ -1,0 +1,126 @@
+"""torch's private names are used in one module, and each of them is in the torch that is installed."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fsdplaunch
+
+PACKAGE = Path(fsdplaunch.__file__).parent
+HOME = PACKAGE / "runtime" / "torch_internals.py"
+OVERRIDDEN = {"_start", "_poll", "_close", "_update_peak_stats"}
+"""Methods that torch's base classes (PContext, FSDPMemTracker) ask a subclass to define."""
+READERS = ("checkpoint", "safe_reader.py")
+"""What reads files compares the names that stand in them, and does not import torch for them."""
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != HOME and not set(READERS) & set(path.parts))
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Private modules and names that are imported from torch, or named in a text that could be."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            yield from (f"{node.module}: {name}" for name in names if private(name))
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.startswith("torch.")]
+            yield from (name for name in names if any(map(private, name.split("."))))
+        elif isinstance(node, ast.Constant) and re.match(r"torch\.\S*$", str(node.value)):
+            yield from [node.value] if any(map(private, node.value.split("."))) else []
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """Private names that a file defines itself, as functions, classes, fields and attributes of `self`."""
+    defined = {
+        n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    stored = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    fields = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return defined | stored | fields
+
+
+def attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and private(node.attr))
+
+
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+ALL_OWN = {name for tree in TREES.values() for name in own_names(tree)} - OVERRIDDEN
+KNOWN = {
+    "_exit": "os and libc",
+    "_getframe": "sys",
+    "_current_frames": "sys",
+    "_replace": "named tuples",
+    "_from_config": "transformers",
+    "_prepare_backend": "accelerate",
+}
+"""Private names of others than torch, and whose."""
+IMPORTED_ONLY = ("torch._dynamo",)
+"""A module that is imported ahead of its first use, of which no name is used."""
+GUESSED = ("getattr", "hasattr", "setattr", "delattr")
+NOT_TORCH = {
+    "_no_split_modules": "transformers",
+    "_init_weights": "transformers",
+    "_keys_to_ignore_on_load_missing": "transformers",
+    "_keys_to_ignore_on_load_unexpected": "transformers",
+    "_shared_state": "accelerate",
+    "_distributed": "datasets",
+}
+
+
+def by_text(tree: ast.AST) -> Iterator[str]:
+    """Private names that are asked for by a text: `getattr(x, "_name")`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in GUESSED:
+            for argument in node.args[1:2]:
+                if (
+                    isinstance(argument, ast.Constant)
+                    and isinstance(argument.value, str)
+                    and private(argument.value)
+                ):
+                    yield argument.value
+
+
+def uses(tree: ast.AST) -> Iterator[str]:
+    """Every use of a private name of torch in one file."""
+    own = ALL_OWN | own_names(tree) | set(KNOWN)
+    yield from (name for name in imported(tree) if name not in IMPORTED_ONLY)
+    yield from (ast.unparse(node) for node in attributes(tree) if node.attr not in own)
+    yield from (name for name in by_text(tree) if name not in ALL_OWN | set(NOT_TORCH))
+
+
+def test_private_names_of_torch_are_used_in_one_module_only() -> None:
+    found = [f"{path.relative_to(PACKAGE)}: {use}" for path, tree in TREES.items() for use in uses(tree)]
+    assert found == []
+
+
+def test_private_names_are_found() -> None:
+    text = """
+from torch.nn.modules.module import _IncompatibleKeys
+import torch._dynamo
+model._parameters
+getattr(policy, "_run_policy")
+LAZY = "torch._dynamo"
+"""
+    tree = ast.parse(text)
+    assert sorted(imported(tree)) == [
+        "torch._dynamo",
+        "torch._dynamo",
+        "torch.nn.modules.module: _IncompatibleKeys",
+    ]
+    assert [node.attr for node in attributes(tree)] == ["_parameters"]
+    assert list(by_text(tree)) == ["_run_policy"]
+
+
+def test_each_alias_is_in_this_torch() -> None:
+    from fsdplaunch.runtime import torch_internals
+
+    for name in torch_internals.__all__:
+        assert getattr(torch_internals, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = torch_internals.nothing
