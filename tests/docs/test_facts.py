@@ -85,3 +85,41 @@ def test_words():
         prose = re.sub(r"```.*?```|^ {4}.*$|`[^`]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         wrong += [f"{page.name}: {word}" for word in FORMER_WORDS if word in prose.lower()]
     assert wrong == []
+
+
+_OURS = re.compile(
+    r"^\s*(?:[\d.]+ s\s+)?(?:error|note|fsdplaunch): +(.+)|^\s+hint: +(.+)|^.+:\d+:\d+: [\w.]+: (.+) \[[\w-]+\]$",
+    re.MULTILINE,
+)
+_BY_SSH = re.compile(r"\w+: (ssh: |Connection )")
+
+
+def shown_messages() -> list[str]:
+    """Messages in the output that pages show."""
+    texts = [one.text for one in every(blocks) if one.language == ""]
+    shown = {next(filter(None, match.groups())) for text in texts for match in _OURS.finditer(text)}
+    return sorted(message for message in shown if not _BY_SSH.match(message))
+
+
+_FILLED_IN = {"host", "run", "ckpt", "root", "Linear", "Transformer", "Block", "FSDP", "maybe"}
+"""Words of the examples themselves: names of hosts, folders, classes."""
+
+
+@cache
+def literals() -> set[str]:
+    """What stands between the fields of the package's texts."""
+    return {part for text in sources() for part in text.split(_FIELD) if len(part) >= 5}
+
+
+@pytest.mark.parametrize("message", shown_messages())
+def test_message_in_shown_output_is_one_of_ours(message):
+    """Every word of it is part of some text in the package; an outdated example has words that are not."""
+    known = {place for part in literals() for place in _places(message, part)}
+    words = re.finditer(r"[A-Za-z]{3,}", message)
+    unknown = {word[0] for word in words if not known.issuperset(range(word.start(), word.end()))}
+    assert unknown <= _FILLED_IN
+
+
+def _places(message: str, part: str) -> set[int]:
+    starts = [found.start() for found in re.finditer(f"(?={re.escape(part)})", message)]
+    return {place for start in starts for place in range(start, start + len(part))}
