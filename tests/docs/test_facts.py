@@ -114,7 +114,7 @@ def literals() -> set[str]:
 @pytest.mark.parametrize("message", shown_messages())
 def test_message_in_shown_output_is_one_of_ours(message):
     """Every word of it is part of some text in the package; an outdated example has words that are not."""
-    known = {place for part in literals() for place in _places(message, part)}
+    known = {place for part in literals() if part in message for place in _places(message, part)}
     words = re.finditer(r"[A-Za-z]{3,}", message)
     unknown = {word[0] for word in words if not known.issuperset(range(word.start(), word.end()))}
     assert unknown <= _FILLED_IN
