@@ -21,7 +21,8 @@ from tests.unit.estimate.conftest import LLAMA
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver: apt-get install chromium chromium-driver"
+    not (CHROMIUM and DRIVER),
+    reason="needs chromium and chromedriver: scripts/test --with-system-packages installs them",
 )
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",

@@ -27,7 +27,7 @@ def obstacle() -> str | None:
     if os.geteuid() != 0:
         return "needs root: network namespaces stand for machines"
     if shutil.which("ip") is None:
-        return "needs iproute2"
+        return "needs iproute2: scripts/test --with-system-packages installs it"
     name = f"fl-try-{os.getpid()}"
     tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     if tried.returncode:

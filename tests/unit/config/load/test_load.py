@@ -69,7 +69,7 @@ def test_the_file_is_the_given_one_then_the_variable_then_the_folder(tmp_path):
     assert find_file(Path("a.yaml"), {"FSDPLAUNCH_CONFIG": "b.yaml"}, tmp_path) == Path("a.yaml")
 
 
-OURS = ("launch", "checkpoint", "slurm", "kubernetes", "ssh")
+OURS = ("launch", "checkpoint", "sharding", "slurm", "kubernetes", "ssh")
 TPU_NOISE = "tpu_use_cluster, tpu_use_sudo, tpu_env"
 CASES = Path(__file__).parents[3] / "cases"
 
@@ -115,7 +115,6 @@ def test_the_environment_of_the_guides_example_is_right_for_every_key():
         "FSDPLAUNCH_PRECISION_REDUCE": "fp32",
         "FSDPLAUNCH_PRECISION_BUFFER": "bf16",
         "FSDPLAUNCH_PRECISION_MASTER": "fp32",
-        "FSDPLAUNCH_SHARDING_CHECKPOINT_EVERY": "1",
         "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "true",
         "ACCELERATE_FP8_PAD_INNER_DIM": "true",
         "ACCELERATE_DYNAMO_BACKEND": "NO",

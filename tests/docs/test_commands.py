@@ -1,0 +1,154 @@
+"""The command line takes every command that the documents print, with its options and its configuration keys."""
+
+import json
+import re
+import shlex
+
+import pytest
+import typer.main
+
+from fsdplaunch.cli.app import app, run
+from fsdplaunch.cli.signatures.launch import expanded
+from fsdplaunch.errors import LaunchError
+from tests.docs.pages import ROOT, blocks, every, spans
+
+_PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*=?[A-Z]*")
+_NOT_OF_THE_LINE = {"elastic-run", "wrong-version", "workers-per-machine", "two-addresses"}
+"""Rules that need the rest of a configuration, which a line in a document does not show."""
+SECTIONS = {
+    name: set(section["properties"])
+    for name, section in json.loads((ROOT / "configs/fsdp.schema.json").read_text())["properties"].items()
+    if "properties" in section
+}
+"""The keys of each section of the file."""
+
+
+def command_lines() -> list[str]:
+    """Command lines in blocks (after `$`, or at a line's start) and between backticks."""
+    found = []
+    for block in every(blocks):
+        lines = block.text.replace("\\\n", " ").splitlines()
+        found += [match[1] for line in lines if (match := re.match(r"\s*(?:\$ )?(fsdplaunch [a-z-].*)", line))]
+    for span in every(spans):
+        if match := re.search(r"(?:^|\s)(fsdplaunch [a-z-].*)", span.text):
+            found.append(match[1])
+    return sorted(set(found))
+
+
+def words_of(line: str) -> list[str]:
+    """A line's words, without `fsdplaunch`, comments, what stands for something else, and text beside it."""
+    line = re.split(r"\s{3,}| > ", line)[0]
+    return [word for word in shlex.split(re.sub(r"\[[^\]]*\]", "", line), comments=True)[1:] if word != "..."]
+
+
+def parsed(words: list[str]) -> dict[str, object]:
+    """What the command's function would be called with."""
+    root = typer.main.get_command(app)
+    taken: dict[str, object] = {}
+    _record(root, taken)
+    root.main(args=expanded(words), prog_name="fsdplaunch", standalone_mode=False)
+    return taken
+
+
+def _record(command, taken):
+    inner = getattr(command, "commands", {})
+    if command.callback is not None:
+        command.callback = lambda **values: taken.update(values)
+    for one in inner.values():
+        _record(one, taken)
+
+
+@pytest.fixture
+def problems(tmp_path, monkeypatch, capsys):
+    """What is wrong with some keys and values, or with a file, by itself: the command line's own words."""
+    monkeypatch.chdir(tmp_path)
+
+    def find(*arguments: str) -> list[str]:
+        capsys.readouterr()
+        if run(["config", *arguments]) == 0:
+            return []
+        said = capsys.readouterr().err
+        return [
+            line
+            for line in said.splitlines()
+            if (rule := re.search(r"\[([a-z0-9-]+)\]$", line)) and rule[1] not in _NOT_OF_THE_LINE
+        ]
+
+    return find
+
+
+def test_there_are_command_lines():
+    assert len(command_lines()) > 60
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_command_line_is_taken(line, problems):
+    taken = parsed(words_of(line))
+    assignments = [*(taken.get("overrides") or []), *(taken.get("assignments") or [])]
+    given = [text for text in assignments if not _PLACEHOLDER.fullmatch(text)]
+    assert problems("show", *(word for text in given for word in ("--set", text))) == []
+
+
+@pytest.mark.parametrize(
+    "line", ["fsdplaunch launch --no-such-key 1 a.py", "fsdplaunch lunch a.py", "fsdplaunch check --dry"]
+)
+def test_wrong_command_lines_are_found(line):
+    with pytest.raises(Exception, match=r"(?i)no such|takes"):
+        parsed(words_of(line))
+
+
+def known_options() -> set[str]:
+    """Options of all commands, and those that the repository's own scripts take."""
+    found = set()
+
+    def walk(command):
+        for param in command.params:
+            found.update(param.opts)
+        for inner in getattr(command, "commands", {}).values():
+            walk(inner)
+
+    walk(typer.main.get_command(app))
+    scripts = [path for path in (ROOT / "scripts").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    return found | set(re.findall(r"--[a-z][\w-]+", " ".join(path.read_text() for path in scripts)))
+
+
+def is_key_option(option: str) -> bool:
+    for argv in ([option + "=1"], [option, "1"], [option]):
+        try:
+            if option not in " ".join(expanded(["launch", *argv, "train.py"])):
+                return True
+        except LaunchError:  # an option that has no place here says so, with what serves instead
+            return True
+    return False
+
+
+def test_options_exist():
+    known = known_options()
+    options = {
+        word.split("=")[0] for span in every(spans) if span.text.startswith("--") for word in span.text.split()
+    }
+    wrong = [
+        option
+        for option in options
+        if option.startswith("--") and "*" not in option and option not in known and not is_key_option(option)
+    ]
+    assert wrong == []
+
+
+def test_configuration_keys_exist():
+    named = [
+        match for span in every(spans) if (match := re.match(r"([a-z_0-9]+)\.([a-z_]+)\b(?![./(])", span.text))
+    ]
+    assert [one[0] for one in named if one[1] in SECTIONS and one[2] not in SECTIONS[one[1]]] == []
+    assert len([one for one in named if one[1] in SECTIONS]) > 20
+
+
+@pytest.mark.parametrize("block", [b for b in every(blocks) if b.language == "yaml"], ids=lambda b: b.where)
+def test_yaml_is_a_valid_configuration(block, problems, tmp_path):
+    (tmp_path / "document.yaml").write_text(block.text)
+    assert problems("validate", "document.yaml") == []
+
+
+@pytest.mark.parametrize("block", [b for b in every(blocks) if b.language == "python"], ids=lambda b: b.where)
+def test_python_compiles(block):
+    compile(block.text.replace("    return  #", "    pass  #"), block.where, "exec")
