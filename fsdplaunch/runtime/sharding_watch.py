@@ -10,11 +10,9 @@ from typing import Any
 
 from fsdplaunch.config.environment import ALLOW_UNSHARDED
 from fsdplaunch.errors import NeverShardedError, ShardingError
+from fsdplaunch.run_dir import SHARDED
 from fsdplaunch.runtime.late_modules import PRETRAINED, if_imported
-from fsdplaunch.runtime.rank import rank_folder
-
-MARKER = "sharded"
-"""Name of the empty file in a rank's folder that says the rank sharded a model."""
+from fsdplaunch.runtime.rank import own_folder
 
 _seen: list[str] = []
 _copied: list[str] = []
@@ -35,8 +33,8 @@ def mark_sharded(how: str) -> None:
 
     The file serves scripts that leave through `os._exit`, where nothing of ours runs any more.
     """
-    if not _seen and (folder := rank_folder()) is not None:
-        (folder / MARKER).touch()
+    if not _seen and (folder := own_folder()) is not None:
+        (folder / SHARDED).touch()
     _seen.append(how)
 
 

@@ -77,6 +77,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
         "parallelism_config.parallelism_config_dp_replicate_size": 2,
         "parallelism_config.parallelism_config_dp_shard_size": -1,
     },
+    {"fsdp_config.fsdp_cpu_ram_efficient_loading": False},
 ]
 
 
@@ -189,7 +190,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fsdp_version": 1, "mixed_precision_policy": {"output_dtype": "bf16"}}, "version 1 has no output_dtype"),
     (
         {"mixed_precision_policy": MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)},
-        "says more than number formats",
+        "sets more than dtypes",
     ),
     ({"activation_checkpointing_every": 2}, "activation_checkpointing_every needs activation_checkpointing"),
     ({"limit_all_gathers": False}, "fsdp_version 2 has no limit_all_gathers=False"),

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError, UsageError
 from fsdplaunch.runtime.api.prepare import prepare
+from fsdplaunch.runtime.compat.transformers_loading import load_on_first_ranks_only
 from fsdplaunch.runtime.loading.load import load_full
 from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin, ambient_plugin
 from fsdplaunch.runtime.saving.small_files import read_plain
@@ -28,12 +29,12 @@ from fsdplaunch.runtime.torch_internals import IncompatibleKeys, share_tables
 def enable_fsdp_ram_efficient_loading() -> None:
     """Have transformers load pretrained weights on each machine's first rank only; `prepare` sends them on."""
     os.environ.setdefault("ACCELERATE_USE_FSDP", "true")
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"
+    load_on_first_ranks_only(True)
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
     """Have transformers load pretrained weights on every rank."""
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    load_on_first_ranks_only(False)
 
 
 def fsdp2_load_full_state_dict(model: nn.Module, full_sd: Mapping[str, Any]) -> None:
@@ -43,7 +44,7 @@ def fsdp2_load_full_state_dict(model: nn.Module, full_sd: Mapping[str, Any]) -> 
         model: Sharded; parameters without storage get it.
         full_sd: Full tensors by name on rank 0; ignored elsewhere.
     """
-    _load(model, full_sd, strict=True)
+    load_full(model, full_sd, strict=True)
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: Optimizer, mapping: Mapping[int, nn.Parameter]) -> None:
@@ -137,7 +138,7 @@ class DistModule(nn.Module):
             The names that were missing, and those that were not expected.
         """
         del assign
-        return _load(self.__dict__["wrapped"], state_dict, strict=strict)
+        return load_full(self.__dict__["wrapped"], state_dict, strict=strict)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's state dict."""
@@ -185,7 +186,3 @@ def _place(name: str, device_map: Mapping[str, Any]) -> Any:
     """The device of the longest module name that a tensor's name begins with."""
     fitting = [module for module in device_map if not module or name == module or name.startswith(f"{module}.")]
     return device_map[max(fitting, key=len)] if fitting else "cpu"
-
-
-def _load(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> IncompatibleKeys:
-    return load_full(model, state, strict=strict)

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import UsageError
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
+from fsdplaunch.runtime.inspection.accessors import local_tensor
 from fsdplaunch.runtime.sharding.mesh import groups_from_first
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.state_dict.split_like import split_like
@@ -168,18 +170,16 @@ def apply(module: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Module:
         The module.
     """
     prepared = registered(module)
-    groups: list[dist.ProcessGroup | None] = [None] if prepared is None else groups_from_first(prepared.mesh)
+    ranks = RankGroup() if prepared is None else RankGroup(groups_from_first(prepared.mesh))
     with summon_full_params(module), torch.no_grad():
         for each in _children_first(module, set()):
             fn(each)
         for param in module.parameters():
-            for group in groups:
-                first = 0 if group is None else dist.get_global_rank(group, 0)
-                data = (param.to_local() if isinstance(param, DTensor) else param).detach()
-                sent = data.contiguous()
-                dist.broadcast(sent, src=first, group=group)
-                if sent is not data:
-                    data.copy_(sent)
+            data = local_tensor(param)
+            sent = data.contiguous()
+            ranks.send(sent)
+            if sent is not data:
+                data.copy_(sent)
     return module
 
 

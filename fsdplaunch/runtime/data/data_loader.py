@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -17,6 +16,7 @@ from torch.utils.data import (
 )
 
 from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.collectives.rank_group import from_rank_0
 from fsdplaunch.runtime.data.loader_state import keep_count
 from fsdplaunch.runtime.sharding.mesh import DataRanks
 from fsdplaunch.runtime.torch_internals import draws_all_items
@@ -51,9 +51,7 @@ class SharedOrder(Sampler[Any]):
         """Yield this rank's items of a new epoch."""
         items, self.given = self.given, None
         if items is None:
-            box: list[Any] = [list(self.inner) if self.ranks.rank == 0 else None]
-            dist.broadcast_object_list(box, src=0)
-            items = list(box[0])
+            items = list(from_rank_0(list(self.inner) if self.ranks.rank == 0 else None))
         self.drawn = items if self.ranks.rank == 0 else None
         if items:
             items = items + (items * math.ceil(self.ranks.size / len(items)))[: -len(items) % self.ranks.size]
@@ -143,9 +141,8 @@ def _sampler(loader: DataLoader[Any], ranks: DataRanks) -> Sampler[Any]:
 
 def _seed_of_rank_0(generator: torch.Generator | None) -> int:
     """The seed of the script's own shuffling, the same on all ranks."""
-    box = [torch.initial_seed() if generator is None else generator.initial_seed()]
-    dist.broadcast_object_list(box, src=0)
-    return box[0] % 2**63
+    seed: int = from_rank_0(torch.initial_seed() if generator is None else generator.initial_seed())
+    return seed % 2**63
 
 
 def _set(loader: DataLoader[Any], **attributes: Any) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.inspection.parameter_names import clean_name
 
@@ -28,6 +29,11 @@ def outermost(model: nn.Module) -> Iterator[nn.Module]:
         return
     for child in model.children():
         yield from outermost(child)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor: a DTensor's shard, any other tensor itself; without its history."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def params_with_grad(module: nn.Module) -> list[nn.Parameter]:

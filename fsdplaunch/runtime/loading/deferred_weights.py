@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.loading.broadcast import broadcast_all
 from fsdplaunch.runtime.loading.empty_storage import EmptyFlattening, empty_storage
 from fsdplaunch.runtime.loading.execute_plan import execute_plan, report_loaded
@@ -51,7 +50,6 @@ class DeferredWeights(Materializer):
     ) -> None:
         super().__init__(model, origin=f"weights from {where}, strict={strict}", **arguments)
         self.settings = settings
-        self.ranks = RankGroup(self.groups, self.device)
         self.name = class_name(model)
         self.plan = make_plan(
             self.ranks, model, [self._wanted(each) for each in self.entries], where, strict=strict

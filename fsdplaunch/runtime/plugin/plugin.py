@@ -1,11 +1,10 @@
 """`FullyShardedDataParallelPlugin`: the reference's fields, filled from the environment where code is silent."""
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,7 +15,6 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    ShardingStrategy,
     StateDictType,
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
@@ -24,6 +22,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.kinds import PREFETCH, STATE_DICT, STRATEGY
 from fsdplaunch.errors import UsageError
+from fsdplaunch.runtime.compat.transformers_loading import load_on_first_ranks_only
 from fsdplaunch.runtime.plugin.plugin_values import (
     PATHS,
     check_policy,
@@ -45,20 +44,20 @@ _POLICIES: dict[str, Any] = {
     "NO_WRAP": None,
 }
 
-_PLAIN = (
-    "fsdp_version",
-    "use_orig_params",
-    "sync_module_states",
-    "forward_prefetch",
-    "activation_checkpointing",
-    "activation_checkpointing_offload",
-    "cpu_ram_efficient_loading",
-    "min_num_params",
-    "dp_replicate_size",
-    "dp_shard_size",
-    "activation_checkpointing_every",
-)
-"""Fields that hold the configuration's own value."""
+_PLAIN = {
+    "fsdp_version": "version",
+    "use_orig_params": "use_orig_params",
+    "sync_module_states": "sync_module_states",
+    "forward_prefetch": "forward_prefetch",
+    "activation_checkpointing": "activation_checkpointing",
+    "activation_checkpointing_offload": "activation_offload",
+    "cpu_ram_efficient_loading": "ram_efficient",
+    "min_num_params": "min_num_params",
+    "dp_replicate_size": "replicate_size",
+    "dp_shard_size": "shard_size",
+    "activation_checkpointing_every": "checkpoint_every",
+}
+"""Fields that hold the configuration's own value, and what Settings calls them."""
 
 
 @dataclass
@@ -130,33 +129,35 @@ class FullyShardedDataParallelPlugin:
     activation_checkpointing_every: int | None = None
     forward_methods: list[str] | str | None = None
     _config: Config = field(init=False, repr=False, compare=False)
+    _configured: Settings = field(init=False, repr=False, compare=False)
     _float8: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
-        said = {name: _plain_or_none(name, getattr(self, name)) for name in PATHS}
-        self._config = configured(said)
-        self._check_version(said)
-        if said["cpu_ram_efficient_loading"] is not None:  # transformers reads the variable when it loads weights
-            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(said["cpu_ram_efficient_loading"]).lower()
+        given = {name: _plain_or_none(name, getattr(self, name)) for name in PATHS}
+        self._config = configured(given)
+        self._configured = settings_of(self._config)
+        self._check_version(given)
+        if given["cpu_ram_efficient_loading"] is not None:
+            load_on_first_ranks_only(bool(self._configured.ram_efficient))
         self._fill()
         self.set_state_dict_type()
-        policy, own = self.mixed_precision_policy, settings_of(self._config)
+        policy, own = self.mixed_precision_policy, self._configured
         check_policy(policy, own.version)
-        self._set_formats(dtypes_from(policy, own.dtypes), float8=is_float8(policy) or (not policy and own.float8))
+        self._set_dtypes(dtypes_from(policy, own.dtypes), float8=is_float8(policy) or (not policy and own.float8))
 
-    def _check_version(self, said: dict[str, Any]) -> None:
-        """Refuse what code asks for and this FSDP version cannot do, instead of dropping it."""
+    def _check_version(self, given: dict[str, Any]) -> None:
+        """Raise for what code sets and this FSDP version cannot do, instead of dropping it."""
         fsdp = self._config.fsdp_config
         one = fsdp.fsdp_version == 1
         reshard = fsdp.fsdp_reshard_after_forward
-        prefetch = said["backward_prefetch"] and fsdp.fsdp_backward_prefetch
+        prefetch = given["backward_prefetch"] and fsdp.fsdp_backward_prefetch
         cases = {
             f"backward_prefetch {prefetch}": not one and prefetch not in (None, "BACKWARD_PRE"),
-            "use_orig_params=False": not one and said["use_orig_params"] is False,
+            "use_orig_params=False": not one and given["use_orig_params"] is False,
             "state_dict_type LOCAL_STATE_DICT": not one and fsdp.fsdp_state_dict_type == "LOCAL_STATE_DICT",
             f"reshard_after_forward {reshard}": not one and isinstance(reshard, str),
-            "activation_checkpointing_offload": one and bool(said["activation_checkpointing_offload"]),
-            "flag for reshard_after_forward": one and isinstance(said["reshard_after_forward"], bool),
+            "activation_checkpointing_offload": one and bool(given["activation_checkpointing_offload"]),
+            "flag for reshard_after_forward": one and isinstance(given["reshard_after_forward"], bool),
             "limit_all_gathers=False": not one and not self.limit_all_gathers,
         }
         for what, wrong in cases.items():
@@ -173,27 +174,25 @@ class FullyShardedDataParallelPlugin:
                 raise UsageError(msg)
 
     def _fill(self) -> None:
-        """Give every field its final value: the configuration's, which holds what code said, as torch's object."""
-        fsdp = self._config.fsdp_config
-        for name in _PLAIN:
-            section, key = PATHS[name]
-            setattr(self, name, getattr(getattr(self._config, section), key))
-        self.sync_module_states = self.sync_module_states or bool(self.cpu_ram_efficient_loading)
-        one = fsdp.fsdp_version == 1
-        self.sharding_strategy = _strategy(fsdp.fsdp_sharding_strategy or "FULL_SHARD")
-        self.reshard_after_forward = self.sharding_strategy if one else fsdp.fsdp_reshard_after_forward
-        prefetch = fsdp.fsdp_backward_prefetch or "NO_PREFETCH"
+        """Give every field its final value: the configuration's, which holds what code set, as torch's object."""
+        own = self._configured
+        for name, setting in _PLAIN.items():
+            setattr(self, name, getattr(own, setting))
+        one = own.version == 1
+        self.sharding_strategy = sharding_strategy(own.strategy)
+        self.reshard_after_forward = self.sharding_strategy if one else own.reshard_after_forward
+        prefetch = own.backward_prefetch
         self.backward_prefetch = None if prefetch == "NO_PREFETCH" else BackwardPrefetch[prefetch]
-        self.state_dict_type = StateDictType[fsdp.fsdp_state_dict_type or "SHARDED_STATE_DICT"]
-        self.transformer_cls_names_to_wrap = list(fsdp.fsdp_transformer_layer_cls_to_wrap) or None
-        self.forward_methods = list(self._config.sharding.forward_methods)
-        self.cpu_offload = _offload(self.cpu_offload, on=fsdp.fsdp_offload_params, one=one)
+        self.state_dict_type = StateDictType[own.state_dict_type]
+        self.transformer_cls_names_to_wrap = list(own.block_classes) or None
+        self.forward_methods = list(own.forward_methods)
+        self.cpu_offload = _offload(self.cpu_offload, on=own.offload, one=one)
         if self.ignored_modules is None:
-            self.ignored_modules = fsdp.fsdp_ignored_modules
+            self.ignored_modules = cast("str | None", own.ignored)
         elif not isinstance(self.ignored_modules, str):
             self.ignored_modules = list(self.ignored_modules)
         if not _is_function(self.auto_wrap_policy):
-            self.auto_wrap_policy = _POLICIES[fsdp.fsdp_auto_wrap_policy]
+            self.auto_wrap_policy = _POLICIES[str(own.wrap)]
 
     @property
     def process_group_timeout(self) -> timedelta:
@@ -251,9 +250,9 @@ class FullyShardedDataParallelPlugin:
         if self.mixed_precision_policy is not None and not override:
             return
         name = str(plain(mixed_precision)).removeprefix("torch.")
-        formats = dtypes_from(name, settings_of(self._config).dtypes)
-        formats = replace(formats, buffer=torch.float32) if buffer_autocast else formats
-        self._set_formats(formats, float8=is_float8(name))
+        dtypes = dtypes_from(name, self._configured.dtypes)
+        dtypes = replace(dtypes, buffer=torch.float32) if buffer_autocast else dtypes
+        self._set_dtypes(dtypes, float8=is_float8(name))
 
     def validate_mixed_precision_policy(self) -> None:
         """Check that the policy is of the class this FSDP version uses.
@@ -266,48 +265,38 @@ class FullyShardedDataParallelPlugin:
             msg = f"mixed_precision_policy must be {wanted.__name__} under fsdp_version {self.fsdp_version}"
             raise UsageError(msg, hint=f"got {self.mixed_precision_policy!r}")
 
-    def _set_formats(self, formats: Dtypes, *, float8: object) -> None:
+    def _set_dtypes(self, dtypes: Dtypes, *, float8: object) -> None:
         self._float8 = bool(float8)
-        self.master_dtype = formats.master
-        self.mixed_precision_policy = policy_of(formats, self._config.fsdp_config.fsdp_version or 2)
+        self.master_dtype = dtypes.master
+        self.mixed_precision_policy = policy_of(dtypes, self._configured.version)
 
     def settings(self) -> Settings:
-        """The plain, frozen values that sharding works with, as the fields stand now.
+        """Return the frozen values that sharding works with: the configuration's, and the fields as they are now.
 
         Raises:
             UsageError: A field was set to something it cannot be.
         """
         self.validate_mixed_precision_policy()
-        one = self.fsdp_version == 1
-        reshard = True if one else self.reshard_after_forward
         ignored = self.ignored_modules
-        return Settings(
-            version=1 if one else 2,
+        own = {setting: getattr(self, name) for name, setting in _PLAIN.items()}
+        fields: dict[str, Any] = {setting: value for setting, value in own.items() if value is not None}
+        return replace(
+            self._configured,
+            **fields,
             strategy=STRATEGY.parse(plain(self.sharding_strategy)),
-            reshard_after_forward=reshard,
+            reshard_after_forward=True if self.fsdp_version == 1 else self.reshard_after_forward,
             offload=_offloads(self.cpu_offload),
             wrap=_wrap_name(self.auto_wrap_policy),
             block_classes=tuple(_names(self.transformer_cls_names_to_wrap)),
-            min_num_params=self.min_num_params or 0,
             backward_prefetch=PREFETCH.parse(plain(self.backward_prefetch) or "NO_PREFETCH"),
-            forward_prefetch=bool(self.forward_prefetch),
             state_dict_type=STATE_DICT.parse(plain(self.state_dict_type)),
-            use_orig_params=bool(self.use_orig_params),
             limit_all_gathers=self.limit_all_gathers,
-            ram_efficient=bool(self.cpu_ram_efficient_loading),
-            sync_module_states=self.sync_module_states is not False,
-            activation_checkpointing=bool(self.activation_checkpointing),
-            activation_offload=bool(self.activation_checkpointing_offload),
             ignored=ignored if ignored is None or isinstance(ignored, str) else tuple(ignored),
-            checkpoint_every=self.activation_checkpointing_every or 1,
             forward_methods=tuple(_names(self.forward_methods)),
-            compiling=settings_of(self._config).compiling,
             float8=float8_of(self._config) if self._float8 else None,
             dtypes=dtypes_from(
                 self.mixed_precision_policy, Dtypes(master=dtype_of(self.master_dtype, "master_dtype"))
             ),
-            replicate_size=self.dp_replicate_size or 1,
-            shard_size=self.dp_shard_size,
             param_init_fn=self.param_init_fn,
         )
 
@@ -333,11 +322,6 @@ def _plain_or_none(name: str, value: Any) -> Any:
     if name == "ignored_modules" and not isinstance(value, str):
         return None
     return None if name == "auto_wrap_policy" and _is_function(value) else plain(value)
-
-
-def _strategy(name: str) -> ShardingStrategy:
-    strategy: ShardingStrategy = sharding_strategy(name)
-    return strategy
 
 
 def _offloads(value: Any) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fsdplaunch.checkpoint.atomic_output import size_words
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.collectives.error_sync import raise_on_all_ranks
+from fsdplaunch.runtime.collectives.rank_group import raise_on_all_ranks
 from fsdplaunch.runtime.late_modules import DEVICE, if_imported
 from fsdplaunch.runtime.saving.checkpoint_dirs import begin, next_sequence, partial_of, publish, remove_old
 from fsdplaunch.runtime.saving.host_buffer import HostBuffer

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.inspection.accessors import local_tensor
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, named_parameters, unwrapped
 from fsdplaunch.runtime.sharding.materialize import ModelTensor
 from fsdplaunch.runtime.sharding.mesh import groups_from_first, is_rehearsal, shard_group
@@ -89,7 +90,7 @@ def check_whole(model: nn.Module, prepared: ShardedModel, *, total: int) -> None
 
 
 def _check_sum(sharded: Sequence[nn.Parameter], prepared: ShardedModel, *, expected: int) -> None:
-    held = sum(_local(param).numel() for param in sharded)
+    held = sum(local_tensor(param).numel() for param in sharded)
     together = torch.tensor(held, dtype=torch.int64, device=prepared.device)
     dist.all_reduce(together, group=shard_group(prepared.mesh))
     settings = prepared.settings
@@ -118,10 +119,6 @@ def _check_copies(named: Mapping[str, nn.Parameter], prepared: ShardedModel) -> 
 def _kept_whole(prepared: ShardedModel) -> bool:
     """Whether every rank of the mesh's last axis holds everything: NO_SHARD under version 1."""
     return prepared.settings.version == 1 and prepared.settings.strategy == "NO_SHARD"
-
-
-def _local(param: torch.Tensor) -> torch.Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param
 
 
 def _check_ties(model: nn.Module, prepared: ShardedModel) -> None:

@@ -14,12 +14,11 @@ from torch.distributed.fsdp import (
 )
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection.replace_modules import ModulePlaces
 from fsdplaunch.runtime.sharding.checks import naming
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts
 from fsdplaunch.runtime.sharding.materialize import Materializer
-from fsdplaunch.runtime.sharding.settings import Settings
+from fsdplaunch.runtime.sharding.settings import Settings, fsdp1_policy, offloads
 from fsdplaunch.runtime.sharding.wrap import Units
 from fsdplaunch.runtime.torch_internals import BatchNorm, sharding_strategy
 
@@ -73,7 +72,7 @@ def _common(settings: Settings, mesh: DeviceMesh, device: torch.device, out: Ign
         | _left_out(settings, out)
         | {
             "sharding_strategy": sharding_strategy(settings.strategy),
-            "cpu_offload": _offload(settings, device),
+            "cpu_offload": CPUOffload(offload_params=True) if offloads(settings, device.type) else None,
             "backward_prefetch": None if prefetch == "NO_PREFETCH" else BackwardPrefetch[prefetch],
             "forward_prefetch": settings.forward_prefetch,
             "limit_all_gathers": settings.limit_all_gathers,
@@ -111,18 +110,6 @@ def _layout(settings: Settings, mesh: DeviceMesh) -> dict[str, Any]:
     raise ShardingError(msg, hint=hint)
 
 
-def _offload(settings: Settings, device: torch.device) -> CPUOffload | None:
-    if not settings.offload:
-        return None
-    if device.type == "cpu":  # torch would pin the memory, which needs a GPU
-        messages.say("fsdp_offload_params changes nothing without a GPU: parameters are in host memory already")
-        return None
-    return CPUOffload(offload_params=True)
-
-
 def _precision(settings: Settings) -> MixedPrecision | None:
-    formats = settings.dtypes
-    if not formats.mixed:
-        return None
-    said = {"param_dtype": formats.param, "reduce_dtype": formats.reduce or formats.param}
-    return replace(formats.template or MixedPrecision(), **said, buffer_dtype=formats.buffer)
+    dtypes = settings.dtypes
+    return fsdp1_policy(replace(dtypes, reduce=dtypes.reduce or dtypes.param)) if dtypes.mixed else None

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.inspection.parameter_names import clean_name
 from fsdplaunch.runtime.sharding.mesh import groups_from_first
 from fsdplaunch.runtime.torch_internals import own_tensors, put_tensor
@@ -95,7 +96,7 @@ class Materializer:
         self.master = master
         self.frozen_too = frozen_too
         self.init_fn = init_fn or _own_init(model)
-        self.groups = groups_from_first(mesh)
+        self.ranks = RankGroup(groups_from_first(mesh), device)
         self.entries = model_tensors(model)
         self.held: dict[nn.Module, list[ModelTensor]] = {}
         for entry in self.entries:
@@ -109,14 +110,11 @@ class Materializer:
     def _agree(self) -> Specs:
         """Fetch rank 0's names, shapes, formats and whether each has storage; refuse another model than its."""
         mine = {entry.name: entry.spec for entry in self.entries}
-        box: list[Any] = [(mine, self.origin)]
-        for group in self.groups:
-            dist.broadcast_object_list(box, src=_first(group), group=group)
         theirs: Specs
-        theirs, origin = box[0]
-        difference = self._anyones(_difference(mine, theirs))
+        theirs, origin = self.ranks.from_first((mine, self.origin))
+        difference = self.ranks.from_any(_difference(mine, theirs))
         other = f"the model gets {origin} on rank 0 and {self.origin} on rank {dist.get_rank()}"
-        difference = difference or self._anyones(None if origin == self.origin else other)
+        difference = difference or self.ranks.from_any(None if origin == self.origin else other)
         if difference is not None:
             raise ShardingError(difference, hint="build the same model, and load the same weights, on every rank")
         return theirs
@@ -124,15 +122,7 @@ class Materializer:
     def _someone_lacks(self) -> bool:
         """Whether a rank has no storage for a tensor that rank 0 has values of: those must be sent in any case."""
         lacking = [e.name for e in self.entries if self.sources[e.name][2] and not e.spec[2]]
-        return self._anyones(lacking[0] if lacking else None) is not None
-
-    def _anyones(self, word: str | None) -> str | None:
-        """The first word that any rank has to say: all ranks go on alike, and none waits for one that gave up."""
-        for group in self.groups:
-            said: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(said, word, group=group)
-            word = next((each for each in said if each is not None), None)
-        return word
+        return self.ranks.from_any(lacking[0] if lacking else None) is not None
 
     def settle(self, module: nn.Module) -> None:
         """Settle every tensor that `module` or a module below it holds and that is not settled yet."""
@@ -158,7 +148,7 @@ class Materializer:
             self._give_storage(entry)
         self._initialise(empty)
         if self.send:
-            self._receive(due)
+            self.ranks.send(*(entry.tensor.data for entry in due))
 
     def wrapping(self) -> AbstractContextManager[Any]:
         """What must be active while the old wrapper's constructor runs: nothing."""
@@ -207,17 +197,6 @@ class Materializer:
                 hint = f"set {attribute} in its reset_parameters method, or pass param_init_fn to the plugin"
                 raise ShardingError(msg, hint=hint)
 
-    def _receive(self, due: list[ModelTensor]) -> None:
-        for group in self.groups:
-            works = [
-                dist.broadcast(_as_bytes(entry.tensor.data), src=_first(group), group=group, async_op=True)
-                for entry in due
-                if entry.tensor.numel()
-            ]
-            for work in works:
-                if work is not None:
-                    work.wait()
-
     def _to_master(self, entry: ModelTensor) -> None:
         tensor = entry.tensor
         ours = any(module in self.ignored for module, _ in entry.places)  # left as they are
@@ -258,10 +237,6 @@ def _own_init(model: nn.Module) -> Callable[[nn.Module], Any] | None:
     if init is None or len(inspect.signature(init).parameters) != 1:
         return None
     return init  # type: ignore[no-any-return]
-
-
-def _first(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_global_rank(group, 0)
 
 
 def _words(found: Spec | None) -> str:

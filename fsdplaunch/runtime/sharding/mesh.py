@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdplaunch.config.resolve import REST
+from fsdplaunch.config.world_size import split_world
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.sharding.settings import HYBRID, Settings
 
@@ -30,25 +32,15 @@ def mesh_sizes(settings: Settings, *, world: int, per_node: int) -> tuple[int, i
     """
     if settings.strategy == "NO_SHARD":
         return world, 1
-    replicate, shard = settings.replicate_size, settings.shard_size or -1
-    if settings.strategy in HYBRID and replicate == 1 and shard in (-1, world):
+    replicate, shard = settings.replicate_size, settings.shard_size or REST
+    if settings.strategy in HYBRID and replicate == 1 and shard in (REST, world):
         replicate, shard = world // max(per_node, 1), per_node
-    replicate, shard = _rest(replicate, shard, world)
+    replicate, shard = split_world(world, replicate, shard)
     if replicate * shard != world or min(replicate, shard) < 1:
         msg = f"a mesh of {replicate} copies x {shard} shards needs {replicate * shard} workers, there are {world}"
         raise ShardingError(msg, hint="set one of dp_replicate_size and dp_shard_size to -1 to take the rest")
     if settings.strategy in HYBRID:
         _check_hybrid(settings, replicate, shard)
-    return replicate, shard
-
-
-def _rest(replicate: int, shard: int, world: int) -> tuple[int, int]:
-    if replicate == -1 and shard == -1:
-        return 1, world
-    if replicate == -1:
-        return world // shard, shard
-    if shard == -1:
-        return replicate, world // max(replicate, 1)
     return replicate, shard
 
 

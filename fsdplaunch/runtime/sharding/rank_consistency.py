@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
+from fsdplaunch.runtime.inspection.accessors import local_tensor
 from fsdplaunch.runtime.sharding.mesh import groups_from_first
 from fsdplaunch.runtime.sharding.settings import Settings
 from fsdplaunch.runtime.torch_internals import inner_tensor
@@ -23,22 +24,16 @@ def check_settings(settings: Settings, mesh: DeviceMesh) -> None:
         ShardingError: On all ranks, naming the first setting that differs.
     """
     mine = {entry.name: _word(getattr(settings, entry.name)) for entry in fields(settings)}
-    box: list[Any] = [mine]
-    groups = groups_from_first(mesh)
-    for group in groups:
-        source = 0 if group is None else dist.get_global_rank(group, 0)
-        dist.broadcast_object_list(box, src=source, group=group)
-    different = next((name for name, word in box[0].items() if mine.get(name) != word), None)
-    saying = None
+    ranks = RankGroup(groups_from_first(mesh))
+    theirs = ranks.from_first(mine)
+    different = next((name for name, word in theirs.items() if mine.get(name) != word), None)
+    mismatch = None
     if different is not None:
-        rank = dist.get_rank()
-        saying = f"{different} is {box[0][different]} on the first rank and {mine.get(different)} on rank {rank}"
-    for group in groups:
-        said: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(said, saying, group=group)
-        saying = next((each for each in said if each is not None), None)
-    if saying is not None:
-        msg = f"ranks would shard differently: {saying}"
+        here = f"{mine.get(different)} on rank {dist.get_rank()}"
+        mismatch = f"{different} is {theirs[different]} on the first rank and {here}"
+    mismatch = ranks.from_any(mismatch)
+    if mismatch is not None:
+        msg = f"ranks would shard differently: {mismatch}"
         raise ShardingError(msg, hint="give all ranks the same configuration, and build the same plugin on each")
 
 
@@ -78,7 +73,6 @@ def unequal(
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor's bytes, eight at a time where they are a multiple of that; overflow does no harm."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    data = inner_tensor(local).contiguous().view(-1).view(torch.uint8)
+    data = inner_tensor(local_tensor(tensor)).contiguous().view(-1).view(torch.uint8)
     data = data.view(torch.int64) if data.numel() % 8 == 0 and data.storage_offset() % 8 == 0 else data
     return data.sum(dtype=torch.int64)

@@ -1,14 +1,16 @@
 """How one model is sharded: plain, frozen values, decided before any torch object is made of them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.kinds import PrefetchName, StateDictName, StrategyName, WrapName
+from fsdplaunch.runtime import messages
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The configuration's names of number formats."""
@@ -41,6 +43,18 @@ class Dtypes:
     def mixed(self) -> bool:
         """Whether anything is computed, reduced or returned in another format than the model's own."""
         return any(kind is not None for kind in (self.param, self.reduce, self.output, self.buffer))
+
+
+def fsdp1_policy(dtypes: Dtypes) -> MixedPrecision:
+    """Return torch's object for the dtypes under FSDP1, with all else that their template sets."""
+    names = {"param_dtype": dtypes.param, "reduce_dtype": dtypes.reduce, "buffer_dtype": dtypes.buffer}
+    return replace(dtypes.template or MixedPrecision(), **names)
+
+
+def fsdp2_policy(dtypes: Dtypes) -> MixedPrecisionPolicy:
+    """Return torch's object for the dtypes under FSDP2, with all else that their template sets."""
+    names = {"param_dtype": dtypes.param, "reduce_dtype": dtypes.reduce, "output_dtype": dtypes.output}
+    return replace(dtypes.template or MixedPrecisionPolicy(), **names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +132,13 @@ class Settings:
     forward_methods: tuple[str, ...] = ()
     compiling: Compiling | None = None
     float8: Float8 | None = None
+
+
+def offloads(settings: Settings, device_type: str) -> bool:
+    """Return whether shards are kept in host memory and copied to the device; on a CPU they are there anyway."""
+    if settings.offload and device_type == "cpu":
+        messages.say("fsdp_offload_params changes nothing without a GPU: parameters are in host memory already")
+    return settings.offload and device_type != "cpu"
 
 
 def settings_of(config: Config) -> Settings:
