@@ -1,4 +1,4 @@
-"""The workers' entry: set up device and process group, run the user's script as `__main__`, say how it ended.
+"""The workers' entry: set up device and process group, run the user's script as `__main__`, record how it ended.
 
     python -m fsdplaunch.runtime.bootstrap [-m] SCRIPT_OR_MODULE [ARGS...]
 
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
         argv: `[-m] SCRIPT_OR_MODULE [ARGS...]`, without the program's own name.
 
     Raises:
-        SystemExit: The script failed (1), was interrupted (130), or asked for its own status.
+        SystemExit: The script failed (1), was interrupted (130), or exited with its own status.
     """
     die_with_parent(signal.SIGKILL)
     faulthandler.enable()

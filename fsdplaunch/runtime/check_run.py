@@ -1,4 +1,4 @@
-"""A rehearsal: after some optimizer steps, take a checkpoint there and back, say how it went, and end the script.
+"""After some optimizer steps, save and load a checkpoint, record how it went, and end the script.
 
 Runs in workers that `fsdplaunch check` started.
 """
@@ -79,7 +79,7 @@ def _round_trip(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _values(models: list[nn.Module], optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's parameters, and what the optimizer keeps for them, by name."""
+    """Yield this rank's parameters, and what the optimizer keeps for them, by name."""
     for number, model in enumerate(models):
         for name, param in named_parameters(model):
             yield f"{name} of model {number}" if len(models) > 1 else name, local_tensor(param)

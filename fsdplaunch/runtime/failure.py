@@ -28,7 +28,7 @@ def conclude(failure: BaseException) -> int:
     if isinstance(failure, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     # The agent sees a failure only when the process is gone. A thread that waits in a collective for ranks that
-    # wait for this one would keep it alive, so a C-level timer ends it and says where it was stuck.
+    # wait for this one would keep it alive, so a C-level timer ends it and prints where it waited.
     faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
     if isinstance(failure, SystemExit):
         return _leave(failure)

@@ -10,5 +10,5 @@ SAVE_JOB = "fsdplaunch.runtime.saving.save_job"
 
 
 def if_imported(name: str) -> Any:
-    """The module of this name, or None while nothing has imported it."""
+    """Return the module of this name, or None while nothing has imported it."""
     return sys.modules.get(name)

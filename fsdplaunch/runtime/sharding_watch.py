@@ -1,4 +1,4 @@
-"""Whether this process ever sharded a model, whoever did it: this package, another library, the user's own code.
+"""Record whether this process ever sharded a model, whoever did it: this package, a library, the script.
 
 The moment is recorded, not the objects: a model may be gone by the time the script ends.
 """
@@ -15,17 +15,17 @@ from fsdplaunch.runtime.late_modules import PRETRAINED, if_imported
 from fsdplaunch.runtime.rank import own_folder
 
 _seen: list[str] = []
-_copied: list[str] = []
+_replicated: list[str] = []
 
 
 def ever_sharded() -> bool:
-    """Whether a model was sharded in this process."""
+    """Return whether a model was sharded in this process."""
     return bool(_seen)
 
 
 def sharded_by() -> str | None:
-    """What sharded or copied a model first in this process, or None."""
-    return next(iter([*_seen, *_copied]), None)
+    """Return what sharded or replicated a model first in this process, or None."""
+    return next(iter([*_seen, *_replicated]), None)
 
 
 def mark_sharded(how: str) -> None:
@@ -42,7 +42,7 @@ def watch_sharding() -> None:
     """Start to notice both of torch's ways to shard.
 
     `fully_shard` makes one subclass of FSDPModule per model class and is imported by name all over the place, so
-    the birth of that subclass is the one point every caller passes. The old wrapper is a class: its constructor.
+    the making of that subclass is the one point every caller passes. FSDP1 is a class: its constructor.
     """
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
@@ -51,7 +51,7 @@ def watch_sharding() -> None:
         return
     FSDPModule.__init_subclass__ = classmethod(_subclass_made)  # type: ignore[assignment]
     _after_construction(FullyShardedDataParallel, mark_sharded)
-    _after_construction(DistributedDataParallel, _copied.append)
+    _after_construction(DistributedDataParallel, _replicated.append)
 
 
 def _after_construction(wrapper: Any, mark: Callable[[str], None]) -> None:
@@ -94,8 +94,8 @@ def check_sharded(name: str) -> None:
 def _who_trained_what() -> str:
     workers = int(os.environ.get("WORLD_SIZE", "1"))
     if workers == 1:
-        return f": its worker held all of it ({_copied[0]})" if _copied else ""
-    trained = f"each held a whole copy ({_copied[0]})" if _copied else "trained independent copies"
+        return f": its worker held all of it ({_replicated[0]})" if _replicated else ""
+    trained = f"each held a full replica ({_replicated[0]})" if _replicated else "trained independent replicas"
     return f": {workers} workers {trained}"
 
 

@@ -199,7 +199,7 @@ def test_model_is_prepared_under_the_reference_name(two_ranks: RankPool) -> None
 
 
 def test_model_is_not_prepared_under_that_name_with_version_1() -> None:
-    with pytest.raises(UsageError, match="needs fsdp_version 2, the plugin says 1"):
+    with pytest.raises(UsageError, match="needs fsdp_version 2, the plugin has 1"):
         fsdplaunch.fsdp2_prepare_model(build(), plugin(fsdp_version=1))
 
 

@@ -274,7 +274,7 @@ def test_training_script_runs_shards_and_leaves_its_marks(tmp_path: Path) -> Non
     assert all((run_dir / "ranks" / str(rank) / "sharded").exists() for rank in (0, 1))
 
 
-NEVER = "train.py ended without sharding a model: 2 workers trained independent copies"
+NEVER = "train.py ended without sharding a model: 2 workers trained independent replicas"
 
 
 def test_script_that_never_shards_fails_with_a_sentence(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_copies_kept_by_another_wrapper_are_named(tmp_path: Path) -> None:
     )
     done = forked_workers("train.py", cwd=tmp_path)
     assert done.codes == [1, 1]
-    assert "2 workers each held a whole copy (DistributedDataParallel)" in done.stderr
+    assert "2 workers each held a full replica (DistributedDataParallel)" in done.stderr
 
 
 def test_unsharded_end_may_be_allowed(tmp_path: Path) -> None:

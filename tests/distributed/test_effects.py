@@ -402,7 +402,7 @@ ROWS: list[Row] = [
         "dp_shard_size",
         (2, {"ranks": 2}, ROWS_AND_COPIES),
         (-1, {"ranks": 2}, ROWS_AND_COPIES),
-        (3, "a mesh of 2 copies x 3 shards needs 6 workers", "a mesh of 2 copies x 3 shards needs 6 workers"),
+        (3, "a mesh of 2 replicas x 3 shards needs 6 workers", "a mesh of 2 replicas x 3 shards needs 6 workers"),
         along={"sharding_strategy": "HYBRID_SHARD", "dp_replicate_size": 2},
     ),
     *rows(

@@ -86,7 +86,7 @@ def around_a_model() -> str:
 
 
 def test_norm_of_a_module_around_a_version_1_model_is_refused(two_ranks: RankPool) -> None:
-    assert "only a part of Outer is sharded" in two_ranks.run(around_a_model)[0]
+    assert "only some of Outer is sharded" in two_ranks.run(around_a_model)[0]
 
 
 def limited(version: int) -> tuple[float, float]:

@@ -33,7 +33,7 @@ class RankGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the one whose values the others get."""
+        """Return whether this rank is the one whose values the others get."""
         return all(dist.get_rank(group) == 0 for group in self.groups)
 
     def from_first(self, value: Any) -> Any:

@@ -17,7 +17,7 @@ from fsdplaunch.runtime.torch_internals import CheckpointImpl, checkpoint_wrappe
 def checkpoint_blocks(model: nn.Module, units: Units, settings: Settings, device: torch.device) -> Units:
     """Wrap the model's blocks in place, before they are sharded, and return the units with the wrappers in them.
 
-    Whole blocks are wrapped, whatever the wrap policy is: a policy may cut the model finer or not at all. The
+    Blocks are wrapped, whatever the wrap policy is: a policy may cut the model finer or not at all. The
     gathering then stands outside of the recomputation, so backward gathers each block once.
 
     Raises:

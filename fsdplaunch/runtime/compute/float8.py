@@ -1,4 +1,4 @@
-"""Linear layers that compute in float8, through torchao, which is an optional part of an installation."""
+"""Linear layers that compute in float8, through torchao, which is installed as an extra."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ def convert(model: nn.Module, settings: Settings, out: IgnoredParts) -> int:
     """Exchange a model's linear layers for float8 ones with the same parameters, in place; count them.
 
     The first and the last linear layer stay, where float8 costs accuracy, and with them layers that cannot be
-    padded or are not sharded. Everything else computes in the configured format.
+    padded or are not sharded. Everything else computes in the configured dtype.
 
     Raises:
-        ShardingError: Under version 1, without torchao, or when no layer can compute in float8.
+        ShardingError: Under FSDP1, without torchao, or when no layer can compute in float8.
     """
     if settings.float8 is None:
         return 0

@@ -11,7 +11,7 @@ from fsdplaunch.runtime.inspection.parameter_names import clean_name
 
 
 def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
-    """The sharded modules of a model, of either version, outermost first.
+    """Return the sharded modules of a model, of either FSDP version, outermost first.
 
     Args:
         module: Sharded, or with sharded modules inside.
@@ -23,7 +23,7 @@ def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
 
 
 def outermost(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost sharded modules: the model itself, or those inside what was put around it."""
+    """Yield the outermost sharded modules: the model itself, or those inside what was put around it."""
     if isinstance(model, FSDPModule | FullyShardedDataParallel):
         yield model
         return
@@ -37,14 +37,14 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def params_with_grad(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that have a gradient now."""
+    """Return the parameters that have a gradient now."""
     return [param for param in module.parameters() if param.grad is not None]
 
 
 def named_parameters(
     module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """`module.named_parameters`, with the names the model had before anything was wrapped around its parts."""
+    """Yield as `module.named_parameters`, with the names the model had before anything was wrapped in it."""
     for name, param in module.named_parameters(prefix, recurse, remove_duplicate):
         yield clean_name(name), param
 
@@ -52,6 +52,6 @@ def named_parameters(
 def named_buffers(
     module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """`module.named_buffers`, with the names the model had before anything was wrapped around its parts."""
+    """Yield as `module.named_buffers`, with the names the model had before anything was wrapped in it."""
     for name, buffer in module.named_buffers(prefix, recurse, remove_duplicate):
         yield clean_name(name), buffer

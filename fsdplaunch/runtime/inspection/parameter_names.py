@@ -13,17 +13,17 @@ def clean_name(name: str) -> str:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module that torch.compile put a wrapper around; any other one itself."""
+    """Return the module that torch.compile put a wrapper around; any other one itself."""
     return compiled_module(model) or model
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter once, under its clean name."""
+    """Yield every parameter once, under its clean name."""
     return ((clean_name(name), param) for name, param in model.named_parameters())
 
 
 def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """The names of each parameter that has several, in the model's order.
+    """Return the names of each parameter that has several, in the model's order.
 
     Sharing is found by identity, never by equal values.
     """

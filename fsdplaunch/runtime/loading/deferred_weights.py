@@ -32,14 +32,14 @@ from fsdplaunch.runtime.torch_internals import is_persistent
 
 
 class DeferredWeights(Materializer):
-    """Settles a model's tensors for sharding as the module's text says, and fills them afterwards.
+    """Materializes a model's tensors for sharding as the module's text says, and fills them afterwards.
 
     Args:
         model: Not sharded yet, on any device.
         where: A model folder or a weight file.
         strict: Whether names that are missing or left over are errors.
         settings: How the model will be sharded.
-        arguments: Those of Aligner.
+        arguments: Those of Materializer.
 
     Raises:
         CheckpointError: The files do not fit the model, or cannot be read; raised on every rank.
@@ -73,8 +73,8 @@ class DeferredWeights(Materializer):
         ignored = any(module in self.ignored for module, _ in entry.places)
         return isinstance(entry.tensor, nn.Parameter) and bool(entry.spec[0]) and not ignored  # scalars stay whole
 
-    def settle_entries(self, due: list[ModelTensor]) -> None:
-        """Settle tensors that are not settled yet; those that are read later have no values."""
+    def materialize_entries(self, due: list[ModelTensor]) -> None:
+        """Materialize tensors that are not materialized yet; those that are read later have no values."""
         for entry in due:
             if self.plan.stored(entry.names) is None:
                 continue
@@ -82,8 +82,8 @@ class DeferredWeights(Materializer):
                 self._empty(entry)
             else:
                 self._make_room(entry)
-            entry.settled = True
-        super().settle_entries([entry for entry in due if not entry.settled])
+            entry.materialized = True
+        super().materialize_entries([entry for entry in due if not entry.materialized])
         for entry in due:
             if self._is_split(entry) and self.plan.stored(entry.names) is None:
                 self._put_aside(entry)

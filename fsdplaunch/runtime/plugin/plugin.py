@@ -62,7 +62,7 @@ _PLAIN = {
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """How models are sharded. A field left None takes what the launch's configuration says.
+    """How models are sharded. A field left None takes the value of the launch's configuration.
 
     The configuration reaches a worker as environment variables; values given here win over them. After
     construction every field holds the value that will be used, as torch's own object where torch has one.
@@ -70,19 +70,19 @@ class FullyShardedDataParallelPlugin:
     Attributes:
         fsdp_version: 1 (FullyShardedDataParallel) or 2 (fully_shard).
         sharding_strategy: A name, a code 1-5, or `ShardingStrategy`.
-        reshard_after_forward: Version 2: a flag or a number of ranks. Version 1: another name for the strategy.
-        backward_prefetch: A name, a code, or `BackwardPrefetch`; None means no prefetch. Version 1.
+        reshard_after_forward: FSDP2: a flag or a number of ranks. FSDP1: another name for the strategy.
+        backward_prefetch: A name, a code, or `BackwardPrefetch`; None means no prefetch. FSDP1.
         mixed_precision_policy: `bf16`, `fp16`, `fp32`, `fp8`; a mapping of param_dtype, reduce_dtype, buffer_dtype
             and output_dtype; `MixedPrecision` or `MixedPrecisionPolicy`.
         auto_wrap_policy: `transformer_based_wrap`, `size_based_wrap`, `no_wrap`, or a function: one of torch's
             form, or one from a module to whether it is a unit.
-        cpu_offload: A flag, `CPUOffload` (version 1) or `CPUOffloadPolicy` (version 2).
-        ignored_modules: Modules, or a regular expression that matches their whole names, or several.
+        cpu_offload: A flag, `CPUOffload` (FSDP1) or `CPUOffloadPolicy` (FSDP2).
+        ignored_modules: Modules, or a regular expression that matches their full names, or several.
         state_dict_type: `full_state_dict`, `local_state_dict`, `sharded_state_dict`, or `StateDictType`.
         state_dict_config: Torch's options for the model's state dict; made to fit the type when left out.
         optim_state_dict_config: The same for the optimizer's.
-        limit_all_gathers: Version 1: keep the host from queueing too many gathers.
-        use_orig_params: Version 1: show the optimizer the model's own parameters.
+        limit_all_gathers: FSDP1: keep the host from queueing too many gathers.
+        use_orig_params: FSDP1: show the optimizer the model's own parameters.
         param_init_fn: Gives values to a module whose parameters have no storage on any rank.
         sync_module_states: Send rank 0's parameters and buffers to all ranks before sharding; always so under
             cpu_ram_efficient_loading, where only rank 0 has them.
@@ -92,9 +92,9 @@ class FullyShardedDataParallelPlugin:
         transformer_cls_names_to_wrap: Class names of the blocks, as a list or separated by commas.
         min_num_params: Smallest number of parameters size_based_wrap makes a unit of.
         activation_checkpointing_offload: Move the blocks' saved inputs to host memory.
-        dp_replicate_size: Copies of the model; -1 takes what dp_shard_size leaves.
-        dp_shard_size: Ranks per copy; -1 takes what dp_replicate_size leaves.
-        master_dtype: The format shards and optimizer state are kept in.
+        dp_replicate_size: Replicas of the model; -1 takes what dp_shard_size leaves.
+        dp_shard_size: Ranks per replica; -1 takes what dp_replicate_size leaves.
+        master_dtype: The dtype shards and optimizer state are kept in.
         activation_checkpointing_every: Compute only every n-th block again, 2 for half of them.
         forward_methods: Names of methods, beside forward and generate, that compute with the parameters.
 
@@ -196,7 +196,7 @@ class FullyShardedDataParallelPlugin:
 
     @property
     def process_group_timeout(self) -> timedelta:
-        """How long a collective may wait; read only, since the launcher has made the process group with it."""
+        """Return how long a collective may wait; read only, since the process group is made with it."""
         return timedelta(seconds=self._config.launch.process_group_timeout_seconds)
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
@@ -206,7 +206,7 @@ class FullyShardedDataParallelPlugin:
             state_dict_type: A name, a code, or `StateDictType`; the present one when left out.
 
         Raises:
-            UsageError: It is no such type, or LOCAL_STATE_DICT under version 2.
+            UsageError: It is no such type, or LOCAL_STATE_DICT under FSDP2.
         """
         wanted = self.state_dict_type if state_dict_type is None else state_dict_type
         try:
@@ -237,15 +237,15 @@ class FullyShardedDataParallelPlugin:
     def set_mixed_precision(
         self, mixed_precision: str | torch.dtype, buffer_autocast: bool = False, override: bool = False
     ) -> None:
-        """Compute in a number format, unless a policy is there already.
+        """Compute in a dtype, unless a policy is there already.
 
         Args:
             mixed_precision: `bf16`, `fp16`, `fp32`, `fp8`, or torch's object.
-            buffer_autocast: Keep buffers in fp32 (version 1).
+            buffer_autocast: Keep buffers in fp32 (FSDP1).
             override: Replace a policy that is there.
 
         Raises:
-            UsageError: It is no number format.
+            UsageError: It is no dtype.
         """
         if self.mixed_precision_policy is not None and not override:
             return
@@ -303,7 +303,7 @@ class FullyShardedDataParallelPlugin:
 
 @cache
 def ambient_plugin() -> FullyShardedDataParallelPlugin:
-    """The plugin of the launch's configuration, made once per process."""
+    """Return the plugin of the launch's configuration, made once per process."""
     return FullyShardedDataParallelPlugin()
 
 
@@ -316,7 +316,7 @@ def _is_function(policy: Any) -> bool:
 
 
 def _plain_or_none(name: str, value: Any) -> Any:
-    """A field's value as the configuration would hold it; None for objects that it cannot hold."""
+    """Return a field's value as the configuration would hold it; None for objects that it cannot hold."""
     if isinstance(value, CPUOffload | OffloadPolicy):
         return _offloads(value)
     if name == "ignored_modules" and not isinstance(value, str):
@@ -341,5 +341,5 @@ def _offload(given: Any, *, on: bool, one: bool) -> CPUOffload | OffloadPolicy:
 
 
 def _wrap_name(policy: Any) -> Any:
-    """The policy's name if it is one of ours that no model was bound to yet, else the function."""
+    """Return the policy's name if it is one of ours that no model was bound to yet, else the function."""
     return next((name for name, own in _POLICIES.items() if own is policy), policy)

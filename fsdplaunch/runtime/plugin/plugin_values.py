@@ -65,7 +65,7 @@ def _names_strategy(value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A torch enumeration's member as its name, a number format as its short name; anything else as it is."""
+    """Return a torch enumeration's member as its name, a dtype as its short name; anything else as it is."""
     if isinstance(value, Enum):
         return value.name.lstrip("_")
     if isinstance(value, torch.dtype):
@@ -74,7 +74,7 @@ def plain(value: Any) -> Any:
 
 
 def dtype_of(value: Any, what: str) -> torch.dtype | None:
-    """Read a number format: torch's object, or a name such as `bf16` or `bfloat16`.
+    """Read a dtype: torch's object, or a name such as `bf16` or `bfloat16`.
 
     Raises:
         UsageError: It is neither.
@@ -88,8 +88,8 @@ def dtype_of(value: Any, what: str) -> torch.dtype | None:
 def dtypes_from(policy: Any, base: Dtypes) -> Dtypes:
     """Read `mixed_precision_policy` in any of its forms: a name, a mapping, one of torch's two classes.
 
-    A name sets what the configuration's mixed_precision sets: computation in that format, gradients summed in
-    fp32, shards kept in fp32. A mapping or an object says each format itself.
+    A name sets what the configuration's mixed_precision sets: computation in that dtype, gradients summed in
+    fp32, shards kept in fp32. A mapping or an object sets each dtype itself.
 
     Raises:
         UsageError: It is none of these, or a mapping with a key that means nothing.
@@ -151,7 +151,7 @@ _DTYPE_FIELDS = {
 
 
 def is_float8(policy: Any) -> bool:
-    """Whether a policy is the name of float8."""
+    """Return whether a policy is the name of float8."""
     return isinstance(policy, str) and policy.strip().lower() == "fp8"
 
 

@@ -202,7 +202,7 @@ def finish_saves() -> None:
 def _at_exit() -> None:
     """Do not leave a save half written, for runs that no launcher's bootstrap ends."""
     device = if_imported(DEVICE)
-    failed = device is not None and bool(device._abandoned)
+    failed = device is not None and device.group_is_abandoned()
     try:
         background.finish(EXIT_SECONDS if failed else None)
     except BaseException as failure:

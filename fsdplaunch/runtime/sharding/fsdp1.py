@@ -35,8 +35,8 @@ def shard(
 ) -> nn.Module:
     """Wrap the units bottom-up and the model last, and return the outermost wrapper.
 
-    Torch's own `sync_module_states` works on GPUs only, so the units get rank 0's values from the aligner, one at
-    a time and right before they are wrapped, as in version 2.
+    Torch's `sync_module_states` works on GPUs only, so the units get rank 0's values from the materializer, one
+    at a time and right before they are wrapped, as in FSDP2.
     """
     if materializer.device.type == "meta":
         msg = "fsdp_version 1 cannot lay a model out without giving it storage"
@@ -45,27 +45,27 @@ def shard(
     precision = _precision(settings)
     places = ModulePlaces(model)
     for unit in _batch_norms(model, settings):
-        materializer.settle(unit)
+        materializer.materialize(unit)
         with materializer.wrapping():
             places.exchange(unit, FullyShardedDataParallel(unit, **common))
     for name, unit in reversed(units.items()):
-        materializer.settle(unit)
+        materializer.materialize(unit)
         with naming(name), materializer.wrapping():
             places.exchange(unit, FullyShardedDataParallel(unit, **common, mixed_precision=precision))
-    materializer.settle(model)
+    materializer.materialize(model)
     with naming(type(model).__name__), materializer.wrapping():
         return FullyShardedDataParallel(model, **common, mixed_precision=precision)
 
 
 def _batch_norms(model: nn.Module, settings: Settings) -> list[nn.Module]:
-    """Batch norms keep their own precision, in units of their own, as torch's automatic wrapping does it."""
+    """Return batch norms: they keep their precision, in units of their own, as torch's wrapping does it."""
     if settings.dtypes.param is None:
         return []
     return [module for module in model.modules() if isinstance(module, BatchNorm)]
 
 
 def _common(settings: Settings, mesh: DeviceMesh, device: torch.device, out: IgnoredParts) -> dict[str, Any]:
-    """The arguments that all wrappers share."""
+    """Return the arguments that all wrappers share."""
     prefetch = settings.backward_prefetch
     return (
         _layout(settings, mesh)
@@ -83,7 +83,7 @@ def _common(settings: Settings, mesh: DeviceMesh, device: torch.device, out: Ign
 
 
 def _left_out(settings: Settings, out: IgnoredParts) -> dict[str, Any]:
-    """What not to shard, as modules, or as parameters where some are alone: torch takes one of the two."""
+    """Return what not to shard, as modules, or as parameters where some are alone: torch takes one of the two."""
     if not out.scalars:
         return {"ignored_modules": list(out.modules.values()) or None}
     if settings.dtypes.buffer is not None and any(True for m in out.modules.values() for _ in m.buffers()):
@@ -93,9 +93,9 @@ def _left_out(settings: Settings, out: IgnoredParts) -> dict[str, Any]:
 
 
 def _layout(settings: Settings, mesh: DeviceMesh) -> dict[str, Any]:
-    """The ranks, as the strategy wants them: two axes for the hybrid ones, one for the others.
+    """Return the ranks as the strategy takes them: two axes for the hybrid ones, one for the others.
 
-    Given as a mesh, sharded state comes as DTensors, which version 2 reads, too. LOCAL_STATE_DICT refuses a mesh.
+    Given as a mesh, sharded state comes as DTensors, which FSDP2 reads, too. LOCAL_STATE_DICT takes no mesh.
     """
     hybrid = settings.strategy.startswith("HYBRID")
     by_group = settings.state_dict_type == "LOCAL_STATE_DICT"
@@ -106,7 +106,7 @@ def _layout(settings: Settings, mesh: DeviceMesh) -> dict[str, Any]:
     if hybrid and mesh.ndim > 1 and mesh.size(1) > 1:
         return {"process_group": (mesh.get_group(1), mesh.get_group(0))} if by_group else {"device_mesh": mesh}
     msg = f"{settings.strategy} does not fit a mesh of {' x '.join(str(n) for n in mesh.shape)} ranks"
-    hint = "the hybrid strategies take copies x shards, with more than one shard each; the others one axis"
+    hint = "the hybrid strategies take replicas x shards, with more than one shard each; the others one axis"
     raise ShardingError(msg, hint=hint)
 
 

@@ -32,7 +32,7 @@ def shard(
     mesh: DeviceMesh,
     materializer: Materializer,
     out: IgnoredParts,
-    device: torch.device,  # noqa: ARG001  (the mesh says it)
+    device: torch.device,  # noqa: ARG001  (the mesh has it)
 ) -> nn.Module:
     """Shard the units bottom-up and the model last, in place, and return the model.
 
@@ -44,10 +44,10 @@ def shard(
     common = _common(settings, mesh, out)
     policy = _precision(settings, output=None)
     for name, unit in reversed(units.items()):
-        materializer.settle(unit)
+        materializer.materialize(unit)
         with naming(name):
             fully_shard(unit, **common, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward)
-    materializer.settle(model)
+    materializer.materialize(model)
     # The root is needed again as soon as backward begins; torch's own default is to keep it gathered, too.
     reshard = False if units else settings.reshard_after_forward
     root_policy = _precision(settings, output=settings.dtypes.output)
@@ -60,7 +60,7 @@ def shard(
 
 
 def _common(settings: Settings, mesh: DeviceMesh, out: IgnoredParts) -> dict[str, Any]:
-    """The arguments that all calls share."""
+    """Return the arguments that all calls share."""
     common: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(settings, mesh)}
     params = set(out.parameters())
     return common | ({"ignored_params": params} if params else {})

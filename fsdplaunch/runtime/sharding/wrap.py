@@ -26,12 +26,12 @@ def plan_units(model: nn.Module, settings: Settings, ignored: Collection[nn.Modu
     because torch can give a shared parameter to one unit only.
 
     Args:
-        model: The whole model.
-        settings: Says which policy.
+        model: The model.
+        settings: Has the policy.
         ignored: Modules that are not sharded, with everything below them.
 
     Raises:
-        ShardingError: A policy was asked for and chooses nothing.
+        ShardingError: A policy is set and chooses nothing.
     """
     left_out = {below for module in ignored for below in module.modules()}
     chosen = _chosen(model, settings, left_out)
@@ -89,7 +89,7 @@ def _by_recursion(model: nn.Module, policy: Callable[..., Any], left_out: set[nn
 
 
 def _has_own(module: nn.Module, left_out: set[nn.Module]) -> bool:
-    """Whether a module holds a parameter that is to be sharded; torch has nothing to do for one that does not."""
+    """Return whether a module holds a parameter to shard; torch has nothing to do for one that does not."""
     return any(next(m.parameters(recurse=False), None) is not None for m in module.modules() if m not in left_out)
 
 
