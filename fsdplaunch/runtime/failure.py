@@ -61,11 +61,10 @@ def _for_the_file() -> Iterator[None]:
 
 def _leave(leaving: SystemExit) -> int:
     """Do with `sys.exit(value)` what the interpreter does, and record a value that means failure."""
+    record(f"SystemExit: {leaving.code}", "")
     if isinstance(leaving.code, int):
-        record(f"SystemExit: {leaving.code}", "")
         return leaving.code
     sys.stderr.write(f"{leaving.code}\n")
-    record(f"SystemExit: {leaving.code}", "")
     return EXIT_FAILED
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from fsdplaunch.config.environment import ALLOW_UNSHARDED
 from fsdplaunch.errors import NeverShardedError, ShardingError
 from fsdplaunch.run_dir import SHARDED
-from fsdplaunch.runtime.late_modules import PRETRAINED, if_imported
+from fsdplaunch.runtime.late_modules import WEIGHTS_USED, call_if_imported
 from fsdplaunch.runtime.rank import own_folder
 
 _seen: list[str] = []
@@ -104,8 +104,7 @@ def _check_weights_used(name: str) -> None:
     from fsdplaunch.config.environment import decode
 
     weights = decode().checkpoint.weights
-    loading = if_imported(PRETRAINED)
-    if weights is None or (loading is not None and loading.weights_used()):
+    if weights is None or call_if_imported(WEIGHTS_USED):
         return
     msg = f"{name} ended and checkpoint.weights ({weights}) was never read: no model was prepared by fsdplaunch"
     hint = "call fsdplaunch.prepare(model) or fsdplaunch.load_weights(model), or leave checkpoint.weights out"

@@ -198,7 +198,7 @@ def test_hook_of_the_script_prints_its_failure(tmp_path: Path) -> None:
         (["-m", "no_such_module"], "no module to run at no_such_module"),
     ],
 )
-def test_nothing_to_run_is_said_in_one_sentence(tmp_path: Path, argv: list[str], says: str) -> None:
+def test_nothing_to_run_is_reported_in_one_sentence(tmp_path: Path, argv: list[str], says: str) -> None:
     done = alone(*argv, cwd=tmp_path)
     assert done.returncode == 1
     assert says in done.stderr
@@ -288,7 +288,7 @@ def test_script_that_never_shards_fails_with_a_sentence(tmp_path: Path) -> None:
     assert not (run_dir / "ranks" / "0" / "sharded").exists()
 
 
-def test_copies_kept_by_another_wrapper_are_named(tmp_path: Path) -> None:
+def test_replicas_kept_by_another_wrapper_are_named(tmp_path: Path) -> None:
     write(
         tmp_path / "train.py",
         """

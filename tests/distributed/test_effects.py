@@ -187,8 +187,8 @@ class Row:
 
     Attributes:
         value: Of the field; for modules, a function of the model.
-        one: What is found under version 1; a text: the words it is refused with.
-        two: The same under version 2.
+        one: What is found under FSDP1; a text: the words it is refused with.
+        two: The same under FSDP2.
         along: Further fields that the value needs.
         look: What to look at beside the common facts.
         make: What builds the model.

@@ -75,7 +75,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {"fsdp_version": 1, "use_orig_params": False},
         ["torch cannot shard layers.0: Must flatten tensors with uniform `requires_grad`"],
     ),
-    "compiled, version 1": (
+    "compiled, FSDP1": (
         "compiled",
         {"fsdp_version": 1},
         ["cannot shard modules that torch.compile has wrapped", "compile what prepare returns"],
@@ -95,7 +95,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_refusal_says_what_and_what_to_do(two_ranks: RankPool, case: str) -> None:
+def test_refusal_names_what_and_what_to_do(two_ranks: RankPool, case: str) -> None:
     kind, fields, texts = CASES[case]
     for message in two_ranks.run(refusal, kind, fields):
         for text in texts:

@@ -112,7 +112,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
     if len(several) == 1:
         return f"rank {several[0]}"
     if len(several) > _SHOWN:
-        return f"ranks {', '.join(several[:_SHOWN])} and {len(several) - _SHOWN} more"
+        return f"ranks {messages.listed(several, _SHOWN)}"
     return f"ranks {', '.join(several[:-1])} and {several[-1]}"
 
 

@@ -41,12 +41,10 @@ def checkpoint_blocks(model: nn.Module, units: Units, settings: Settings, device
 
 
 def _blocks(model: nn.Module, units: Units, settings: Settings) -> list[nn.Module]:
-    if settings.wrap == "TRANSFORMER_BASED_WRAP":
-        return list(find_blocks(model, settings.block_classes).values())
     try:
         return list(find_blocks(model, settings.block_classes).values())
     except ShardingError:
-        if not units:
+        if not units or settings.wrap == "TRANSFORMER_BASED_WRAP":
             raise
         return list(units.values())
 

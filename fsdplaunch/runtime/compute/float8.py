@@ -27,7 +27,8 @@ def convert(model: nn.Module, settings: Settings, out: IgnoredParts) -> int:
         msg = "mixed_precision fp8 needs fsdp_version 2"
         raise ShardingError(msg, hint="set fsdp_version: 2, or mixed_precision: bf16")
     config, swap = _torchao(settings.float8)
-    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m not in out.below()}
+    ignored = out.below()
+    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m not in ignored}
     ends = set(list(linear)[:1] + list(linear)[-1:])
     chosen = {name for name, m in linear.items() if name not in ends and (settings.float8.pad or _fits(m))}
     done = sum(type(module).__name__ == "Float8Linear" for module in model.modules())

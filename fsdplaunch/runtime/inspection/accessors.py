@@ -1,4 +1,4 @@
-"""Look into a sharded model: its sharded modules, its parameters by the user's names, those with gradients."""
+"""Look into a sharded model: its sharded modules, this rank's shards, the parameters with gradients."""
 
 from collections.abc import Iterator
 
@@ -6,8 +6,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-
-from fsdplaunch.runtime.inspection.parameter_names import clean_name
 
 
 def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
@@ -39,19 +37,3 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def params_with_grad(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that have a gradient now."""
     return [param for param in module.parameters() if param.grad is not None]
-
-
-def named_parameters(
-    module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield as `module.named_parameters`, with the names the model had before anything was wrapped in it."""
-    for name, param in module.named_parameters(prefix, recurse, remove_duplicate):
-        yield clean_name(name), param
-
-
-def named_buffers(
-    module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield as `module.named_buffers`, with the names the model had before anything was wrapped in it."""
-    for name, buffer in module.named_buffers(prefix, recurse, remove_duplicate):
-        yield clean_name(name), buffer

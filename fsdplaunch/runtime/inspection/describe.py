@@ -21,6 +21,7 @@ from fsdplaunch.runtime.inspection.introspect import (
     wrappers,
 )
 from fsdplaunch.runtime.inspection.parameter_names import count, named_parameters, unwrapped
+from fsdplaunch.runtime.messages import listed
 from fsdplaunch.runtime.sharding.blocks import class_name
 from fsdplaunch.runtime.sharding.registry import ShardedModel, registered
 
@@ -103,7 +104,7 @@ class ShardingDescription:
             left = 100 * self.root.parameters // max(self.parameters, 1)
             yield "units", f"{_sizes(self.units)} parameters, {count(self.root.parameters)} ({left} %) in the root"
         yield "tied", "; ".join(" = ".join(names) for names in self.tied)
-        yield "not sharded", _some(self.ignored or self.whole)
+        yield "not sharded", listed(self.ignored or self.whole, 4)
         yield "frozen", f"{count(self.parameters - self.trained)} parameters" if self.frozen else ""
         again = f"{len(self.checkpointed)} modules" if self.checkpointed else ""
         where = ", what they keep in host memory" if self.activations_offloaded else ""
@@ -181,10 +182,6 @@ def _counted(
 def _sizes(units: tuple[ShardedUnit, ...]) -> str:
     sizes = sorted({unit.parameters for unit in units})
     return count(sizes[0]) if len(sizes) == 1 else f"{count(sizes[0])} to {count(sizes[-1])}"
-
-
-def _some(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")  # noqa: PLR2004
 
 
 def _word(name: str | None) -> str:

@@ -92,14 +92,14 @@ class DeferredWeights(Materializer):
 
     def _empty(self, entry: ModelTensor) -> None:
         shape = self.sources[entry.name][0]
-        self._exchange(entry, torch.empty(shape, dtype=self._format(entry), device="meta"))
+        entry.exchange(torch.empty(shape, dtype=self._format(entry), device="meta"))
         self.hollowed.append(entry)
 
     def _make_room(self, entry: ModelTensor) -> None:
         """Let a tensor that stays whole have memory on the device; it may already."""
         tensor, dtype = entry.tensor, self._format(entry)
         if tensor.device != self.device or tensor.dtype != dtype or not tensor.is_contiguous():
-            self._exchange(entry, torch.empty(self.sources[entry.name][0], dtype=dtype, device=self.device))
+            entry.exchange(torch.empty(self.sources[entry.name][0], dtype=dtype, device=self.device))
 
     def _put_aside(self, entry: ModelTensor) -> None:
         if self.ranks.is_first:
@@ -109,14 +109,7 @@ class DeferredWeights(Materializer):
 
     def _stand_in(self, entries: Sequence[ModelTensor]) -> None:
         for entry in entries:
-            self._exchange(entry, empty_storage(entry.tensor.shape, entry.tensor.dtype, self.device))
-
-    def _exchange(self, entry: ModelTensor, new: torch.Tensor) -> None:
-        old = entry.tensor
-        if isinstance(old, nn.Parameter):
-            new = nn.Parameter(new, requires_grad=old.requires_grad)
-        new.__dict__.update(old.__dict__)
-        entry.exchange(new)
+            entry.exchange(empty_storage(entry.tensor.shape, entry.tensor.dtype, self.device))
 
     def wrapping(self) -> AbstractContextManager[Any]:
         """What must be active while the old wrapper's constructor runs."""
@@ -148,11 +141,5 @@ class DeferredWeights(Materializer):
 
 def give_memory(entry: ModelTensor, device: torch.device) -> None:
     """Exchange a tensor on the meta device for one with this rank's part of the memory, in all its places."""
-    old = entry.tensor
-    if not old.is_meta:
-        return
-    new = torch.empty_like(old.detach(), device=device)
-    if isinstance(old, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=old.requires_grad)
-    new.__dict__.update(old.__dict__)
-    entry.exchange(new)
+    if entry.tensor.is_meta:
+        entry.exchange(torch.empty_like(entry.tensor.detach(), device=device))

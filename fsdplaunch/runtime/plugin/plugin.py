@@ -21,6 +21,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.kinds import PREFETCH, STATE_DICT, STRATEGY
+from fsdplaunch.config.schema.walk import keys_by_path, value_at
 from fsdplaunch.errors import UsageError
 from fsdplaunch.runtime.compat.transformers_loading import load_on_first_ranks_only
 from fsdplaunch.runtime.plugin.plugin_values import (
@@ -150,20 +151,16 @@ class FullyShardedDataParallelPlugin:
         fsdp = self._config.fsdp_config
         one = fsdp.fsdp_version == 1
         reshard = fsdp.fsdp_reshard_after_forward
-        prefetch = given["backward_prefetch"] and fsdp.fsdp_backward_prefetch
-        cases = {
-            f"backward_prefetch {prefetch}": not one and prefetch not in (None, "BACKWARD_PRE"),
-            "use_orig_params=False": not one and given["use_orig_params"] is False,
-            "state_dict_type LOCAL_STATE_DICT": not one and fsdp.fsdp_state_dict_type == "LOCAL_STATE_DICT",
-            f"reshard_after_forward {reshard}": not one and isinstance(reshard, str),
-            "activation_checkpointing_offload": one and bool(given["activation_checkpointing_offload"]),
-            "flag for reshard_after_forward": one and isinstance(given["reshard_after_forward"], bool),
-            "limit_all_gathers=False": not one and not self.limit_all_gathers,
-        }
-        for what, wrong in cases.items():
-            if wrong:
-                msg = f"fsdp_version {fsdp.fsdp_version} has no {what}"
-                raise UsageError(msg, hint="leave it out, or set the other fsdp_version")
+        missing = [what for name in PATHS if given[name] is not None and (what := _shown(name, self._config))]
+        if one and isinstance(given["reshard_after_forward"], bool):
+            missing.append("flag for reshard_after_forward")
+        if not one and isinstance(reshard, str):
+            missing.append(f"reshard_after_forward {reshard}")
+        if not one and not self.limit_all_gathers:
+            missing.append("limit_all_gathers=False")
+        for what in missing:
+            msg = f"fsdp_version {fsdp.fsdp_version} has no {what}"
+            raise UsageError(msg, hint="leave it out, or set the other fsdp_version")
         needing = {
             "activation_checkpointing_offload": fsdp.fsdp_activation_checkpointing_offload,
             "activation_checkpointing_every": self._config.sharding.checkpoint_every > 1,
@@ -305,6 +302,15 @@ class FullyShardedDataParallelPlugin:
 def ambient_plugin() -> FullyShardedDataParallelPlugin:
     """Return the plugin of the launch's configuration, made once per process."""
     return FullyShardedDataParallelPlugin()
+
+
+def _shown(name: str, config: Config) -> str | None:
+    """Return a field with its value if this FSDP version has no such key, by the schema; None if it has."""
+    spec = keys_by_path()[PATHS[name]]
+    value = value_at(config, spec.path)
+    if config.fsdp_config.fsdp_version in spec.key.versions or value == spec.default:
+        return None
+    return {True: name, False: f"{name}=False"}.get(value, f"{name} {value}")
 
 
 def _names(value: list[str] | str | None) -> list[str]:

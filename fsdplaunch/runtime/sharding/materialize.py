@@ -52,10 +52,14 @@ class ModelTensor:
         tensor: torch.Tensor = getattr(module, attribute)
         return tensor
 
-    def exchange(self, tensor: torch.Tensor) -> None:
-        """Put another tensor in all places."""
+    def exchange(self, new: torch.Tensor) -> None:
+        """Put another tensor in all places; in those of a parameter it becomes one, with its attributes."""
+        old = self.tensor
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+        new.__dict__.update(old.__dict__)
         for module, attribute in self.places:
-            put_tensor(module, attribute, tensor)
+            put_tensor(module, attribute, new)
 
 
 def model_tensors(model: nn.Module) -> list[ModelTensor]:
@@ -172,9 +176,6 @@ class Materializer:
             new = torch.empty(shape, dtype=dtype, device=self.device)
         else:
             new = tensor.data.to(self.device, dtype).contiguous()
-        if isinstance(tensor, nn.Parameter):
-            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-        new.__dict__.update(tensor.__dict__)
         entry.exchange(new)
 
     def _initialise(self, empty: list[ModelTensor]) -> None:

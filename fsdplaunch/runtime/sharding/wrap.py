@@ -1,7 +1,7 @@
 """Which modules become units: each is gathered before it computes and freed after, as one."""
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ Units = dict[str, nn.Module]
 """Modules by clean name, every parent before its children. The model itself is never among them."""
 
 
-def plan_units(model: nn.Module, settings: Settings, ignored: Collection[nn.Module] = ()) -> Units:
+def plan_units(model: nn.Module, settings: Settings, left_out: set[nn.Module]) -> Units:
     """Choose the units of a model that is not sharded yet.
 
     A unit that shares a parameter with a module outside of it is no unit: its parameters stay with the parent's,
@@ -28,12 +28,11 @@ def plan_units(model: nn.Module, settings: Settings, ignored: Collection[nn.Modu
     Args:
         model: The model.
         settings: Has the policy.
-        ignored: Modules that are not sharded, with everything below them.
+        left_out: Modules that are not sharded, with everything below them.
 
     Raises:
         ShardingError: A policy is set and chooses nothing.
     """
-    left_out = {below for module in ignored for below in module.modules()}
     chosen = _chosen(model, settings, left_out)
     units = {
         clean_name(name): module
