@@ -18,8 +18,8 @@ _HOMES = {
     "apply": "fsdplaunch.runtime.api.summon_full_params",
     "summon_full_params": "fsdplaunch.runtime.api.summon_full_params",
     "fsdp_modules": "fsdplaunch.runtime.inspection.accessors",
-    "named_buffers": "fsdplaunch.runtime.inspection.accessors",
-    "named_parameters": "fsdplaunch.runtime.inspection.accessors",
+    "named_buffers": "fsdplaunch.runtime.inspection.parameter_names",
+    "named_parameters": "fsdplaunch.runtime.inspection.parameter_names",
     "params_with_grad": "fsdplaunch.runtime.inspection.accessors",
     "state_dict_type": "fsdplaunch.runtime.state_dict.state_dict_type",
     "load_weights": "fsdplaunch.runtime.loading.load",
@@ -60,13 +60,9 @@ if TYPE_CHECKING:
     from fsdplaunch.runtime.api.gradients import clip_grad_norm_, clip_grad_value_, no_sync
     from fsdplaunch.runtime.api.prepare import prepare
     from fsdplaunch.runtime.api.summon_full_params import apply, summon_full_params
-    from fsdplaunch.runtime.inspection.accessors import (
-        fsdp_modules,
-        named_buffers,
-        named_parameters,
-        params_with_grad,
-    )
+    from fsdplaunch.runtime.inspection.accessors import fsdp_modules, params_with_grad
     from fsdplaunch.runtime.inspection.describe import describe
+    from fsdplaunch.runtime.inspection.parameter_names import named_buffers, named_parameters
     from fsdplaunch.runtime.loading.load import load_weights
     from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin
     from fsdplaunch.runtime.saving.save_load import load_checkpoint, save_checkpoint

@@ -1,4 +1,4 @@
-"""The names inside a run's folder, shared by the command line and the agent, and how files there are written."""
+"""The names inside a run's folder, shared by launcher, agent and workers, and how files there are written."""
 
 import json
 from contextlib import suppress
@@ -12,6 +12,10 @@ AGENT_LOG = "agent.log"
 MACHINES = "machines.json"
 LOST = "lost"
 """A file of this name says that the run ended because a machine was lost; batch scripts look for it."""
+SHARDED = "sharded"
+"""A file of this name in a rank's folder says that the rank sharded a model."""
+REHEARSAL = "rehearsal.json"
+"""File in a rank's folder that says how `fsdplaunch check` went there."""
 _RECORD = "agent.json"
 _TAIL_BYTES = 8192
 

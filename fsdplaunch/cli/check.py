@@ -27,10 +27,10 @@ from fsdplaunch.launch.report.run_result import RunResult
 from fsdplaunch.launch.runner import run_plan
 from fsdplaunch.probe.hardware import read_hardware
 from fsdplaunch.probe.torch_version import installed_numbers
+from fsdplaunch.run_dir import REHEARSAL, rank_folder
 from fsdplaunch.worker_status import read_heartbeat
 
 WORKERS = 2
-_RECORD = "rehearsal.json"
 _MIB = 1024**2
 
 
@@ -171,8 +171,8 @@ def _verdict(done: CheckResult, file: str, plan: LaunchPlan) -> list[str]:
 
 def _rehearsed(plan: LaunchPlan) -> CheckResult:
     """What every rank did, by their files."""
-    folders = [plan.run_dir / "ranks" / str(rank) for rank in range(WORKERS)]
-    records = [json.loads(path.read_text()) for folder in folders if (path := folder / _RECORD).is_file()]
+    folders = [rank_folder(plan.run_dir, rank) for rank in range(WORKERS)]
+    records = [json.loads(path.read_text()) for folder in folders if (path := folder / REHEARSAL).is_file()]
     beats = [beat.steps for folder in folders if (beat := read_heartbeat(folder)) is not None]
     whole = len(records) == WORKERS
     return CheckResult(

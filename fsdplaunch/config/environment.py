@@ -5,7 +5,9 @@ Config. Runs in the CLI (encode) and in every worker (decode).
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
+from typing import Any
 
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config
@@ -58,18 +60,58 @@ def raw_values(environ: Mapping[str, str]) -> dict[Path, str]:
 def decode(environ: Mapping[str, str] | None = None) -> Config:
     """Read the resolved Config back from an environment, in a worker.
 
+    A worker has one: as long as the variables stay as they are, every call returns the same object.
+
     Args:
         environ: The variables; the process's own when left out.
 
     Raises:
         UsageError: A variable holds none of its key's values.
     """
-    values = {}
-    for path, text in raw_values(os.environ if environ is None else environ).items():
-        spec = keys_by_path()[path]
-        try:
-            values[path] = spec.key.kind.parse(text)
-        except ValueError:
-            msg = f"environment variable {spec.env} must be {spec.key.kind.expects}, got {text!r}"
-            raise UsageError(msg) from None
-    return resolve(build_config(values))
+    return _decoded(tuple(raw_values(os.environ if environ is None else environ).items()))
+
+
+@lru_cache(maxsize=1)
+def _decoded(texts: tuple[tuple[Path, str], ...]) -> Config:
+    return resolve(build_config(_parsed(texts)))
+
+
+def decode_with(overrides: Mapping[Path, Any], *, replaced: Collection[Path] = ()) -> Config:
+    """Read the process's own environment with other values on top of it, resolved together.
+
+    Args:
+        overrides: Parsed values by path.
+        replaced: Keys whose variables do not count.
+
+    Raises:
+        UsageError: A variable holds none of its key's values.
+    """
+    values = {
+        path: value for path, value in _parsed(raw_values(os.environ).items()).items() if path not in replaced
+    }
+    return resolve(build_config({**values, **overrides}))
+
+
+def _parsed(texts: Iterable[tuple[Path, str]]) -> dict[Path, Any]:
+    return {
+        path: parse_value(path, text, f"environment variable {keys_by_path()[path].env}") for path, text in texts
+    }
+
+
+def parse_value(path: Path, value: Any, what: str) -> Any:
+    """Return a value as its key holds it.
+
+    Args:
+        path: The key.
+        value: A text, or what Python code gives.
+        what: Where it stands, for the message.
+
+    Raises:
+        UsageError: It is none of the key's values.
+    """
+    kind = keys_by_path()[path].key.kind
+    try:
+        return kind.parse(value)
+    except ValueError:
+        msg = f"{what} must be {kind.expects}, got {value!r}"
+        raise UsageError(msg) from None

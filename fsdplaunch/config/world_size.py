@@ -33,8 +33,18 @@ def world_size(config: Config) -> int | None:
     return said * config.num_machines if isinstance(said, int) else None
 
 
+def split_world(world: int, replicas: int, shards: int) -> tuple[int, int]:
+    """Return (replicas, ranks per replica), -1 replaced by what the other leaves; without both, all ranks shard.
+
+    They fit when their product is `world`.
+    """
+    if replicas == REST:
+        return (1, world) if shards == REST else (world // max(shards, 1), shards)
+    return (replicas, world // max(replicas, 1)) if shards == REST else (replicas, shards)
+
+
 def mesh_sizes(config: Config, world: int) -> tuple[int, int]:
-    """Return (copies, ranks per copy) for a number of workers; their product is `world`.
+    """Return (replicas, ranks per replica) for a number of workers; their product is `world`.
 
     Args:
         config: Resolved.
@@ -48,13 +58,11 @@ def mesh_sizes(config: Config, world: int) -> tuple[int, int]:
         sizes.parallelism_config_dp_replicate_size or 1,
         sizes.parallelism_config_dp_shard_size or REST,
     )
-    known = max(copies, 1) * max(shards, 1)
-    if REST in (copies, shards) and world % known == 0:
-        copies, shards = (world // known if size == REST else size for size in (copies, shards))
-    if copies * shards != world or min(copies, shards) < 1:
+    found = split_world(world, copies, shards)
+    if found[0] * found[1] != world or min(found) < 1:
         msg = f"a mesh of {copies} x {shards} does not fit {world} workers"
         raise UsageError(msg, hint="the sizes must multiply to the number of workers; -1 takes the rest")
-    return copies, shards
+    return found
 
 
 def with_mesh(config: Config, world: int) -> Config:

@@ -34,7 +34,7 @@ def fake_ranks(world: int, *, per_node: int) -> Iterator[None]:
             patch.object(dist, "broadcast_object_list", _keep),
             patch.object(dist, "all_gather_object", _repeat),
             patch.object(dist, "broadcast", _keep),
-            patch.object(shard, "check_whole", _keep),  # adds up the shards of all ranks
+            patch.object(shard, "check_sharded_model", _keep),  # adds up the shards of all ranks
             first_chunk_only(_first_part),
         ):
             yield

@@ -29,6 +29,7 @@ from fsdplaunch.run_dir import (
     LOST,
     PLAN,
     RESULT,
+    SHARDED,
     agent_record,
     rank_folder,
     read_json,
@@ -133,7 +134,7 @@ def unsharded_ranks(plan: LaunchPlan, record: Mapping[str, Any]) -> list[int]:
     if not watched or ALLOW_UNSHARDED in plan.env:
         return []
     ranks = [worker["rank"] for attempt in record.get("attempts", [])[-1:] for worker in attempt["workers"]]
-    return [rank for rank in ranks if not (rank_folder(plan.run_dir, rank) / "sharded").exists()]
+    return [rank for rank in ranks if not (rank_folder(plan.run_dir, rank) / SHARDED).exists()]
 
 
 def with_unsharded_cause(record: Mapping[str, Any], plan: LaunchPlan, rank: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The workers' entry: set up device and process group, run the user's script as `__main__`, say how it ended.
+"""The workers' entry: set up device and process group, run the user's script as `__main__`, record how it ended.
 
     python -m fsdplaunch.runtime.bootstrap [-m] SCRIPT_OR_MODULE [ARGS...]
 
@@ -19,7 +19,7 @@ from fsdplaunch.parent_death import die_with_parent
 from fsdplaunch.runtime.auto.dtensor.error_notes import explaining_mixtures
 from fsdplaunch.runtime.failure import conclude
 from fsdplaunch.runtime.heartbeat import start_heartbeat
-from fsdplaunch.runtime.late_modules import DEVICE, HANG_DETECTOR, SAVE_JOB, if_imported
+from fsdplaunch.runtime.late_modules import ABANDON_GROUP, FINISH_SAVES, REPORT_END, call_if_imported
 from fsdplaunch.runtime.rank import rank
 from fsdplaunch.runtime.script import ScriptTarget, parse_target, run_target
 
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
         argv: `[-m] SCRIPT_OR_MODULE [ARGS...]`, without the program's own name.
 
     Raises:
-        SystemExit: The script failed (1), was interrupted (130), or asked for its own status.
+        SystemExit: The script failed (1), was interrupted (130), or exited with its own status.
     """
     die_with_parent(signal.SIGKILL)
     faulthandler.enable()
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
         config = decode()
         _work(config, parse_target(argv))
     except BaseException as failure:
-        _abandon()
+        call_if_imported(ABANDON_GROUP)
         status = conclude(failure)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -63,8 +63,8 @@ def _work(config: Config, target: ScriptTarget) -> None:
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
-    _finish_saves()
-    _tell_end()
+    call_if_imported(FINISH_SAVES)  # a run whose last save failed has failed
+    call_if_imported(REPORT_END)
     if config.distributed_type == "FSDP" and config.launch.shard != "off":
         from fsdplaunch.runtime.sharding_watch import check_sharded
 
@@ -103,25 +103,6 @@ def _install_hooks(config: Config, device: "torch.device") -> None:
 
 
 _installed = ExitStack()
-
-
-def _finish_saves() -> None:
-    """Wait for a checkpoint that is still being written; a run whose last one failed has failed."""
-    save_job = if_imported(SAVE_JOB)
-    if save_job is not None:
-        save_job.finish_saves()
-
-
-def _tell_end() -> None:
-    hang_detector = if_imported(HANG_DETECTOR)
-    if hang_detector is not None:
-        hang_detector.report_end()
-
-
-def _abandon() -> None:
-    device = if_imported(DEVICE)
-    if device is not None:
-        device.abandon_group()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A rehearsal: after some optimizer steps, take a checkpoint there and back, say how it went, and end the script.
+"""After some optimizer steps, save and load a checkpoint, record how it went, and end the script.
 
 Runs in workers that `fsdplaunch check` started.
 """
@@ -12,18 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.run_dir import REHEARSAL
+from fsdplaunch.runtime.inspection.accessors import local_tensor
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
-from fsdplaunch.runtime.rank import rank, rank_folder
+from fsdplaunch.runtime.rank import own_folder, rank
 from fsdplaunch.runtime.saving.save_job import finish_saves
 from fsdplaunch.runtime.saving.save_load import load_checkpoint, save_checkpoint
 from fsdplaunch.runtime.sharding.registry import models_of
-
-RECORD = "rehearsal.json"
-"""File in a rank's folder that says how the rehearsal went."""
 
 
 class EnoughStepsError(SystemExit):
@@ -45,9 +43,9 @@ def stop_after(steps: int) -> None:
         made[id(optimizer)] = made.get(id(optimizer), 0) + 1
         if made[id(optimizer)] >= steps:
             record = {"steps": steps, "seconds": round(time.monotonic() - began, 2), **_round_trip(optimizer)}
-            folder = rank_folder()
+            folder = own_folder()
             if folder is not None:
-                (folder / RECORD).write_text(json.dumps(record), encoding="utf-8")
+                (folder / REHEARSAL).write_text(json.dumps(record), encoding="utf-8")
             raise EnoughStepsError(0)
 
     register_optimizer_step_post_hook(count)
@@ -61,7 +59,7 @@ def _round_trip(optimizer: Optimizer) -> dict[str, Any]:
     """
     trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
     models = [model for model in models_of(nn.Module) if any(id(param) in trained for param in model.parameters())]
-    folder = rank_folder()
+    folder = own_folder()
     if not models or folder is None:
         return {"checkpoint": None}
     target = folder.parent.parent / "rehearsal-checkpoint"
@@ -81,17 +79,13 @@ def _round_trip(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _values(models: list[nn.Module], optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's parameters, and what the optimizer keeps for them, by name."""
+    """Yield this rank's parameters, and what the optimizer keeps for them, by name."""
     for number, model in enumerate(models):
         for name, param in named_parameters(model):
-            yield f"{name} of model {number}" if len(models) > 1 else name, _local(param)
+            yield f"{name} of model {number}" if len(models) > 1 else name, local_tensor(param)
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, torch.Tensor):
-                    yield f"{key} of {name} of model {number}", _local(value)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+                    yield f"{key} of {name} of model {number}", local_tensor(value)
 
 
 def _compare(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:

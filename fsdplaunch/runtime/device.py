@@ -17,10 +17,10 @@ from fsdplaunch.runtime.torch_internals import mend_fsdp2_on_cpu
 
 
 def choose_device(config: Config) -> torch.device:
-    """Return `cuda:LOCAL_RANK`, or the CPU when the configuration asks for it or there is no GPU.
+    """Return `cuda:LOCAL_RANK`, or the CPU when the configuration sets it or there is no GPU.
 
     Raises:
-        MachineError: There are fewer GPUs than workers here, or they cannot compute in the asked format.
+        MachineError: There are fewer GPUs than workers here, or they cannot compute in the configured dtype.
     """
     if config.use_cpu or not torch.cuda.is_available():
         return torch.device("cpu")
@@ -84,6 +84,11 @@ _abandoned: list[bool] = []
 def abandon_group() -> None:
     """Leave the group standing at exit: after a failure the other ranks may never answer."""
     _abandoned.append(True)
+
+
+def group_is_abandoned() -> bool:
+    """Return whether the group is left standing: the script failed."""
+    return bool(_abandoned)
 
 
 def leave_group() -> None:

@@ -28,7 +28,7 @@ def conclude(failure: BaseException) -> int:
     if isinstance(failure, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     # The agent sees a failure only when the process is gone. A thread that waits in a collective for ranks that
-    # wait for this one would keep it alive, so a C-level timer ends it and says where it was stuck.
+    # wait for this one would keep it alive, so a C-level timer ends it and prints where it waited.
     faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
     if isinstance(failure, SystemExit):
         return _leave(failure)
@@ -61,11 +61,10 @@ def _for_the_file() -> Iterator[None]:
 
 def _leave(leaving: SystemExit) -> int:
     """Do with `sys.exit(value)` what the interpreter does, and record a value that means failure."""
+    record(f"SystemExit: {leaving.code}", "")
     if isinstance(leaving.code, int):
-        record(f"SystemExit: {leaving.code}", "")
         return leaving.code
     sys.stderr.write(f"{leaving.code}\n")
-    record(f"SystemExit: {leaving.code}", "")
     return EXIT_FAILED
 
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.runtime.rank import rank_folder
+from fsdplaunch.runtime.rank import own_folder
 from fsdplaunch.worker_status import HEARTBEAT, LAYOUT, STACK, STACK_SIGNAL
 
 _kept: list[Any] = []
@@ -20,7 +20,7 @@ def start_heartbeat() -> None:
 
     In a process that has no torch yet no steps are counted: importing it is the script's business.
     """
-    folder = rank_folder()
+    folder = own_folder()
     if folder is None or STACK_SIGNAL is None:
         return
     stack = (folder / STACK).open("a", encoding="utf-8")

@@ -1,14 +1,16 @@
-"""Modules of this package that matter only where something else has imported them: looked up, never imported."""
+"""Functions that matter only where something has imported their module: looked up, never imported."""
 
 import sys
 from typing import Any
 
-DEVICE = "fsdplaunch.runtime.device"
-HANG_DETECTOR = "fsdplaunch.runtime.collectives.hang_detector"
-PRETRAINED = "fsdplaunch.runtime.loading.pretrained"
-SAVE_JOB = "fsdplaunch.runtime.saving.save_job"
+ABANDON_GROUP = "fsdplaunch.runtime.device.abandon_group"
+GROUP_IS_ABANDONED = "fsdplaunch.runtime.device.group_is_abandoned"
+REPORT_END = "fsdplaunch.runtime.collectives.hang_detector.report_end"
+WEIGHTS_USED = "fsdplaunch.runtime.loading.pretrained.weights_used"
+FINISH_SAVES = "fsdplaunch.runtime.saving.save_job.finish_saves"
 
 
-def if_imported(name: str) -> Any:
-    """The module of this name, or None while nothing has imported it."""
-    return sys.modules.get(name)
+def call_if_imported(function: str) -> Any:
+    """Call the function of this name and return what it does; None while nothing has imported its module."""
+    module, _, name = function.rpartition(".")
+    return getattr(sys.modules[module], name)() if module in sys.modules else None

@@ -79,7 +79,7 @@ def _module(name: str) -> tuple[ModuleType, CodeType]:
 
 
 def _found(spec: importlib.machinery.ModuleSpec | None, name: str) -> tuple[ModuleType, CodeType]:
-    """The namespace and the code of a module that import machinery found."""
+    """Return the namespace and the code of a module that import machinery found."""
     loader: Any = None if spec is None else spec.loader
     if spec is None or not hasattr(loader, "get_code"):
         msg = f"no module to run at {name}"
@@ -109,7 +109,7 @@ def _set_first_path(folder: str) -> None:
 
 
 def user_traceback(failure: BaseException) -> TracebackType | None:
-    """The traceback without the frames above the user's first line; None when no such line was reached."""
+    """Return the traceback without the frames above the user's first line; None when no such line was reached."""
     frame = failure.__traceback__
     mine = str(Path(__file__).parent)
     while frame is not None and _is_ours(frame.tb_frame.f_code.co_filename, mine):

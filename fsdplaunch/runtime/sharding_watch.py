@@ -1,4 +1,4 @@
-"""Whether this process ever sharded a model, whoever did it: this package, another library, the user's own code.
+"""Record whether this process ever sharded a model, whoever did it: this package, a library, the script.
 
 The moment is recorded, not the objects: a model may be gone by the time the script ends.
 """
@@ -10,24 +10,22 @@ from typing import Any
 
 from fsdplaunch.config.environment import ALLOW_UNSHARDED
 from fsdplaunch.errors import NeverShardedError, ShardingError
-from fsdplaunch.runtime.late_modules import PRETRAINED, if_imported
-from fsdplaunch.runtime.rank import rank_folder
-
-MARKER = "sharded"
-"""Name of the empty file in a rank's folder that says the rank sharded a model."""
+from fsdplaunch.run_dir import SHARDED
+from fsdplaunch.runtime.late_modules import WEIGHTS_USED, call_if_imported
+from fsdplaunch.runtime.rank import own_folder
 
 _seen: list[str] = []
-_copied: list[str] = []
+_replicated: list[str] = []
 
 
 def ever_sharded() -> bool:
-    """Whether a model was sharded in this process."""
+    """Return whether a model was sharded in this process."""
     return bool(_seen)
 
 
 def sharded_by() -> str | None:
-    """What sharded or copied a model first in this process, or None."""
-    return next(iter([*_seen, *_copied]), None)
+    """Return what sharded or replicated a model first in this process, or None."""
+    return next(iter([*_seen, *_replicated]), None)
 
 
 def mark_sharded(how: str) -> None:
@@ -35,8 +33,8 @@ def mark_sharded(how: str) -> None:
 
     The file serves scripts that leave through `os._exit`, where nothing of ours runs any more.
     """
-    if not _seen and (folder := rank_folder()) is not None:
-        (folder / MARKER).touch()
+    if not _seen and (folder := own_folder()) is not None:
+        (folder / SHARDED).touch()
     _seen.append(how)
 
 
@@ -44,7 +42,7 @@ def watch_sharding() -> None:
     """Start to notice both of torch's ways to shard.
 
     `fully_shard` makes one subclass of FSDPModule per model class and is imported by name all over the place, so
-    the birth of that subclass is the one point every caller passes. The old wrapper is a class: its constructor.
+    the making of that subclass is the one point every caller passes. FSDP1 is a class: its constructor.
     """
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
@@ -53,7 +51,7 @@ def watch_sharding() -> None:
         return
     FSDPModule.__init_subclass__ = classmethod(_subclass_made)  # type: ignore[assignment]
     _after_construction(FullyShardedDataParallel, mark_sharded)
-    _after_construction(DistributedDataParallel, _copied.append)
+    _after_construction(DistributedDataParallel, _replicated.append)
 
 
 def _after_construction(wrapper: Any, mark: Callable[[str], None]) -> None:
@@ -96,8 +94,8 @@ def check_sharded(name: str) -> None:
 def _who_trained_what() -> str:
     workers = int(os.environ.get("WORLD_SIZE", "1"))
     if workers == 1:
-        return f": its worker held all of it ({_copied[0]})" if _copied else ""
-    trained = f"each held a whole copy ({_copied[0]})" if _copied else "trained independent copies"
+        return f": its worker held all of it ({_replicated[0]})" if _replicated else ""
+    trained = f"each held a full replica ({_replicated[0]})" if _replicated else "trained independent replicas"
     return f": {workers} workers {trained}"
 
 
@@ -106,8 +104,7 @@ def _check_weights_used(name: str) -> None:
     from fsdplaunch.config.environment import decode
 
     weights = decode().checkpoint.weights
-    loading = if_imported(PRETRAINED)
-    if weights is None or (loading is not None and loading.weights_used()):
+    if weights is None or call_if_imported(WEIGHTS_USED):
         return
     msg = f"{name} ended and checkpoint.weights ({weights}) was never read: no model was prepared by fsdplaunch"
     hint = "call fsdplaunch.prepare(model) or fsdplaunch.load_weights(model), or leave checkpoint.weights out"

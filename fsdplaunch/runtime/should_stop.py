@@ -12,22 +12,22 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class _Request:
-    """Whether this rank was asked to stop, and what all ranks know of it.
+    """Whether this rank got a signal to stop, and what all ranks know of it.
 
     Attributes:
-        asked: A signal has come to this rank.
+        signalled: A signal has come to this rank.
         agreed: All ranks know that one has come to some rank.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.signalled = False
         self.agreed = False
         self._listening = False
-        self._asked_anywhere = torch.zeros(1, dtype=torch.int32)
+        self._signalled_anywhere = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
 
     def listen(self) -> None:
-        """Take the signals from now on; a worker that never asks keeps being ended by them."""
+        """Take the signals from now on; a worker that never calls this is ended by them."""
         if self._listening or threading.current_thread() is not threading.main_thread():
             return
         self._listening = True
@@ -35,7 +35,7 @@ class _Request:
             signal.signal(number, self._note)
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
-        self.asked = True
+        self.signalled = True
 
     def decide(self) -> bool:
         """Answer with what the ranks had agreed on, and begin the next agreement."""
@@ -47,22 +47,22 @@ class _Request:
         return self.agreed
 
     def _begin(self) -> None:
-        self._asked_anywhere.fill_(int(self.asked))
-        # A tensor on the host: the answer costs no wait for the GPU.
-        self._work = dist.all_reduce(self._asked_anywhere, op=dist.ReduceOp.MAX, async_op=True)
+        self._signalled_anywhere.fill_(int(self.signalled))
+        # A tensor in host memory: the answer costs no wait for the GPU.
+        self._work = dist.all_reduce(self._signalled_anywhere, op=dist.ReduceOp.MAX, async_op=True)
 
     def _end(self) -> None:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        self.agreed = self.agreed or bool(self._asked_anywhere.item())
+        self.agreed = self.agreed or bool(self._signalled_anywhere.item())
 
 
 _request = _Request()
 
 
 def should_stop() -> bool:
-    """Whether the run has been asked to save and end; call it once per step, on every rank.
+    """Return whether the run is to save and end; call it once per step, on every rank.
 
     From its first call on SIGTERM and SIGUSR1 no longer end this process: they make this function return True, on
     all ranks at the same call, whichever of them got the signal. The ranks agree while the step between two calls
@@ -75,5 +75,5 @@ def should_stop() -> bool:
     if _request.agreed:
         return True
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return _request.asked
+        return _request.signalled
     return _request.decide()

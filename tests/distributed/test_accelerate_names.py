@@ -59,14 +59,14 @@ def equal_to_alone(fields: dict[str, Any]) -> tuple[float, list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whole_state_is_that_of_the_unsharded_run(two_ranks: RankPool, kind: str) -> None:
+def test_full_state_is_that_of_the_unsharded_run(two_ranks: RankPool, kind: str) -> None:
     results = two_ranks.run(equal_to_alone, KINDS[kind])
     assert max(difference for difference, _ in results) < 1e-5
     assert [sizes for _, sizes in results] == [[2, 2], [0, 2]]
 
 
 def handed_on(fields: dict[str, Any], how: str) -> tuple[list[float], list[float]]:
-    """Go on with a new model and optimizer that got the old ones' whole state."""
+    """Go on with a new model and optimizer that got the old ones' full state."""
     model, optimizer = trained(fields)
     everywhere = fsdplaunch.full_optim_state_dict(model, optimizer, rank0_only=False)
     on_first = fsdplaunch.full_optim_state_dict(model, optimizer)
@@ -84,7 +84,7 @@ def handed_on(fields: dict[str, Any], how: str) -> tuple[list[float], list[float
 
 @pytest.mark.parametrize("how", ["shard", "scatter"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_whole_state_goes_on_in_another_sharded_model(two_ranks: RankPool, kind: str, how: str) -> None:
+def test_full_state_goes_on_in_another_sharded_model(two_ranks: RankPool, kind: str, how: str) -> None:
     kept_on, resumed = two_ranks.run(handed_on, KINDS[kind], how)[0]
     assert resumed == pytest.approx(kept_on, abs=1e-5)
 
@@ -101,7 +101,7 @@ def to_plain(fields: dict[str, Any]) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whole_state_goes_on_in_a_plain_model(two_ranks: RankPool, kind: str) -> None:
+def test_full_state_goes_on_in_a_plain_model(two_ranks: RankPool, kind: str) -> None:
     moved, kept_on = two_ranks.run(to_plain, KINDS[kind])[0]
     assert moved == pytest.approx(kept_on, abs=1e-5)
 
@@ -133,7 +133,7 @@ def loaded_from_rank_0(how: str) -> float:
 
 
 @pytest.mark.parametrize("how", ["fully_shard", "apply_fsdp2", "DistModule"])
-def test_whole_weights_of_rank_0_reach_every_shard(two_ranks: RankPool, how: str) -> None:
+def test_full_weights_of_rank_0_reach_every_shard(two_ranks: RankPool, how: str) -> None:
     assert two_ranks.run(loaded_from_rank_0, how) == [0.0, 0.0]
 
 
@@ -198,12 +198,12 @@ def test_model_is_prepared_under_the_reference_name(two_ranks: RankPool) -> None
     assert two_ranks.run(prepared_by_name) == [True, True]
 
 
-def test_model_is_not_prepared_under_that_name_with_version_1() -> None:
-    with pytest.raises(UsageError, match="needs fsdp_version 2, the plugin says 1"):
+def test_model_is_not_prepared_under_that_name_with_fsdp1() -> None:
+    with pytest.raises(UsageError, match="needs fsdp_version 2, the plugin has 1"):
         fsdplaunch.fsdp2_prepare_model(build(), plugin(fsdp_version=1))
 
 
-def test_wrap_policy_says_yes_to_units_only() -> None:
+def test_wrap_policy_is_true_for_units_only() -> None:
     model = build()
     policy = fsdplaunch.fsdp2_prepare_auto_wrap_policy(plugin(fsdp_version=2), model)
     assert policy is not None
@@ -225,7 +225,7 @@ def test_loading_switches_are_what_transformers_reads(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
-def test_file_of_weights_is_read_to_the_places_asked_for(tmp_path: Path, suffix: str) -> None:
+def test_file_of_weights_is_read_to_the_places_given(tmp_path: Path, suffix: str) -> None:
     from safetensors.torch import save_file
 
     state = {"a.weight": torch.ones(2), "b.c.weight": torch.zeros(3)}
@@ -271,7 +271,7 @@ def mixed_from_rank_0(kind: str) -> tuple[bool, list[float], bool]:
     with torch.device("meta" if kind == "meta" else "cpu"):
         model = Mixed()
     model.scale = torch.tensor(2.0)
-    if kind == "version 1":
+    if kind == "FSDP1":
         model = fsdplaunch.prepare(model, plugin=plugin(fsdp_version=1, auto_wrap_policy="NO_WRAP"))
     else:
         fully_shard(model)
@@ -280,7 +280,7 @@ def mixed_from_rank_0(kind: str) -> tuple[bool, list[float], bool]:
     full.norm.running_mean.copy_(torch.arange(4.0))
     state = full.state_dict() if dist.get_rank() == 0 else {}
     fsdplaunch.fsdp2_load_full_state_dict(model, state)
-    if kind == "version 1":
+    if kind == "FSDP1":
         with FullyShardedDataParallel.summon_full_params(model):
             equal = torch.equal(model.module.embed.weight, full.embed.weight)
         return equal, model.module.norm.running_mean.tolist(), True
@@ -288,6 +288,6 @@ def mixed_from_rank_0(kind: str) -> tuple[bool, list[float], bool]:
     return equal, model.norm.running_mean.tolist(), model.head.weight is model.embed.weight
 
 
-@pytest.mark.parametrize("kind", ["version 2", "meta", "version 1"])
-def test_whole_weights_with_buffers_and_ties_reach_every_shard(two_ranks: RankPool, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["FSDP2", "meta", "FSDP1"])
+def test_full_weights_with_buffers_and_ties_reach_every_shard(two_ranks: RankPool, kind: str) -> None:
     assert two_ranks.run(mixed_from_rank_0, kind) == [(True, [0.0, 1.0, 2.0, 3.0], True)] * 2

@@ -15,10 +15,10 @@ from tests.distributed.pool import RankPool
 from tests.distributed.tiny import TinyLM, adamw, batch, build, loss_of, my_part, plugin, train_sharded
 
 KINDS: dict[str, dict[str, Any]] = {
-    "version 1": {"fsdp_version": 1},
-    "version 1 flat": {"fsdp_version": 1, "use_orig_params": False},
-    "version 2": {"fsdp_version": 2},
-    "version 2 recomputing": {"fsdp_version": 2, "activation_checkpointing": True},
+    "FSDP1": {"fsdp_version": 1},
+    "FSDP1 flat": {"fsdp_version": 1, "use_orig_params": False},
+    "FSDP2": {"fsdp_version": 2},
+    "FSDP2 recomputing": {"fsdp_version": 2, "activation_checkpointing": True},
 }
 
 
@@ -47,7 +47,7 @@ def summoned(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whole_parameters_are_exact_and_changes_stay_if_asked_to(two_ranks: RankPool, kind: str) -> None:
+def test_full_parameters_are_exact_and_changes_stay_if_set_so(two_ranks: RankPool, kind: str) -> None:
     for found in two_ranks.run(summoned, KINDS[kind]):
         assert found == {"same": True, "kept": True, "doubled": True, "trains": True}
 
@@ -60,15 +60,13 @@ def summoned_gradients(version: int) -> float:
     with fsdplaunch.summon_full_params(model, with_grads=True, writeback=False):
         named = dict(fsdplaunch.named_parameters(model))
         differences = [(named[n].grad - p.grad).abs().max().item() for n, p in alone.named_parameters()]
-    held = len(
-        fsdplaunch.params_with_grad(model)
-    )  # version 1: where a rank has nothing of one, it has no gradient
+    held = len(fsdplaunch.params_with_grad(model))  # FSDP1: where a rank has nothing of one, it has no gradient
     assert held == len(list(model.parameters())) if version == 2 else held > 0
     return max(differences)
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_whole_gradients_are_those_of_the_whole_model(two_ranks: RankPool, version: int) -> None:
+def test_full_gradients_are_those_of_the_unsharded_model(two_ranks: RankPool, version: int) -> None:
     assert max(two_ranks.run(summoned_gradients, version)) < 1e-6
 
 
@@ -85,7 +83,7 @@ def only_on_rank_0(version: int) -> bool:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_whole_parameters_are_on_rank_0_only_if_asked_to(two_ranks: RankPool, version: int) -> None:
+def test_full_parameters_are_on_rank_0_only_if_set_so(two_ranks: RankPool, version: int) -> None:
     assert two_ranks.run(only_on_rank_0, version) == [True, False]
 
 
@@ -112,7 +110,7 @@ def given_new_values(fields: dict[str, Any]) -> tuple[bool, list[float]]:
         return changed, [float(param.sum()) for param in named.values()]
 
 
-@pytest.mark.parametrize("kind", ["version 1", "version 2"])
+@pytest.mark.parametrize("kind", ["FSDP1", "FSDP2"])
 def test_function_applied_to_modules_leaves_all_ranks_equal(two_ranks: RankPool, kind: str) -> None:
     first, second = two_ranks.run(given_new_values, KINDS[kind])
     assert first == second
@@ -202,7 +200,7 @@ def methods(version: int, training: bool) -> tuple[bool, float, bool]:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("version", [1, 2])
-def test_methods_beside_forward_compute_with_whole_parameters(
+def test_methods_beside_forward_compute_with_full_parameters(
     two_ranks: RankPool, version: int, training: bool
 ) -> None:
     same, off, forward = two_ranks.run(methods, version, training)[0]
@@ -254,14 +252,14 @@ def mixed(version: int, how: str) -> Any:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_modules_of_another_format_get_units_of_their_own(two_ranks: RankPool, version: int) -> None:
+def test_modules_of_another_dtype_get_units_of_their_own(two_ranks: RankPool, version: int) -> None:
     names, kept = two_ranks.run(mixed, version, "norms")[0]
     assert names == ["layers.0", "layers.1", "layers.2", "norm"]
     assert kept["float32"] == 16
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_formats_mixed_inside_a_module_are_named(two_ranks: RankPool, version: int) -> None:
+def test_dtypes_mixed_inside_a_module_are_named(two_ranks: RankPool, version: int) -> None:
     for message in two_ranks.run(mixed, version, "inside"):
         assert "mixes parameters kept in bfloat16 with attention_norm.bias in float32" in message
 

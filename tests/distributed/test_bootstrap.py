@@ -198,7 +198,7 @@ def test_hook_of_the_script_prints_its_failure(tmp_path: Path) -> None:
         (["-m", "no_such_module"], "no module to run at no_such_module"),
     ],
 )
-def test_nothing_to_run_is_said_in_one_sentence(tmp_path: Path, argv: list[str], says: str) -> None:
+def test_nothing_to_run_is_reported_in_one_sentence(tmp_path: Path, argv: list[str], says: str) -> None:
     done = alone(*argv, cwd=tmp_path)
     assert done.returncode == 1
     assert says in done.stderr
@@ -274,7 +274,7 @@ def test_training_script_runs_shards_and_leaves_its_marks(tmp_path: Path) -> Non
     assert all((run_dir / "ranks" / str(rank) / "sharded").exists() for rank in (0, 1))
 
 
-NEVER = "train.py ended without sharding a model: 2 workers trained independent copies"
+NEVER = "train.py ended without sharding a model: 2 workers trained independent replicas"
 
 
 def test_script_that_never_shards_fails_with_a_sentence(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_script_that_never_shards_fails_with_a_sentence(tmp_path: Path) -> None:
     assert not (run_dir / "ranks" / "0" / "sharded").exists()
 
 
-def test_copies_kept_by_another_wrapper_are_named(tmp_path: Path) -> None:
+def test_replicas_kept_by_another_wrapper_are_named(tmp_path: Path) -> None:
     write(
         tmp_path / "train.py",
         """
@@ -298,7 +298,7 @@ def test_copies_kept_by_another_wrapper_are_named(tmp_path: Path) -> None:
     )
     done = forked_workers("train.py", cwd=tmp_path)
     assert done.codes == [1, 1]
-    assert "2 workers each held a whole copy (DistributedDataParallel)" in done.stderr
+    assert "2 workers each held a full replica (DistributedDataParallel)" in done.stderr
 
 
 def test_unsharded_end_may_be_allowed(tmp_path: Path) -> None:

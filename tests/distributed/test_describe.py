@@ -53,7 +53,7 @@ def test_units_and_remainder_add_up_to_the_model(two_ranks: RankPool, version: i
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_everything_out_of_the_ordinary_is_said(two_ranks: RankPool, version: int) -> None:
+def test_everything_out_of_the_ordinary_is_described(two_ranks: RankPool, version: int) -> None:
     fields = {
         "fsdp_version": version,
         "ignored_modules": r"layers\.0\.feed_forward",

@@ -187,8 +187,8 @@ class Row:
 
     Attributes:
         value: Of the field; for modules, a function of the model.
-        one: What is found under version 1; a text: the words it is refused with.
-        two: The same under version 2.
+        one: What is found under FSDP1; a text: the words it is refused with.
+        two: The same under FSDP2.
         along: Further fields that the value needs.
         look: What to look at beside the common facts.
         make: What builds the model.
@@ -402,7 +402,7 @@ ROWS: list[Row] = [
         "dp_shard_size",
         (2, {"ranks": 2}, ROWS_AND_COPIES),
         (-1, {"ranks": 2}, ROWS_AND_COPIES),
-        (3, "a mesh of 2 copies x 3 shards needs 6 workers", "a mesh of 2 copies x 3 shards needs 6 workers"),
+        (3, "a mesh of 2 replicas x 3 shards needs 6 workers", "a mesh of 2 replicas x 3 shards needs 6 workers"),
         along={"sharding_strategy": "HYBRID_SHARD", "dp_replicate_size": 2},
     ),
     *rows(

@@ -1,4 +1,4 @@
-"""Norms and clipping on shards equal those on the whole gradient."""
+"""Norms and clipping on shards equal those on the full gradient."""
 
 from typing import Any
 
@@ -30,9 +30,9 @@ def norms(fields: dict[str, Any], order: float, as_model: bool) -> tuple[float, 
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "version 1": {"fsdp_version": 1},
-    "version 1 flat": {"fsdp_version": 1, "use_orig_params": False},
-    "version 2": {"fsdp_version": 2},
+    "FSDP1": {"fsdp_version": 1},
+    "FSDP1 flat": {"fsdp_version": 1, "use_orig_params": False},
+    "FSDP2": {"fsdp_version": 2},
     "with ignored": {"fsdp_version": 2, "ignored_modules": r"layers\.0"},
 }
 
@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("as_model", [True, False])
 @pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize("case", CASES)
-def test_norm_of_shards_is_the_norm_of_the_whole(
+def test_norm_of_shards_is_the_norm_of_the_full_gradient(
     two_ranks: RankPool, case: str, order: float, as_model: bool
 ) -> None:
     for expected, found, left_alone, left, plain in two_ranks.run(norms, CASES[case], order, as_model):
@@ -65,7 +65,7 @@ def part_of_a_model() -> str:
     return "nothing was raised"
 
 
-def test_norm_of_some_version_1_parameters_is_refused(two_ranks: RankPool) -> None:
+def test_norm_of_some_fsdp1_parameters_is_refused(two_ranks: RankPool) -> None:
     assert "only some parameters" in two_ranks.run(part_of_a_model)[0]
 
 
@@ -85,8 +85,8 @@ def around_a_model() -> str:
     return "nothing was raised"
 
 
-def test_norm_of_a_module_around_a_version_1_model_is_refused(two_ranks: RankPool) -> None:
-    assert "only a part of Outer is sharded" in two_ranks.run(around_a_model)[0]
+def test_norm_of_a_module_around_an_fsdp1_model_is_refused(two_ranks: RankPool) -> None:
+    assert "only some of Outer is sharded" in two_ranks.run(around_a_model)[0]
 
 
 def limited(version: int) -> tuple[float, float]:

@@ -131,7 +131,7 @@ def ignored(version: int, pattern: str) -> tuple[float, list[str], float]:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_ignored_modules_stay_whole_and_equal_on_all_ranks(two_ranks: RankPool, version: int) -> None:
+def test_ignored_modules_stay_unsharded_and_equal_on_all_ranks(two_ranks: RankPool, version: int) -> None:
     difference, plain, drift = two_ranks.run(ignored, version, r"layers\.0\.feed_forward")[0]
     assert "layers.0.feed_forward.up.weight" in plain
     assert difference < 1e-5
@@ -366,7 +366,7 @@ def odd_buffers(version: int) -> list[float]:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_buffers_of_every_format_reach_all_ranks(two_ranks: RankPool, version: int) -> None:
+def test_buffers_of_every_dtype_reach_all_ranks(two_ranks: RankPool, version: int) -> None:
     for sums in two_ranks.run(odd_buffers, version):
         assert sums == [0.0] * 8
 

@@ -77,6 +77,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
         "parallelism_config.parallelism_config_dp_replicate_size": 2,
         "parallelism_config.parallelism_config_dp_shard_size": -1,
     },
+    {"fsdp_config.fsdp_cpu_ram_efficient_loading": False},
 ]
 
 
@@ -89,7 +90,7 @@ def test_settings_of_the_plugin_are_those_of_the_file(
     assert settings_of(decode()) == settings_of(config)
 
 
-def test_fields_hold_torchs_own_objects_under_version_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fields_hold_torchs_own_objects_under_fsdp1(monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, {"fsdp_config.fsdp_version": 1, "mixed_precision": "bf16"})
     plugin = FullyShardedDataParallelPlugin()
     assert plugin.sharding_strategy is ShardingStrategy.FULL_SHARD
@@ -104,7 +105,7 @@ def test_fields_hold_torchs_own_objects_under_version_1(monkeypatch: pytest.Monk
     )
 
 
-def test_fields_hold_torchs_own_objects_under_version_2(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fields_hold_torchs_own_objects_under_fsdp2(monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, {"fsdp_config.fsdp_offload_params": True, "mixed_precision": "bf16"})
     plugin = FullyShardedDataParallelPlugin()
     assert plugin.fsdp_version == 2
@@ -186,10 +187,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"activation_checkpointing_offload": True}, "needs activation_checkpointing"),
     ({"mixed_precision_policy": {"buffer_dtype": "bf16"}}, "fsdp_version 2 has no buffer_dtype"),
-    ({"fsdp_version": 1, "mixed_precision_policy": {"output_dtype": "bf16"}}, "version 1 has no output_dtype"),
+    (
+        {"fsdp_version": 1, "mixed_precision_policy": {"output_dtype": "bf16"}},
+        "fsdp_version 1 has no output_dtype",
+    ),
     (
         {"mixed_precision_policy": MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)},
-        "says more than number formats",
+        "sets more than dtypes",
     ),
     ({"activation_checkpointing_every": 2}, "activation_checkpointing_every needs activation_checkpointing"),
     ({"limit_all_gathers": False}, "fsdp_version 2 has no limit_all_gathers=False"),
@@ -233,7 +237,7 @@ def test_state_dict_type_may_change_and_its_options_with_it() -> None:
         plugin.set_state_dict_type("LOCAL_STATE_DICT")
 
 
-def test_policy_object_keeps_what_else_it_says() -> None:
+def test_policy_object_keeps_what_else_it_sets() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
     plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
     assert plugin.mixed_precision_policy.cast_forward_inputs is False
@@ -275,7 +279,7 @@ def test_policy_of_the_other_version_is_refused() -> None:
         plugin.validate_mixed_precision_policy()
 
 
-def test_transformers_is_told_what_code_says_about_loading() -> None:
+def test_transformers_gets_what_code_sets_about_loading() -> None:
     FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)
     assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
     FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False)

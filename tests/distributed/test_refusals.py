@@ -75,23 +75,27 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {"fsdp_version": 1, "use_orig_params": False},
         ["torch cannot shard layers.0: Must flatten tensors with uniform `requires_grad`"],
     ),
-    "compiled, version 1": (
+    "compiled, FSDP1": (
         "compiled",
         {"fsdp_version": 1},
         ["cannot shard modules that torch.compile has wrapped", "compile what prepare returns"],
     ),
     "mesh too large": ("tiny", {"dp_replicate_size": 2, "dp_shard_size": 2}, ["needs 4 workers, there are 2"]),
-    "hybrid over one copy": ("tiny", {"sharding_strategy": "HYBRID_SHARD"}, ["has only one copy", "FULL_SHARD"]),
+    "hybrid over one replica": (
+        "tiny",
+        {"sharding_strategy": "HYBRID_SHARD"},
+        ["has only one replica", "FULL_SHARD"],
+    ),
     "hybrid with one shard": (
         "tiny",
         {"fsdp_version": 1, "sharding_strategy": "HYBRID_SHARD", "dp_replicate_size": 2},
-        ["has only one rank per copy", "NO_SHARD"],
+        ["has only one rank per replica", "NO_SHARD"],
     ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_refusal_says_what_and_what_to_do(two_ranks: RankPool, case: str) -> None:
+def test_refusal_names_what_and_what_to_do(two_ranks: RankPool, case: str) -> None:
     kind, fields, texts = CASES[case]
     for message in two_ranks.run(refusal, kind, fields):
         for text in texts:

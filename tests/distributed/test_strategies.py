@@ -1,4 +1,4 @@
-"""Every sharding strategy and number format is what the sharded model has, and trains as the unsharded one."""
+"""Every sharding strategy and dtype is what the sharded model has, and trains as the unsharded one."""
 
 from typing import Any
 
@@ -47,27 +47,27 @@ def run(fields: dict[str, Any]) -> dict[str, Any]:
     return {"alone": alone, "sharded": sharded, **shape_of(model)}
 
 
-def test_shard_grad_op_version_2_keeps_parameters_gathered(two_ranks: RankPool) -> None:
+def test_shard_grad_op_fsdp2_keeps_parameters_gathered(two_ranks: RankPool) -> None:
     result = two_ranks.run(run, {"fsdp_version": 2, "sharding_strategy": "SHARD_GRAD_OP"})[0]
     assert largest_difference(result["alone"], result["sharded"]) < 1e-5
     assert result["post_forward_ranks"] == {None}
 
 
-def test_full_shard_version_2_frees_parameters_after_forward(two_ranks: RankPool) -> None:
+def test_full_shard_fsdp2_frees_parameters_after_forward(two_ranks: RankPool) -> None:
     result = two_ranks.run(run, {"fsdp_version": 2})[0]
     assert result["post_forward_ranks"] == {2}
     assert result["mesh"] == (2,)
     assert result["placements"] == [Shard]
 
 
-def test_hybrid_shard_version_2_copies_across_rows_and_shards_inside(four_ranks: RankPool) -> None:
+def test_hybrid_shard_fsdp2_replicates_across_rows_and_shards_inside(four_ranks: RankPool) -> None:
     fields = {"fsdp_version": 2, "sharding_strategy": "HYBRID_SHARD", "dp_replicate_size": 2}
     result = four_ranks.run(run, fields)[0]
     assert largest_difference(result["alone"], result["sharded"]) < 1e-5
     assert (result["mesh"], result["placements"]) == ((2, 2), [Replicate, Shard])
 
 
-def test_hybrid_shard_zero2_version_1_shards_over_half_the_ranks(four_ranks: RankPool) -> None:
+def test_hybrid_shard_zero2_fsdp1_shards_over_half_the_ranks(four_ranks: RankPool) -> None:
     fields = {"fsdp_version": 1, "sharding_strategy": "HYBRID_SHARD_ZERO2", "dp_replicate_size": 2}
     result = four_ranks.run(run, fields)[0]
     assert largest_difference(result["alone"], result["sharded"]) < 1e-5
@@ -85,7 +85,7 @@ def test_no_shard_keeps_everything_on_every_rank(two_ranks: RankPool, version: i
 
 
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "FULL_SHARD"])
-def test_version_1_strategy_is_the_one_torch_runs(two_ranks: RankPool, strategy: str) -> None:
+def test_fsdp1_strategy_is_the_one_torch_runs(two_ranks: RankPool, strategy: str) -> None:
     result = two_ranks.run(run, {"fsdp_version": 1, "sharding_strategy": strategy})[0]
     assert largest_difference(result["alone"], result["sharded"]) < 1e-5
     assert result["strategy"] == strategy
@@ -143,7 +143,7 @@ def test_bf16_weights_are_kept_in_fp32_under_mixed_precision_but_frozen_ones_sta
     assert two_ranks.run(low_precision_model, fields)[0] == ({torch.float32}, {torch.bfloat16})
 
 
-def test_frozen_weights_join_the_format_of_their_flat_parameter(two_ranks: RankPool) -> None:
+def test_frozen_weights_join_the_dtype_of_their_flat_parameter(two_ranks: RankPool) -> None:
     fields = {"fsdp_version": 1, "mixed_precision_policy": "bf16"}
     assert two_ranks.run(low_precision_model, fields)[0] == ({torch.float32}, {torch.float32})
 
@@ -152,7 +152,7 @@ def test_bf16_weights_stay_bf16_without_mixed_precision(two_ranks: RankPool) -> 
     assert two_ranks.run(low_precision_model, {"fsdp_version": 2})[0] == ({torch.bfloat16}, {torch.bfloat16})
 
 
-def test_master_format_is_honoured_on_its_own(two_ranks: RankPool) -> None:
+def test_master_dtype_is_honoured_on_its_own(two_ranks: RankPool) -> None:
     fields = {"fsdp_version": 2, "master_dtype": "fp32"}
     assert two_ranks.run(low_precision_model, fields)[0] == ({torch.float32}, {torch.bfloat16})
 
@@ -166,12 +166,12 @@ def output_format(environment_says: None = None) -> tuple[torch.dtype, torch.dty
     return logits.dtype, block_outputs[0], reduce
 
 
-def test_output_format_applies_to_the_model_not_to_its_blocks(two_ranks: RankPool) -> None:
+def test_output_dtype_applies_to_the_model_not_to_its_blocks(two_ranks: RankPool) -> None:
     env = {"ACCELERATE_MIXED_PRECISION": "bf16", "FSDPLAUNCH_PRECISION_OUTPUT": "fp32"}
     assert two_ranks.run(output_format, env=env)[0] == (torch.float32, torch.bfloat16, torch.float32)
 
 
-def test_reduce_format_of_the_environment_reaches_every_unit(two_ranks: RankPool) -> None:
+def test_reduce_dtype_of_the_environment_reaches_every_unit(two_ranks: RankPool) -> None:
     env = {"ACCELERATE_MIXED_PRECISION": "bf16", "FSDPLAUNCH_PRECISION_REDUCE": "bf16"}
     assert two_ranks.run(output_format, env=env)[0] == (torch.bfloat16, torch.bfloat16, torch.bfloat16)
 
@@ -199,7 +199,7 @@ def test_forward_prefetch_names_the_next_unit(two_ranks: RankPool, version: int)
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_offload_on_a_machine_without_gpus_trains_all_the_same(two_ranks: RankPool, version: int) -> None:
+def test_offload_without_gpus_trains_all_the_same(two_ranks: RankPool, version: int) -> None:
     result = two_ranks.run(run, {"fsdp_version": version, "cpu_offload": True})[0]
     assert largest_difference(result["alone"], result["sharded"]) < 1e-5
 

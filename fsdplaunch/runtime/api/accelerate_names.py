@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError, UsageError
 from fsdplaunch.runtime.api.prepare import prepare
+from fsdplaunch.runtime.compat.transformers_loading import load_on_first_ranks_only
 from fsdplaunch.runtime.loading.load import load_full
 from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin, ambient_plugin
 from fsdplaunch.runtime.saving.small_files import read_plain
@@ -26,24 +27,24 @@ from fsdplaunch.runtime.torch_internals import IncompatibleKeys, share_tables
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Have transformers load pretrained weights on each machine's first rank only; `prepare` sends them on."""
+    """Have transformers load pretrained weights on each node's first rank only; `prepare` sends them on."""
     os.environ.setdefault("ACCELERATE_USE_FSDP", "true")
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"
+    load_on_first_ranks_only(True)
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
     """Have transformers load pretrained weights on every rank."""
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    load_on_first_ranks_only(False)
 
 
 def fsdp2_load_full_state_dict(model: nn.Module, full_sd: Mapping[str, Any]) -> None:
-    """Load a whole state dict, which only rank 0 needs to hold, into a sharded model; every rank calls this.
+    """Load a full state dict, which only rank 0 needs to hold, into a sharded model; every rank calls this.
 
     Args:
         model: Sharded; parameters without storage get it.
         full_sd: Full tensors by name on rank 0; ignored elsewhere.
     """
-    _load(model, full_sd, strict=True)
+    load_full(model, full_sd, strict=True)
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: Optimizer, mapping: Mapping[int, nn.Parameter]) -> None:
@@ -69,14 +70,14 @@ def fsdp2_switch_optimizer_parameters(optimizer: Optimizer, mapping: Mapping[int
 
 
 def fsdp2_prepare_model(model: nn.Module, plugin: FullyShardedDataParallelPlugin | None = None) -> nn.Module:
-    """Shard a model with version 2, in place, and return it.
+    """Shard a model with FSDP2, in place, and return it.
 
     Raises:
-        UsageError: The plugin says version 1.
+        UsageError: The plugin is for FSDP1.
     """
     chosen = plugin or ambient_plugin()
     if chosen.fsdp_version != 2:  # noqa: PLR2004
-        msg = f"fsdp2_prepare_model needs fsdp_version 2, the plugin says {chosen.fsdp_version}"
+        msg = f"fsdp2_prepare_model needs fsdp_version 2, the plugin has {chosen.fsdp_version}"
         raise UsageError(msg, hint="set fsdp_version: 2, or call fsdplaunch.prepare")
     sharded: nn.Module = prepare(model, plugin=chosen)
     return sharded
@@ -85,7 +86,7 @@ def fsdp2_prepare_model(model: nn.Module, plugin: FullyShardedDataParallelPlugin
 def fsdp2_prepare_auto_wrap_policy(
     fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module
 ) -> Callable[[nn.Module], bool] | None:
-    """Return a function that says of each module of a model whether it becomes a unit; None for NO_WRAP."""
+    """Return a function that tells for each module of a model whether it becomes a unit; None for NO_WRAP."""
     settings = fsdp2_plugin.settings()
     if settings.wrap == "NO_WRAP":
         return None
@@ -94,12 +95,12 @@ def fsdp2_prepare_auto_wrap_policy(
 
 
 def apply_fsdp2(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard a model with version 2 over a mesh, in place, the rest as the launch's configuration says."""
+    """Shard a model with FSDP2 over a mesh, in place, the rest as the launch's configuration says."""
     prepare(model, plugin=FullyShardedDataParallelPlugin(fsdp_version=2), mesh=mesh)
 
 
 class DistModule(nn.Module):
-    """A sharded module that loads whole state dicts: rank 0 has the tensors, every rank gets its part.
+    """A sharded module that loads full state dicts: rank 0 has the tensors, every rank gets its shard.
 
     Everything else is the wrapped module's: attributes, parameters, submodules, state dict, forward.
     """
@@ -126,21 +127,21 @@ class DistModule(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> IncompatibleKeys:
-        """Load a whole state dict that only rank 0 needs to hold; every rank calls this.
+        """Load a full state dict that only rank 0 needs to hold; every rank calls this.
 
         Args:
             state_dict: Parameters and persistent buffers by name on rank 0; ignored elsewhere.
             strict: Raise when names differ from the module's.
-            assign: As in `nn.Module`, for parameters without storage; they get it whatever this says.
+            assign: As in `nn.Module`, for parameters without storage; they get it in any case.
 
         Returns:
             The names that were missing, and those that were not expected.
         """
         del assign
-        return _load(self.__dict__["wrapped"], state_dict, strict=strict)
+        return load_full(self.__dict__["wrapped"], state_dict, strict=strict)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's state dict."""
+        """Return the wrapped module's state dict."""
         return self.__dict__["wrapped"].state_dict(*args, **kwargs)
 
 
@@ -164,7 +165,7 @@ def load_state_dict(
         return state
     if not isinstance(device_map, Mapping):
         return {name: tensor.to(device_map) for name, tensor in state.items()}
-    return {name: tensor.to(_place(name, device_map)) for name, tensor in state.items()}
+    return {name: tensor.to(_device_of(name, device_map)) for name, tensor in state.items()}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -181,11 +182,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise CheckpointError(msg, hint="the file is missing or damaged") from None
 
 
-def _place(name: str, device_map: Mapping[str, Any]) -> Any:
-    """The device of the longest module name that a tensor's name begins with."""
+def _device_of(name: str, device_map: Mapping[str, Any]) -> Any:
+    """Return the device of the longest module name that a tensor's name begins with."""
     fitting = [module for module in device_map if not module or name == module or name.startswith(f"{module}.")]
     return device_map[max(fitting, key=len)] if fitting else "cpu"
-
-
-def _load(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> IncompatibleKeys:
-    return load_full(model, state, strict=strict)

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_value_ as clip_local_values
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.inspection.accessors import outermost
+from fsdplaunch.runtime.inspection.accessors import local_tensor, outermost
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.sharding.registry import models_of, registered
 
@@ -20,7 +20,7 @@ Parameters = nn.Module | Iterable[torch.Tensor] | torch.Tensor
 
 
 def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale gradients down to a largest norm, the norm being that of the whole, unsharded gradient.
+    """Scale gradients down to a largest norm, the norm being that of the full, unsharded gradient.
 
     Works on sharded and unsharded parameters together, and for both FSDP versions.
 
@@ -33,14 +33,14 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
         The norm before clipping: a plain tensor without dimensions, equal on all ranks.
 
     Raises:
-        ShardingError: Some parameters of a version 1 model were given, not all: their norm is not known by itself.
+        ShardingError: Some parameters of an FSDP1 model were given, not all: their norm is not known by itself.
     """
     if isinstance(parameters, nn.Module):
         parameters = unwrapped(parameters)
     wrapped = _wrapper_of(parameters)
     if wrapped is not None:
         return wrapped.clip_grad_norm_(max_norm, norm_type)
-    params = [param for param in _listed(parameters) if param.grad is not None]
+    params = [param for param in listed(parameters) if param.grad is not None]
     norm = _norm([param.grad for param in params if param.grad is not None], float(norm_type))
     for kind in _kinds(params):
         clip_grads_with_norm_(kind, max_norm, norm)
@@ -49,7 +49,7 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
 
 def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
     """Limit every gradient element to `[-clip_value, clip_value]`; each rank limits its own shards."""
-    for kind in _kinds([param for param in _listed(parameters) if param.grad is not None]):
+    for kind in _kinds([param for param in listed(parameters) if param.grad is not None]):
         clip_local_values([_local_gradient(param) for param in kind], clip_value)
 
 
@@ -74,42 +74,43 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _listed(parameters: Parameters) -> list[torch.Tensor]:
+def listed(parameters: Parameters) -> list[torch.Tensor]:
+    """Return the parameters that a model, one tensor or several stand for."""
     if isinstance(parameters, nn.Module):
         return list(parameters.parameters())
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
 def _wrapper_of(parameters: Parameters) -> FullyShardedDataParallel | None:
-    """The version 1 model that was given, itself or as its parameters."""
+    """Return the FSDP1 model that was given, itself or as its parameters."""
     if isinstance(parameters, FullyShardedDataParallel):
         return parameters
     if isinstance(parameters, nn.Module) and any(
         isinstance(m, FullyShardedDataParallel) for m in parameters.modules()
     ):
-        msg = f"only a part of {type(parameters).__name__} is sharded by version 1, so its norm is not known"
+        msg = f"only some of {type(parameters).__name__} is sharded by FSDP1, so its norm is not known"
         raise ShardingError(msg, hint="give clip_grad_norm_ the sharded model itself")
-    given = {id(param) for param in _listed(parameters)}
+    given = {id(param) for param in listed(parameters)}
     for model in models_of(FullyShardedDataParallel):
         own = {id(param) for param in model.parameters()}
         if own == given and isinstance(model, FullyShardedDataParallel):
             return model
         if own & given:
-            msg = "only some parameters of a model sharded by version 1 were given to clip_grad_norm_"
+            msg = "only some parameters of a model sharded by FSDP1 were given to clip_grad_norm_"
             raise ShardingError(msg, hint="give it the model")
     return None
 
 
 def _norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm over gradients of which some are split over ranks and some are not.
+    """Return the norm over gradients of which some are split over ranks and some are not.
 
     Torch refuses the mixture, and DTensors of different meshes, so each kind gets its own norm first.
     """
     norms = [_plain(get_total_norm(kind, norm_type)) for kind in _kinds(gradients)]
     if not norms:
         return torch.tensor(0.0)
-    together: torch.Tensor = torch.stack([norm.to(norms[0].device) for norm in norms])
-    total: torch.Tensor = torch.linalg.vector_norm(together, norm_type)
+    stacked: torch.Tensor = torch.stack([norm.to(norms[0].device) for norm in norms])
+    total: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
     return total
 
 
@@ -118,7 +119,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _kinds(tensors: list[Any]) -> list[list[Any]]:
-    """The tensors, those of one mesh together and plain ones together."""
+    """Return the tensors in groups, those of one mesh together and plain ones together."""
     kinds: dict[Any, list[Any]] = {}
     for tensor in tensors:
         kinds.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
@@ -126,11 +127,11 @@ def _kinds(tensors: list[Any]) -> list[list[Any]]:
 
 
 def _local_gradient(param: torch.Tensor) -> torch.Tensor:
-    """A stand-in whose gradient is this rank's part of the parameter's."""
+    """Return a tensor whose gradient is this rank's shard of the parameter's."""
     gradient = param.grad
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    stand_in = torch.empty(0)
-    if local is not None:
-        stand_in = torch.empty_like(local)
-        stand_in.grad = local
-    return stand_in
+    if gradient is None:
+        return torch.empty(0)
+    local = local_tensor(gradient)
+    holder = torch.empty_like(local)
+    holder.grad = local
+    return holder

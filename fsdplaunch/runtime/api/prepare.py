@@ -40,20 +40,20 @@ def prepare(
 
     Takes any number of models, optimizers, data loaders and schedulers in any order. For each model, in this
     order: the ranks compare their settings; parameters shared between modules are found by identity; ignored
-    modules are matched; linear layers become float8 ones, if asked for; units are chosen; blocks are wrapped for
+    modules are matched; linear layers become float8 ones, if configured; units are chosen; blocks are wrapped for
     activation checkpointing, then compiled; unit by unit, bottom-up, tensors get storage on the device, rank 0's
-    values (so that all ranks start from one model) and the master number format, and are sharded. Then optimizers
+    values (so that all ranks start from one model) and the master dtype, and are sharded. Then optimizers
     are moved to the sharded parameters, by name and with their state, and everything is checked: the shards of all
-    ranks add up to the whole model, copies are alike, and every optimizer trains prepared parameters only.
-    `describe` says what came out.
+    ranks add up to the full model, replicas are alike, and every optimizer trains prepared parameters only.
+    `describe` tells what came out.
 
     Args:
         objects: Models, optimizers, data loaders and schedulers. Models already sharded stay as they are.
         plugin: How to shard; the one made of the launch's configuration when left out.
-        mesh: The ranks' layout, if it is not to be made from the plugin: one axis, or copies x shards.
+        mesh: The ranks' layout, if it is not to be made from the plugin: one axis, or replicas x shards.
         process_group: The ranks to shard over, as another way to give a mesh of one axis.
         device: Where to compute; this worker's own when left out. `meta` shards without memory and values, to look
-            at the layout (version 2).
+            at the layout (FSDP2).
         weights: A folder of pretrained weights, or one file, for the one model given. It may be built on the meta
             device: it is sharded without memory, and every rank reads only its own shards. `checkpoint.weights` of
             the configuration when left out; False for none in spite of it.
@@ -66,7 +66,7 @@ def prepare(
 
     Raises:
         MachineError: This torch is too old.
-        ShardingError: A model cannot be sharded as asked, or an optimizer trains parameters of no prepared model.
+        ShardingError: A model cannot be sharded as configured, or an optimizer trains parameters of another one.
         CheckpointError: The weights cannot be read, or are of another model; raised on every rank.
         UsageError: An environment variable holds none of its key's values, or weights are given for no model or
             for several.

@@ -1,4 +1,4 @@
-"""Whole parameters of a sharded model for a while: to look at them, to change them. Every rank calls these."""
+"""Full parameters of a sharded model for a while: to look at them, to change them. Every rank calls these."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import UsageError
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
+from fsdplaunch.runtime.inspection.accessors import local_tensor
 from fsdplaunch.runtime.sharding.mesh import groups_from_first
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.state_dict.split_like import split_like
@@ -27,12 +29,12 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Hold a model's whole parameters, in the format they are kept in; nothing can be computed with it inside.
+    """Hold a model's full parameters, in the dtype they are kept in; nothing can be computed with it inside.
 
     Args:
         module: Sharded by either version, or with sharded modules inside.
         recurse: Also those of the units inside the outermost.
-        writeback: Keep what was changed: every rank keeps its own part of its own whole parameters, so all ranks
+        writeback: Keep what was changed: every rank keeps its own shard of its own full parameters, so all ranks
             must make the same change.
         rank0_only: Only the first rank holds them; the others keep their shards.
         offload_to_cpu: Hold them in host memory.
@@ -46,27 +48,31 @@ def summon_full_params(
         raise UsageError(msg, hint="set writeback=False or rank0_only=False")
     with ExitStack() as stack:
         if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
-            stack.enter_context(_summoned_1(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads))
+            stack.enter_context(
+                _summoned_fsdp1(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+            )
         else:
-            stack.enter_context(_summoned_2(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads))
+            stack.enter_context(
+                _summoned_fsdp2(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+            )
         yield
 
 
 @contextmanager
-def _summoned_1(
+def _summoned_fsdp1(
     module: nn.Module, recurse: bool, writeback: bool, rank0_only: bool, offload: bool, grads: bool
 ) -> Iterator[None]:
-    """Torch's own way, without two of its traps.
+    """Summon as torch does for FSDP1, without two of its traps.
 
-    Up to torch 2.13 it frees what it moves to the host if it was there already, and the process dies; with
+    Up to torch 2.13 it frees what it moves to host memory if it was there already, and the process dies; with
     gradients it changes views in place, which autograd must not see.
     """
-    on_host = next((p.device.type == "cpu" for p in module.parameters()), True)
+    on_cpu = next((p.device.type == "cpu" for p in module.parameters()), True)
     options = {
         "recurse": recurse,
         "writeback": writeback,
         "rank0_only": rank0_only,
-        "offload_to_cpu": offload and not on_host,
+        "offload_to_cpu": offload and not on_cpu,
         "with_grads": grads,
     }
     with ExitStack() as stack:
@@ -88,24 +94,24 @@ class _RegisteredParameter:
 
 
 @contextmanager
-def _summoned_2(
+def _summoned_fsdp2(
     module: nn.Module, recurse: bool, writeback: bool, rank0_only: bool, offload: bool, grads: bool
 ) -> Iterator[None]:
-    """Exchange the DTensors for whole tensors; gathered for computing they would be in the computing format."""
+    """Exchange the DTensors for full tensors; gathered for computing they would be in the computing dtype."""
     places = list(_places(module, recurse))
     here = not rank0_only or dist.get_rank() == 0
-    whole: dict[int, nn.Parameter] = {}
+    full: dict[int, nn.Parameter] = {}
     for place in places:
-        if id(place.sharded) not in whole:
-            whole[id(place.sharded)] = _whole(place.sharded, offload=offload, grads=grads)
+        if id(place.sharded) not in full:
+            full[id(place.sharded)] = _full(place.sharded, offload=offload, grads=grads)
     try:
         if here:
             for place in places:
-                put_tensor(place.module, place.attribute, whole[id(place.sharded)])
+                put_tensor(place.module, place.attribute, full[id(place.sharded)])
         yield
         if writeback:
             for place in places:
-                _keep(whole[id(place.sharded)], place.sharded, grads=grads)
+                _keep(full[id(place.sharded)], place.sharded, grads=grads)
     finally:
         for place in places:
             put_tensor(place.module, place.attribute, place.sharded)
@@ -127,7 +133,7 @@ def _places(root: nn.Module, recurse: bool) -> Iterator[_RegisteredParameter]:
                 waiting.append((child, depth))
 
 
-def _whole(param: nn.Parameter, *, offload: bool, grads: bool) -> nn.Parameter:
+def _full(param: nn.Parameter, *, offload: bool, grads: bool) -> nn.Parameter:
     with torch.no_grad():
         full = _gathered(param)
         new = nn.Parameter(full.cpu() if offload else full, requires_grad=param.requires_grad)
@@ -138,27 +144,27 @@ def _whole(param: nn.Parameter, *, offload: bool, grads: bool) -> nn.Parameter:
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that changes to do not reach the shards through, also where one rank holds everything."""
+    """Return a copy that changes to do not reach the shards through, also where one rank holds everything."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
     full = tensor.full_tensor().detach()
     return full.clone() if full.data_ptr() == tensor.to_local().data_ptr() else full
 
 
-def _keep(whole: nn.Parameter, sharded: nn.Parameter, *, grads: bool) -> None:
+def _keep(full: nn.Parameter, sharded: nn.Parameter, *, grads: bool) -> None:
     with torch.no_grad():
-        _copy(whole, sharded)
-        if grads and sharded.grad is not None and whole.grad is not None:
-            _copy(whole.grad, sharded.grad)
+        _copy(full, sharded)
+        if grads and sharded.grad is not None and full.grad is not None:
+            _copy(full.grad, sharded.grad)
 
 
-def _copy(whole: torch.Tensor, sharded: torch.Tensor) -> None:
+def _copy(full: torch.Tensor, sharded: torch.Tensor) -> None:
     if isinstance(sharded, DTensor):
-        sharded.to_local().copy_(split_like(whole.detach(), sharded).to_local())
+        sharded.to_local().copy_(split_like(full.detach(), sharded).to_local())
 
 
 def apply(module: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Module:
-    """Call a function on every module, children first, while parameters are whole; the first rank's changes stay.
+    """Call a function on every module, children first, while parameters are full; the first rank's changes stay.
 
     Args:
         module: Sharded by either version.
@@ -168,18 +174,16 @@ def apply(module: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Module:
         The module.
     """
     prepared = registered(module)
-    groups: list[dist.ProcessGroup | None] = [None] if prepared is None else groups_from_first(prepared.mesh)
+    ranks = RankGroup() if prepared is None else RankGroup(groups_from_first(prepared.mesh))
     with summon_full_params(module), torch.no_grad():
         for each in _children_first(module, set()):
             fn(each)
         for param in module.parameters():
-            for group in groups:
-                first = 0 if group is None else dist.get_global_rank(group, 0)
-                data = (param.to_local() if isinstance(param, DTensor) else param).detach()
-                sent = data.contiguous()
-                dist.broadcast(sent, src=first, group=group)
-                if sent is not data:
-                    data.copy_(sent)
+            data = local_tensor(param)
+            sent = data.contiguous()
+            ranks.send(sent)
+            if sent is not data:
+                data.copy_(sent)
     return module
 
 

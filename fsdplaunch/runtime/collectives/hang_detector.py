@@ -1,4 +1,4 @@
-"""Whether this rank waits for others in a collective, told to ranks that wait for this one somewhere else.
+"""Report that this rank waits for others in a collective, to ranks that wait for this one somewhere else.
 
 A thread looks once a second at where the main thread stands. Only while that is one and the same place in torch's
 code for some seconds does it write to the process group's store; a run that makes progress never does.
@@ -21,7 +21,7 @@ STILL_SECONDS = 3.0
 """How long the main thread must have stood in one place."""
 
 MOVING = "-"
-"""What a rank that was stuck says afterwards."""
+"""What a rank that waited reports afterwards."""
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[2])
@@ -29,27 +29,27 @@ _watching: list[threading.Thread] = []
 
 
 def store() -> Any:
-    """The key-value store the ranks met in; it answers while collectives are stuck."""
+    """Return the key-value store of the process group; it answers while collectives wait."""
     return default_store()
 
 
 def watch_main_thread() -> None:
     """Start the thread, once."""
     if not _watching and dist.is_initialized() and dist.get_world_size() > 1:
-        thread = threading.Thread(target=_watch, name="fsdplaunch-stuck", daemon=True)
+        thread = threading.Thread(target=_watch, name="fsdplaunch-hang-detector", daemon=True)
         _watching.append(thread)
         thread.start()
 
 
 def place_key(rank: int) -> str:
-    """Where a rank that is stuck says so."""
-    return f"fsdplaunch/stuck/{rank}"
+    """Return the key under which a rank that waits reports where."""
+    return f"fsdplaunch/waiting/{rank}"
 
 
 def _watch() -> None:
     main = threading.main_thread().ident or 0
     seen: tuple[int, int] | None = None
-    since, told = 0.0, False
+    since, reported = 0.0, False
     while dist.is_initialized():
         time.sleep(PERIOD_SECONDS)
         frame = sys._current_frames().get(main)
@@ -57,17 +57,17 @@ def _watch() -> None:
         mark = None if frame is None else (id(frame), frame.f_lasti)
         if mark != seen or frame is None:
             seen, since = mark, now
-            told = told and not report_wait(MOVING)
-        elif not told and now - since > STILL_SECONDS and _in_torch(frame):
-            told = report_wait(_user_line(frame))
+            reported = reported and not report_wait(MOVING)
+        elif not reported and now - since > STILL_SECONDS and _in_torch(frame):
+            reported = report_wait(_user_line(frame))
         del frame
 
 
 def report_wait(place: str | None = None) -> bool:
-    """Say that this rank waits for others at a place, the line that is running when left out, or that it goes on.
+    """Report that this rank waits for others at a place, the running line when left out, or that it goes on.
 
     Returns:
-        Whether it could be said; a run that is ending may have no store any more.
+        Whether it could be reported; a run that is ending may have no store any more.
     """
     try:
         store().set(place_key(dist.get_rank()), place or _user_line(sys._getframe(1)))
@@ -77,7 +77,7 @@ def report_wait(place: str | None = None) -> bool:
 
 
 def report_end() -> None:
-    """Say that this rank's script has ended: those that wait for it in a call learn that it will not come."""
+    """Report that this rank's script has ended: those that wait for it in a call learn that it will not come."""
     if _watching:
         report_wait("the end of the script")
 
@@ -87,7 +87,7 @@ def _in_torch(frame: FrameType) -> bool:
 
 
 def _user_line(frame: FrameType) -> str:
-    """The innermost line that is neither torch's nor ours: `train.py:48 (main)`."""
+    """Return the innermost line that is neither torch's nor ours: `train.py:48 (main)`."""
     at: FrameType | None = frame
     while at is not None and at.f_code.co_filename.startswith((_TORCH, _OURS)):
         at = at.f_back

@@ -1,4 +1,4 @@
-"""Find out that a call that all ranks must make was made by some only, before a collective would wait for ever.
+"""Detect that only some ranks entered a call that every rank must make, before a collective hangs.
 
 Ranks meet in the process group's store, where waiting can be watched. A rank that is merely late is waited for.
 When every rank that is missing stands still inside torch, waiting for those that are here, none will ever come.
@@ -17,7 +17,7 @@ from fsdplaunch.runtime.torch_internals import group_timeout
 NOTICE_SECONDS = 5.0
 """How late a rank may be before it is mentioned."""
 CONFIRM_SECONDS = 2.0
-"""How long the missing ranks must all have been stuck."""
+"""How long the missing ranks must all have waited."""
 _SHORT, _LONG = 0.0005, 0.05
 _SHOWN = 8
 
@@ -39,41 +39,41 @@ def monitored_barrier(call: str, hint: str | None = None) -> None:
     number = _calls[call] = _calls.get(call, 0) + 1
     if size == 1:
         return
-    room = f"fsdplaunch/muster/{call}/{number}"
-    meeting = store()
-    meeting.set(f"{room}/{dist.get_rank()}", "here")
-    if meeting.add(f"{room}/count", 1) == size:
-        meeting.set(f"{room}/all", "here")
-    start, pause, stuck_since = time.monotonic(), _SHORT, 0.0
-    said = told = False
-    while not meeting.check([f"{room}/all"]):
+    prefix = f"fsdplaunch/barrier/{call}/{number}"
+    group_store = store()
+    group_store.set(f"{prefix}/{dist.get_rank()}", "here")
+    if group_store.add(f"{prefix}/count", 1) == size:
+        group_store.set(f"{prefix}/all", "here")
+    start, pause, waiting_since = time.monotonic(), _SHORT, 0.0
+    noticed = reported = False
+    while not group_store.check([f"{prefix}/all"]):
         time.sleep(pause)
         pause = min(2 * pause, _LONG)
         waited = time.monotonic() - start
         if waited < NOTICE_SECONDS:
             continue
-        missing = [rank for rank in range(size) if not meeting.check([f"{room}/{rank}"])]
-        said = said or _notice(call, missing)
-        told = told or report_wait()  # those missing may wait in another call for this rank
+        missing = [rank for rank in range(size) if not group_store.check([f"{prefix}/{rank}"])]
+        noticed = noticed or _notice(call, missing)
+        reported = reported or report_wait()  # those missing may wait in another call for this rank
         places = _places(missing)
-        stuck_since = (stuck_since or waited) if missing and len(places) == len(missing) else 0.0
-        if stuck_since and waited - stuck_since > CONFIRM_SECONDS:
-            _withdraw(call, room)
+        waiting_since = (waiting_since or waited) if missing and len(places) == len(missing) else 0.0
+        if waiting_since and waited - waiting_since > CONFIRM_SECONDS:
+            _withdraw(call, prefix)
             raise _alone(call, missing, places, size, hint)
         if waited > _timeout():
-            _withdraw(call, room)
+            _withdraw(call, prefix)
             raise _absent(call, missing, waited)
         time.sleep(0.5)
-    if told:
+    if reported:
         report_wait(MOVING)
     _forget(call, number - 1)
 
 
 def _places(ranks: Sequence[int]) -> dict[int, str]:
-    """Where each of some ranks is stuck; those that are not are left out."""
-    meeting = store()
-    told = {r: meeting.get(place_key(r)).decode() for r in ranks if meeting.check([place_key(r)])}
-    return {rank: place for rank, place in told.items() if place != MOVING}
+    """Return where each of some ranks waits; those that do not are left out."""
+    group_store = store()
+    waiting = {r: group_store.get(place_key(r)).decode() for r in ranks if group_store.check([place_key(r)])}
+    return {rank: place for rank, place in waiting.items() if place != MOVING}
 
 
 def _notice(call: str, missing: Sequence[int]) -> bool:
@@ -101,29 +101,29 @@ def _absent(call: str, missing: Sequence[int], waited: float) -> CheckpointError
 
 
 def _timeout() -> float:
-    """The default group's timeout in seconds: what a collective would wait."""
+    """Return the default group's timeout in seconds: what a collective would wait."""
     group = dist.group.WORLD
     return 600.0 if group is None else group_timeout(group)
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0, 1 and 5`, or with many of them the first few and their number."""
+    """Return `rank 3`, `ranks 0, 1 and 5`, or with many of them the first few and their number."""
     several = [str(rank) for rank in ranks]
     if len(several) == 1:
         return f"rank {several[0]}"
     if len(several) > _SHOWN:
-        return f"ranks {', '.join(several[:_SHOWN])} and {len(several) - _SHOWN} more"
+        return f"ranks {messages.listed(several, _SHOWN)}"
     return f"ranks {', '.join(several[:-1])} and {several[-1]}"
 
 
-def _withdraw(call: str, room: str) -> None:
+def _withdraw(call: str, prefix: str) -> None:
     """Undo this call, so that the next one on all ranks is the same one on all."""
     _calls[call] -= 1
-    store().add(f"{room}/count", -1)
-    store().delete_key(f"{room}/{dist.get_rank()}")
+    store().add(f"{prefix}/count", -1)
+    store().delete_key(f"{prefix}/{dist.get_rank()}")
 
 
 def _forget(call: str, number: int) -> None:
     """Remove what this rank wrote for an earlier call, which every rank has left by now."""
     if number > 0:
-        store().delete_key(f"fsdplaunch/muster/{call}/{number}/{dist.get_rank()}")
+        store().delete_key(f"fsdplaunch/barrier/{call}/{number}/{dist.get_rank()}")

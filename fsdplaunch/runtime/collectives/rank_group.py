@@ -1,4 +1,4 @@
-"""What the ranks that load one model tell each other: the first one's plan, any one's failure, tensors."""
+"""What the ranks of a group tell each other: the first one's value or tensors, any one's value or failure."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,8 +10,12 @@ import torch.distributed as dist
 from fsdplaunch.errors import CheckpointError, LaunchError
 
 
+class SharedError(CheckpointError):
+    """A failure that every rank has raised already."""
+
+
 class RankGroup:
-    """The ranks of one model's mesh.
+    """Ranks that do the same: all there are, or those of one model's mesh.
 
     Args:
         groups: Groups that, broadcast over one after the other, reach all ranks from the first; [] for one rank
@@ -19,10 +23,18 @@ class RankGroup:
         device: Where a collective's tensor can be.
     """
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> None:
+    def __init__(
+        self,
+        groups: Sequence[dist.ProcessGroup | None] = (None,),
+        device: torch.device = torch.device("cpu"),  # noqa: B008  (a constant)
+    ) -> None:
         self.groups = groups
         self.device = device
-        self.is_first = all(_number(group) == 0 for group in groups)
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this rank is the one whose values the others get."""
+        return all(dist.get_rank(group) == 0 for group in self.groups)
 
     def from_first(self, value: Any) -> Any:
         """Return the first rank's value on every rank."""
@@ -31,53 +43,80 @@ class RankGroup:
             dist.broadcast_object_list(box, src=_first(group), group=group)
         return box[0]
 
-    def send(self, tensor: torch.Tensor) -> None:
-        """Overwrite a contiguous tensor with the first rank's."""
-        raw = tensor.view(-1).view(torch.uint8)  # every backend can send bytes, whatever the number format is
+    def from_any(self, value: Any) -> Any:
+        """Return on every rank the first value, in the order of ranks, that is not None; None if all are."""
         for group in self.groups:
-            dist.broadcast(raw, src=_first(group), group=group)
+            values: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(values, value, group=group)
+            value = next((each for each in values if each is not None), None)
+        return value
+
+    def send(self, *tensors: torch.Tensor) -> None:
+        """Overwrite contiguous tensors with the first rank's."""
+        # Every backend can send bytes, whatever the dtype is.
+        raw = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+        for group in self.groups:
+            works = [dist.broadcast(each, src=_first(group), group=group, async_op=True) for each in raw]
+            for work in works:
+                if work is not None:
+                    work.wait()
 
     @contextmanager
-    def together(self, doing: str) -> Iterator[None]:
+    def raise_on_all(self, doing: str, *, naming_first: bool = False) -> Iterator[None]:
         """Run a block on every rank and raise on all of them if it failed on any.
+
+        Torch's checkpoint functions raise an exception that is no `Exception`; it counts, too.
 
         Args:
             doing: What the block does, to complete "cannot ...".
+            naming_first: Name rank 0 in the message, too, when it failed; other ranks are always named.
 
         Raises:
-            CheckpointError: With the first failing rank's words.
+            CheckpointError: With the message of the first rank that failed.
         """
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             yield
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             failure = error
-        words = None if failure is None else (dist.get_rank() if self.groups else 0, *_words(failure))
-        first = self._anyones(words)
-        if first is not None:
-            rank, message, hint = first
-            who = f"rank {rank}: " if rank else ""
+        mine = None if failure is None else (dist.get_rank() if self.groups else 0, *_message_of(failure))
+        found = self.from_any(mine)
+        if isinstance(failure, SharedError):
+            raise failure  # from a block inside this one, with the rank that failed and what it did in its message
+        if found is not None:
+            rank, message, hint = found
+            who = f"rank {rank}: " if rank or naming_first else ""
             msg = f"cannot {doing}: {who}{message}"
-            raise CheckpointError(msg, hint=hint) from failure
+            raise SharedError(msg, hint=hint) from failure
 
-    def _anyones(self, words: Any) -> Any:
-        for group in self.groups:
-            said: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(said, words, group=group)
-            words = next((each for each in said if each is not None), None)
-        return words
+
+def raise_on_all_ranks(doing: str, group: dist.ProcessGroup | None = None) -> Any:
+    """Run a block on every rank and raise on all of them if it failed on any; see `RankGroup.raise_on_all`.
+
+    Args:
+        doing: What the block does, to complete "cannot ...".
+        group: All ranks, in a group of its own when another thread uses theirs meanwhile.
+    """
+    return RankGroup([group]).raise_on_all(doing, naming_first=True)
+
+
+def from_rank_0(value: Any) -> Any:
+    """Return rank 0's value on every rank."""
+    return RankGroup().from_first(value)
 
 
 def _first(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_global_rank(group, 0)
 
 
-def _number(group: dist.ProcessGroup | None) -> int:
-    return dist.get_rank(group)
-
-
-def _words(failure: Exception) -> tuple[str, str | None]:
+def _message_of(failure: BaseException) -> tuple[str, str | None]:
+    """Return what happened, in one line, and the hint if the error has one."""
     if isinstance(failure, LaunchError):
         return failure.message, failure.hint
+    inner = getattr(failure, "failures", None)  # CheckpointException: rank -> (error, traceback)
+    if inner:
+        failure = next(iter(inner.values()))[0]
     first_line = (str(failure).strip() or "no message").splitlines()[0]
     return f"{type(failure).__name__}: {first_line}", None

@@ -1,7 +1,7 @@
-"""Let accelerate shard on a machine without a GPU.
+"""Let accelerate shard without a GPU.
 
-Without one, `Accelerator()` takes itself for a single process: every rank would train its own whole model, and
-nothing would say so. What accelerate lacks there is small. It has to be told that this is one of its distributed
+There `Accelerator()` takes itself for a single process: every rank would train a full model of its own, and
+nothing would report it. What accelerate lacks there is small. It has to learn that this is one of its distributed
 runs, and of FSDP1 two options that torch refuses on a CPU are carried out here: sending rank 0's values
 (`sync_module_states`) and offloading, which has nothing to do where parameters are in host memory anyway.
 """
@@ -16,7 +16,7 @@ from fsdplaunch.runtime.compat.import_hook import once_imported
 
 
 def adapt_accelerate_to_cpu() -> None:
-    """Adapt accelerate, if and when the script imports it, so that what the file says about sharding is done.
+    """Adapt accelerate, if and when the script imports it, so that what the file sets for sharding is done.
 
     For workers whose device is the CPU, before the script runs.
     """
@@ -27,7 +27,7 @@ def adapt_accelerate_to_cpu() -> None:
 
 
 def _adapt_state(state: Any) -> None:
-    """Its state considers FSDP only for kinds of run that name an accelerator; the device is set beside it."""
+    """Adapt its state, which considers FSDP only where an accelerator is named; the device is set beside it."""
 
     def prepare_backend(*_: Any, **__: Any) -> tuple[str, Any]:
         return "gloo", state.DistributedType.MULTI_GPU
@@ -36,7 +36,7 @@ def _adapt_state(state: Any) -> None:
 
 
 def _adapt_plugin(dataclasses: Any) -> None:
-    """Its plugin ends its construction by choosing the accelerator that `sync_module_states` allocates on.
+    """Adapt its plugin, whose construction ends by choosing the accelerator for `sync_module_states`.
 
     Every field is set by then. The function it would have made is not needed: the values are sent here.
     """
@@ -92,4 +92,4 @@ def _send_from_rank_0(model: Any) -> None:
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    Materializer(model, mesh=mesh, device=torch.device("cpu"), master=None).settle(model)
+    Materializer(model, mesh=mesh, device=torch.device("cpu"), master=None).materialize(model)

@@ -7,10 +7,11 @@ option has no other effect there, so it is taken out.
 
 import dataclasses
 import functools
-import re
 from typing import Any
 
 import torch
+
+from fsdplaunch.probe.torch_version import parse
 
 _MENDED = (2, 14)
 
@@ -22,7 +23,7 @@ def take_out_offload_to_cpu() -> None:
     """
     from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
 
-    if _version() >= _MENDED or hasattr(Wrapper.set_state_dict_type, "__wrapped__"):
+    if (parse(torch.__version__) or _MENDED) >= _MENDED or hasattr(Wrapper.set_state_dict_type, "__wrapped__"):
         return
     set_type, summon = Wrapper.set_state_dict_type, Wrapper.summon_full_params
 
@@ -45,11 +46,6 @@ def take_out_offload_to_cpu() -> None:
 
     Wrapper.set_state_dict_type = staticmethod(set_type_staying)  # type: ignore[method-assign]
     Wrapper.summon_full_params = staticmethod(summon_staying)  # type: ignore[method-assign]
-
-
-def _version() -> tuple[int, int]:
-    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    return (int(found[1]), int(found[2])) if found else _MENDED
 
 
 def _staying(config: Any) -> Any:

@@ -57,7 +57,7 @@ def _found_by_others(
 
 
 def _follow(loader: Any, adapt: Adapt) -> None:
-    """The loader belongs to this one module: its own method is replaced, not its class's."""
+    """Replace the loader's own method, not its class's: the loader belongs to this one module."""
     execute = loader.exec_module
 
     def execute_and_adapt(module: ModuleType) -> None:

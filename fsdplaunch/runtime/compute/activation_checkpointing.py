@@ -17,7 +17,7 @@ from fsdplaunch.runtime.torch_internals import CheckpointImpl, checkpoint_wrappe
 def checkpoint_blocks(model: nn.Module, units: Units, settings: Settings, device: torch.device) -> Units:
     """Wrap the model's blocks in place, before they are sharded, and return the units with the wrappers in them.
 
-    Whole blocks are wrapped, whatever the wrap policy is: a policy may cut the model finer or not at all. The
+    Blocks are wrapped, whatever the wrap policy is: a policy may cut the model finer or not at all. The
     gathering then stands outside of the recomputation, so backward gathers each block once.
 
     Raises:
@@ -41,12 +41,10 @@ def checkpoint_blocks(model: nn.Module, units: Units, settings: Settings, device
 
 
 def _blocks(model: nn.Module, units: Units, settings: Settings) -> list[nn.Module]:
-    if settings.wrap == "TRANSFORMER_BASED_WRAP":
-        return list(find_blocks(model, settings.block_classes).values())
     try:
         return list(find_blocks(model, settings.block_classes).values())
     except ShardingError:
-        if not units:
+        if not units or settings.wrap == "TRANSFORMER_BASED_WRAP":
             raise
         return list(units.values())
 

@@ -1,4 +1,4 @@
-"""torch.compile as the configuration says: block by block before sharding, or the whole forward after it."""
+"""torch.compile as configured: block by block before sharding, or the full forward after it."""
 
 import copy
 import functools
@@ -34,7 +34,7 @@ def compile_blocks(units: Units, settings: Settings) -> None:
         _compile(unit, how)
 
 
-def compile_whole(model: nn.Module, settings: Settings) -> None:
+def compile_model(model: nn.Module, settings: Settings) -> None:
     """Compile the model's own forward, once its units are sharded.
 
     Raises:
@@ -64,7 +64,7 @@ class CompiledForward:
         functools.update_wrapper(self, self._plain(), updated=())
 
     def _plain(self) -> Callable[..., Any]:
-        """The forward that is compiled: the class's, unless the module was given another."""
+        """Return the forward that is compiled: the class's, unless the module was given another."""
         return self.given or MethodType(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,5 +80,5 @@ class CompiledForward:
         return self.run(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledForward":
-        """The copy of the module, not this one, is what it computes with."""
+        """Return one that computes with the copy of the module, not with this module."""
         return CompiledForward(copy.deepcopy(self.module, memo), self.how, copy.deepcopy(self.given, memo))

@@ -1,4 +1,4 @@
-"""Linear layers that compute in float8, through torchao, which is an optional part of an installation."""
+"""Linear layers that compute in float8, through torchao, which is installed as an extra."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ def convert(model: nn.Module, settings: Settings, out: IgnoredParts) -> int:
     """Exchange a model's linear layers for float8 ones with the same parameters, in place; count them.
 
     The first and the last linear layer stay, where float8 costs accuracy, and with them layers that cannot be
-    padded or are not sharded. Everything else computes in the configured format.
+    padded or are not sharded. Everything else computes in the configured dtype.
 
     Raises:
-        ShardingError: Under version 1, without torchao, or when no layer can compute in float8.
+        ShardingError: Under FSDP1, without torchao, or when no layer can compute in float8.
     """
     if settings.float8 is None:
         return 0
@@ -27,7 +27,8 @@ def convert(model: nn.Module, settings: Settings, out: IgnoredParts) -> int:
         msg = "mixed_precision fp8 needs fsdp_version 2"
         raise ShardingError(msg, hint="set fsdp_version: 2, or mixed_precision: bf16")
     config, swap = _torchao(settings.float8)
-    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m not in out.below()}
+    ignored = out.below()
+    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m not in ignored}
     ends = set(list(linear)[:1] + list(linear)[-1:])
     chosen = {name for name, m in linear.items() if name not in ends and (settings.float8.pad or _fits(m))}
     done = sum(type(module).__name__ == "Float8Linear" for module in model.modules())

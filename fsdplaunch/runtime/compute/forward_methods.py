@@ -12,7 +12,7 @@ from fsdplaunch.runtime.sharding.settings import Settings
 
 
 def forward_methods(model: nn.Module, settings: Settings) -> tuple[str, ...]:
-    """The methods to gather parameters for: those configured, and generate where the model has it.
+    """Return the methods to gather parameters for: those configured, and generate where the model has it.
 
     Raises:
         ShardingError: The model has no such method.
@@ -29,7 +29,7 @@ def register(sharded: nn.Module, model: nn.Module, names: tuple[str, ...]) -> No
     """Make the methods gather the root's parameters first, as forward does.
 
     Args:
-        sharded: What prepare returns: the model itself, or version 1's wrapper around it.
+        sharded: What prepare returns: the model itself, or FSDP1's wrapper around it.
         model: The user's model.
         names: The methods.
     """

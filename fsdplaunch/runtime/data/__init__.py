@@ -1,1 +1,1 @@
-"""Data loaders: each rank's part of the data, and how far it has been read."""
+"""Data loaders: each rank's items of the data, and how far it has been read."""

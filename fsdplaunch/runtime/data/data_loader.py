@@ -1,11 +1,10 @@
-"""Give each rank its own part of the data, in place, in the order and batch size the loader asked for."""
+"""Give each rank its own items of the data, in place, in the loader's order and batch size."""
 
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -17,6 +16,7 @@ from torch.utils.data import (
 )
 
 from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.collectives.rank_group import from_rank_0
 from fsdplaunch.runtime.data.loader_state import keep_count
 from fsdplaunch.runtime.sharding.mesh import DataRanks
 from fsdplaunch.runtime.torch_internals import draws_all_items
@@ -33,9 +33,9 @@ class EpochSampler(DistributedSampler[Any]):
 
 
 class SharedOrder(Sampler[Any]):
-    """Every rank's part of an order that only rank 0 decides: for samplers of the user's own.
+    """Every rank's items of an order that only rank 0 decides: for samplers of the user's own.
 
-    Rank 0 draws the whole epoch and sends it. Ranks take turns; the last round is filled up from the start, so
+    Rank 0 draws the full epoch and sends it. Ranks take turns; the last round is filled up from the start, so
     that all ranks have the same number of items. Items are indices, or lists of them for batch samplers.
     """
 
@@ -51,21 +51,19 @@ class SharedOrder(Sampler[Any]):
         """Yield this rank's items of a new epoch."""
         items, self.given = self.given, None
         if items is None:
-            box: list[Any] = [list(self.inner) if self.ranks.rank == 0 else None]
-            dist.broadcast_object_list(box, src=0)
-            items = list(box[0])
+            items = list(from_rank_0(list(self.inner) if self.ranks.rank == 0 else None))
         self.drawn = items if self.ranks.rank == 0 else None
         if items:
             items = items + (items * math.ceil(self.ranks.size / len(items)))[: -len(items) % self.ranks.size]
         return iter(items[self.ranks.rank :: self.ranks.size])
 
     def __len__(self) -> int:
-        """Items of this rank in one epoch."""
+        """Return the number of this rank's items in one epoch."""
         return math.ceil(len(self.inner) / self.ranks.size)
 
 
 class TakingTurns(IterableDataset[Any]):
-    """Every rank's part of a stream: ranks take turns, and a last incomplete round is left out.
+    """Every rank's items of a stream: ranks take turns, and a last incomplete round is left out.
 
     All ranks then see the same number of items, and none waits in a collective for a rank that has run out.
     """
@@ -84,14 +82,14 @@ class TakingTurns(IterableDataset[Any]):
                 round_ = []
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else the stream offers."""
+        """Return what else the stream offers."""
         if name.startswith("__") or name == "stream":
             raise AttributeError(name)
         return getattr(self.stream, name)
 
 
 def shard_loader(loader: DataLoader[Any], ranks: DataRanks) -> DataLoader[Any]:
-    """Make a loader give this rank its part and count what it gives, and return it.
+    """Make a loader give this rank its own items and count what it gives, and return it.
 
     The batch size stays and is each rank's own. A loader that shuffles or reads in order gets an `EpochSampler`,
     other samplers and batch samplers are split by `SharedOrder`, streams by `TakingTurns`. A loader that already
@@ -99,24 +97,25 @@ def shard_loader(loader: DataLoader[Any], ranks: DataRanks) -> DataLoader[Any]:
     like several: a run resumed on more or fewer ranks goes on in the same order.
     """
     keep_count(loader)
-    if _is_split(loader):
+    if is_split(loader):
         return loader
     if isinstance(loader.dataset, IterableDataset):
-        _set(loader, dataset=TakingTurns(loader.dataset, ranks))
+        set_attributes(loader, dataset=TakingTurns(loader.dataset, ranks))
         return loader
     batches = loader.batch_sampler
     if batches is not None and type(batches) is not BatchSampler:
         messages.say(f"{type(batches).__name__}: rank 0 draws its batches, ranks take turns")
-        _set(loader, batch_sampler=SharedOrder(batches, ranks))
+        set_attributes(loader, batch_sampler=SharedOrder(batches, ranks))
         return loader
     sampler = _sampler(loader, ranks)
-    _set(loader, sampler=sampler)
+    set_attributes(loader, sampler=sampler)
     if batches is not None:
-        _set(loader, batch_sampler=BatchSampler(sampler, batches.batch_size, batches.drop_last))
+        set_attributes(loader, batch_sampler=BatchSampler(sampler, batches.batch_size, batches.drop_last))
     return loader
 
 
-def _is_split(loader: DataLoader[Any]) -> bool:
+def is_split(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader gives each rank its own items already, by this package's means or the script's."""
     inner = getattr(loader.batch_sampler, "sampler", None)
     ours = (DistributedSampler, SharedOrder)
     if isinstance(loader.sampler, ours) or isinstance(inner, ours) or isinstance(loader.batch_sampler, ours):
@@ -142,13 +141,12 @@ def _sampler(loader: DataLoader[Any], ranks: DataRanks) -> Sampler[Any]:
 
 
 def _seed_of_rank_0(generator: torch.Generator | None) -> int:
-    """The seed of the script's own shuffling, the same on all ranks."""
-    box = [torch.initial_seed() if generator is None else generator.initial_seed()]
-    dist.broadcast_object_list(box, src=0)
-    return box[0] % 2**63
+    """Return the seed of the script's own shuffling, the same on all ranks."""
+    seed: int = from_rank_0(torch.initial_seed() if generator is None else generator.initial_seed())
+    return seed % 2**63
 
 
-def _set(loader: DataLoader[Any], **attributes: Any) -> None:
+def set_attributes(loader: DataLoader[Any], **attributes: Any) -> None:
     """Set what a loader guards against change; before its first iteration nothing has read it.
 
     Changed in place, not built anew: a subclass may have a constructor of its own, and other objects may hold it.

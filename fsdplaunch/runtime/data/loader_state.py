@@ -48,7 +48,7 @@ class LoaderPass:
         self.goes_on = False
 
     def begin(self, loader: Any) -> None:
-        """A new pass begins."""
+        """Begin a new pass."""
         self.epoch = getattr(_sampler(loader), "epoch", 0)
         self.skipped, self.skip = self.skip, 0
         self.batches, self.is_over = self.skipped, False
@@ -104,7 +104,7 @@ def _count(iterator: Any, reading: LoaderPass, owner: Any) -> None:
 
 
 def position_of(loader: Any) -> Position:
-    """How far all ranks have read a prepared loader; every rank calls this.
+    """Return how far all ranks have read a prepared loader; every rank calls this.
 
     Raises:
         CheckpointError: The loader was not prepared.
@@ -130,7 +130,7 @@ def position_of(loader: Any) -> Position:
 
 
 def resume_at(loader: Any, position: Position) -> None:
-    """Let the next pass over a prepared loader begin where a position says.
+    """Let the next pass over a prepared loader begin at a position.
 
     Raises:
         CheckpointError: The loader was not prepared, or the ranks had read different amounts and are others now.
@@ -159,7 +159,7 @@ def resume_at(loader: Any, position: Position) -> None:
 
 
 def _converted(counts: list[int], items_then: int, items_now: int) -> int:
-    """Batches for each rank to skip, when the ranks or their batches are not those of the checkpoint."""
+    """Return the batches for each rank to skip, when ranks or batches are not those of the checkpoint."""
     if len(set(counts)) > 1:
         msg = f"the ranks had read {min(counts)} to {max(counts)} batches, which other ranks cannot go on from"
         raise CheckpointError(msg, hint=f"resume on {len(counts)} ranks with the same batch size")
@@ -182,11 +182,11 @@ class SkippingSampler(Sampler[Any]):
         return itertools.islice(iter(self.inner), self.reading.skipped, None)
 
     def __len__(self) -> int:
-        """Batches in a whole pass."""
+        """Return the number of batches in a full pass."""
         return len(self.inner)
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else the sampler offers."""
+        """Return what else the sampler offers."""
         if name.startswith("__") or name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -201,14 +201,14 @@ def _reading(loader: Any) -> LoaderPass:
 
 
 def _sampler(loader: Any) -> Any:
-    """What decides the order: the innermost sampler."""
+    """Return what decides the order: the innermost sampler."""
     outer = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     outer = outer.inner if isinstance(outer, SkippingSampler) else outer
     return outer.sampler if isinstance(outer, BatchSampler) else outer
 
 
 def _random_states(loader: Any) -> list[tuple[torch.Generator, torch.Tensor]]:
-    """The generators a pass draws from, with their states: everyone's, then the loader's and sampler's own."""
+    """Return the generators a pass draws from, with their states: torch's, then the loader's and sampler's own."""
     sampler = _sampler(loader)
     own = [loader.generator, getattr(getattr(sampler, "inner", sampler), "generator", None)]
     found = {id(generator): generator for generator in own if isinstance(generator, torch.Generator)}
@@ -216,12 +216,12 @@ def _random_states(loader: Any) -> list[tuple[torch.Generator, torch.Tensor]]:
 
 
 def _items_per_batch(loader: Any) -> int:
-    """How much of what the ranks take turns at makes one batch: items, or whole batches of the script's own."""
+    """Return how much of what the ranks take turns at makes one batch: items, or batches of the script's own."""
     outer = loader.batch_sampler
     outer = outer.inner if isinstance(outer, SkippingSampler) else outer
     return int(outer.batch_size) if type(outer) is BatchSampler else 1
 
 
 def _is_at_end(loader: Any, reading: LoaderPass) -> bool:
-    """Whether the batch that was given last is the pass's last one."""
+    """Return whether the batch that was given last is the pass's last one."""
     return not isinstance(loader.dataset, IterableDataset) and reading.batches >= len(loader)

@@ -1,4 +1,4 @@
-"""`describe`: how a model is sharded, read back from torch's own objects and not from what was asked for."""
+"""`describe`: how a model is sharded, read back from torch's own objects and not from the configuration."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.inspection.introspect import (
     ShardedUnit,
+    dtype_name,
     flat_parameters,
-    format_name,
     fsdp1_settings,
     fsdp1_units,
     fsdp2_settings,
@@ -21,13 +21,14 @@ from fsdplaunch.runtime.inspection.introspect import (
     wrappers,
 )
 from fsdplaunch.runtime.inspection.parameter_names import count, named_parameters, unwrapped
+from fsdplaunch.runtime.messages import listed
 from fsdplaunch.runtime.sharding.blocks import class_name
 from fsdplaunch.runtime.sharding.registry import ShardedModel, registered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingDescription:
-    """How one model is sharded. Parameters are counted in numbers, formats are torch's names.
+    """How one model is sharded. Parameters are counted in elements, dtypes are torch's names.
 
     Attributes:
         model: The model's class.
@@ -39,9 +40,9 @@ class ShardingDescription:
         trained: Those that get gradients.
         units: In the model's order, without the root.
         root: What is in no other unit.
-        kept: Parameters by the number format their shards are kept in.
-        output: Number format of the model's outputs, or None for the one they have.
-        buffers: Number format of buffers in forward (version 1), or None for their own.
+        kept: Parameters by the dtype their shards are kept in.
+        output: Dtype of the model's outputs, or None for the one they have.
+        buffers: Dtype of buffers in forward (FSDP1), or None for their own.
         tied: Names of each parameter that has several.
         ignored: Names of the modules that are not sharded.
         whole: Names of the parameters that are not sharded, each rank holding all of them.
@@ -82,7 +83,7 @@ class ShardingDescription:
     methods: tuple[str, ...]
 
     def lines(self) -> Iterator[str]:
-        """The same for people: one line, and one more for everything out of the ordinary."""
+        """Yield the same for people: one line, and one more for everything out of the ordinary."""
         units = ", ".join(f"{n} x {kind}" for kind, n in Counter(unit.kind for unit in self.units).items())
         words = [
             f"sharded {self.model}: {units or 'one unit'}",
@@ -94,16 +95,16 @@ class ShardingDescription:
         words += [f"{_word(self.root.reduce)} reduce"] if self.root.reduce else []
         words += [f"{_word(self.output)} out"] if self.output else []
         yield ", ".join(words)
-        for about, said in self._remarks():
-            if said:
-                yield f"  {about}: {said}"
+        for about, text in self._remarks():
+            if text:
+                yield f"  {about}: {text}"
 
     def _remarks(self) -> Iterator[tuple[str, str]]:
         if self.units:
             left = 100 * self.root.parameters // max(self.parameters, 1)
             yield "units", f"{_sizes(self.units)} parameters, {count(self.root.parameters)} ({left} %) in the root"
         yield "tied", "; ".join(" = ".join(names) for names in self.tied)
-        yield "not sharded", _some(self.ignored or self.whole)
+        yield "not sharded", listed(self.ignored or self.whole, 4)
         yield "frozen", f"{count(self.parameters - self.trained)} parameters" if self.frozen else ""
         again = f"{len(self.checkpointed)} modules" if self.checkpointed else ""
         where = ", what they keep in host memory" if self.activations_offloaded else ""
@@ -118,7 +119,7 @@ class ShardingDescription:
 
 
 def describe(model: nn.Module) -> ShardingDescription:
-    """Say how a prepared model is sharded.
+    """Describe how a prepared model is sharded.
 
     Args:
         model: What `prepare` returned, or what torch.compile made of it.
@@ -132,12 +133,12 @@ def describe(model: nn.Module) -> ShardingDescription:
         raise ShardingError(msg, hint="describe what fsdplaunch.prepare returns")
     if not isinstance(model, FSDPModule):  # else it was compiled before, and the units begin with what came out
         model = unwrapped(model)
-    version1 = isinstance(model, FullyShardedDataParallel)
-    (root, *units) = fsdp1_units(model) if version1 else fsdp2_units(model)
+    is_fsdp1 = isinstance(model, FullyShardedDataParallel)
+    (root, *units) = fsdp1_units(model) if is_fsdp1 else fsdp2_units(model)
     named = dict(named_parameters(model))
     return ShardingDescription(
         model=own_class(model.module if isinstance(model, FullyShardedDataParallel) else model),
-        version=1 if version1 else 2,
+        version=1 if is_fsdp1 else 2,
         strategy=prepared.settings.strategy,
         mesh=dict(zip(prepared.mesh.mesh_dim_names or ("ranks",), prepared.mesh.shape, strict=True)),
         device=str(prepared.device),
@@ -157,7 +158,7 @@ def describe(model: nn.Module) -> ShardingDescription:
 def _counted(
     model: nn.Module, named: dict[str, nn.Parameter], prepared: ShardedModel, in_units: int
 ) -> dict[str, Any]:
-    """What the parameters themselves say."""
+    """Return what is counted from the parameters themselves."""
     apart = {name: named[name] for name in prepared.left_out}
     sharded = [param for name, param in named.items() if name not in apart]
     still = sum(param.numel() for param in apart.values() if not param.requires_grad)
@@ -167,7 +168,7 @@ def _counted(
         flat = [(param.dtype, param.numel(), param.requires_grad) for param in sharded]
     kept: Counter[str] = Counter()
     for dtype, size, trained in flat:
-        kept[format_name(dtype) or ""] += size
+        kept[dtype_name(dtype) or ""] += size
         still += 0 if trained else size
     total = in_units + sum(param.numel() for param in apart.values())
     return {
@@ -181,10 +182,6 @@ def _counted(
 def _sizes(units: tuple[ShardedUnit, ...]) -> str:
     sizes = sorted({unit.parameters for unit in units})
     return count(sizes[0]) if len(sizes) == 1 else f"{count(sizes[0])} to {count(sizes[-1])}"
-
-
-def _some(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")  # noqa: PLR2004
 
 
 def _word(name: str | None) -> str:

@@ -32,10 +32,10 @@ class ShardedUnit:
     Attributes:
         name: The module's clean name; empty for the root.
         kind: The module's class, as the user wrote it.
-        parameters: How many numbers it holds over all ranks of one copy.
+        parameters: How many numbers it holds over all ranks of one replica.
         reshard_after_forward: Whether it is freed after forward, or the number of ranks it is then spread over.
-        compute: Number format it is gathered and computed in, or None for the one it is kept in.
-        reduce: Number format its gradients are summed in, or None for the one they have.
+        compute: Dtype it is gathered and computed in, or None for the one it is kept in.
+        reduce: Dtype its gradients are summed in, or None for the one they have.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ShardedUnit:
 
 
 def fsdp2_units(model: nn.Module) -> Iterator[ShardedUnit]:
-    """The units of a version 2 model, the root first."""
+    """Yield the units of an FSDP2 model, the root first."""
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -59,13 +59,13 @@ def fsdp2_units(model: nn.Module) -> Iterator[ShardedUnit]:
             kind=own_class(module),
             parameters=sum(prod(full_size(param)) for group in groups for param in group.fsdp_params),
             reshard_after_forward=_resharded(after, groups),
-            compute=format_name(policy.param_dtype) if policy else None,
-            reduce=format_name(policy.reduce_dtype) if policy else None,
+            compute=dtype_name(policy.param_dtype) if policy else None,
+            reduce=dtype_name(policy.reduce_dtype) if policy else None,
         )
 
 
 def _resharded(after: Any, groups: Any) -> bool | int:
-    """Whether a version 2 unit is freed after forward: to all ranks of a copy, or to a part of them."""
+    """Return whether an FSDP2 unit is freed after forward, or the number of ranks it is then spread over."""
     if after is None:
         return False
     size = int(after.shard_mesh_size)
@@ -73,7 +73,7 @@ def _resharded(after: Any, groups: Any) -> bool | int:
 
 
 def fsdp1_units(model: nn.Module) -> Iterator[ShardedUnit]:
-    """The units of a version 1 model, the root first."""
+    """Yield the units of an FSDP1 model, the root first."""
     for name, module in model.named_modules():
         if not isinstance(module, FullyShardedDataParallel):
             continue
@@ -83,13 +83,13 @@ def fsdp1_units(model: nn.Module) -> Iterator[ShardedUnit]:
             kind=own_class(module.module),
             parameters=sum(map(prod, flat.shapes)) if flat else 0,
             reshard_after_forward=module.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD"),
-            compute=format_name(module.mixed_precision.param_dtype),
-            reduce=format_name(module.mixed_precision.reduce_dtype),
+            compute=dtype_name(module.mixed_precision.param_dtype),
+            reduce=dtype_name(module.mixed_precision.reduce_dtype),
         )
 
 
 def flat_parameters(model: nn.Module) -> Iterator[tuple[torch.dtype, int, bool]]:
-    """Format, size and whether it gets a gradient, of each whole parameter in version 1's flat ones."""
+    """Yield dtype, size and whether it gets a gradient, of each full parameter in FSDP1's flat ones."""
     for module in model.modules():
         flat = flat_parameter(module) if isinstance(module, FullyShardedDataParallel) else None
         if flat is None:
@@ -100,7 +100,7 @@ def flat_parameters(model: nn.Module) -> Iterator[tuple[torch.dtype, int, bool]]
 
 
 def wrappers(model: nn.Module) -> dict[str, Any]:
-    """What is recomputed, offloaded and compiled, by the names of the description."""
+    """Return what is recomputed, offloaded and compiled, by the names of the description."""
     modules = list(model.named_modules())
     again = [clean_name(name) for name, module in modules if isinstance(module, CheckpointWrapper)]
     whole = model.module if isinstance(model, FullyShardedDataParallel) else model
@@ -113,16 +113,16 @@ def wrappers(model: nn.Module) -> dict[str, Any]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile made the module's forward."""
+    """Return whether torch.compile made the module's forward."""
     return isinstance(module.__dict__.get("forward"), CompiledForward)
 
 
 def fsdp1_settings(model: FullyShardedDataParallel) -> dict[str, Any]:
-    """What holds for a whole version 1 model, by the names of the description."""
+    """Return what holds for an FSDP1 model as one, by the names of the description."""
     ahead = model.backward_prefetch
     return {
         "output": None,
-        "buffers": format_name(model.mixed_precision.buffer_dtype),
+        "buffers": dtype_name(model.mixed_precision.buffer_dtype),
         "forward_prefetch": bool(model.forward_prefetch),
         "backward_prefetch": "NO_PREFETCH" if ahead is None else ahead.name,
         "offloaded": model.cpu_offload.offload_params,
@@ -130,11 +130,11 @@ def fsdp1_settings(model: FullyShardedDataParallel) -> dict[str, Any]:
 
 
 def fsdp2_settings(model: nn.Module) -> dict[str, Any]:
-    """What holds for a whole version 2 model, by the names of the description."""
+    """Return what holds for an FSDP2 model as one, by the names of the description."""
     first: Any = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
     groups = param_groups(model)
     return {
-        "output": format_name(root_mixed_precision(model).output_dtype),
+        "output": dtype_name(root_mixed_precision(model).output_dtype),
         "buffers": None,
         "forward_prefetch": prefetches_forward(model),
         "backward_prefetch": "BACKWARD_PRE",  # by itself, in the order that forward ran in
@@ -143,7 +143,7 @@ def fsdp2_settings(model: nn.Module) -> dict[str, Any]:
 
 
 def own_class(module: Any) -> str:
-    """The user's class, inside of what checkpointing and sharding put around a module or its class."""
+    """Return the name of the user's class, inside of what checkpointing and sharding put around it."""
     while isinstance(module, CheckpointWrapper | OffloadWrapper):
         module = checkpointed_module(module)
     module = unwrapped(module)
@@ -151,6 +151,6 @@ def own_class(module: Any) -> str:
     return next(kind.__name__ for kind in kinds if not issubclass(kind, FSDPModule))
 
 
-def format_name(dtype: torch.dtype | None) -> str | None:
-    """Torch's name of a number format."""
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    """Return torch's name of a dtype."""
     return None if dtype is None else str(dtype).removeprefix("torch.")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from fsdplaunch.runtime.torch_internals import WRAPPER_ATTRIBUTES, compiled_module
@@ -13,17 +14,28 @@ def clean_name(name: str) -> str:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module that torch.compile put a wrapper around; any other one itself."""
+    """Return the module that torch.compile put a wrapper around; any other one itself."""
     return compiled_module(model) or model
 
 
-def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter once, under its clean name."""
-    return ((clean_name(name), param) for name, param in model.named_parameters())
+def named_parameters(
+    module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield as `module.named_parameters`, with the names the model had before anything was wrapped in it."""
+    for name, param in module.named_parameters(prefix, recurse, remove_duplicate):
+        yield clean_name(name), param
+
+
+def named_buffers(
+    module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield as `module.named_buffers`, with the names the model had before anything was wrapped in it."""
+    for name, buffer in module.named_buffers(prefix, recurse, remove_duplicate):
+        yield clean_name(name), buffer
 
 
 def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """The names of each parameter that has several, in the model's order.
+    """Return the names of each parameter that has several, in the model's order.
 
     Sharing is found by identity, never by equal values.
     """

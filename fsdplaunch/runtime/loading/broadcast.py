@@ -91,7 +91,7 @@ def broadcast_all(
         CheckpointError: It went wrong on any rank.
     """
     failures = [broadcast_tensor(ranks, full.get(name), part, dtype) for part, name, dtype in held]
-    with ranks.together("take over the first rank's tensors"):
+    with ranks.raise_on_all("take over the first rank's tensors"):
         for failure in failures:
             if failure is not None:
                 raise failure

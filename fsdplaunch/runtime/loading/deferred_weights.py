@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.loading.broadcast import broadcast_all
 from fsdplaunch.runtime.loading.empty_storage import EmptyFlattening, empty_storage
 from fsdplaunch.runtime.loading.execute_plan import execute_plan, report_loaded
@@ -33,14 +32,14 @@ from fsdplaunch.runtime.torch_internals import is_persistent
 
 
 class DeferredWeights(Materializer):
-    """Settles a model's tensors for sharding as the module's text says, and fills them afterwards.
+    """Materializes a model's tensors for sharding as the module's text says, and fills them afterwards.
 
     Args:
         model: Not sharded yet, on any device.
         where: A model folder or a weight file.
         strict: Whether names that are missing or left over are errors.
         settings: How the model will be sharded.
-        arguments: Those of Aligner.
+        arguments: Those of Materializer.
 
     Raises:
         CheckpointError: The files do not fit the model, or cannot be read; raised on every rank.
@@ -51,7 +50,6 @@ class DeferredWeights(Materializer):
     ) -> None:
         super().__init__(model, origin=f"weights from {where}, strict={strict}", **arguments)
         self.settings = settings
-        self.ranks = RankGroup(self.groups, self.device)
         self.name = class_name(model)
         self.plan = make_plan(
             self.ranks, model, [self._wanted(each) for each in self.entries], where, strict=strict
@@ -75,8 +73,8 @@ class DeferredWeights(Materializer):
         ignored = any(module in self.ignored for module, _ in entry.places)
         return isinstance(entry.tensor, nn.Parameter) and bool(entry.spec[0]) and not ignored  # scalars stay whole
 
-    def settle_entries(self, due: list[ModelTensor]) -> None:
-        """Settle tensors that are not settled yet; those that are read later have no values."""
+    def materialize_entries(self, due: list[ModelTensor]) -> None:
+        """Materialize tensors that are not materialized yet; those that are read later have no values."""
         for entry in due:
             if self.plan.stored(entry.names) is None:
                 continue
@@ -84,8 +82,8 @@ class DeferredWeights(Materializer):
                 self._empty(entry)
             else:
                 self._make_room(entry)
-            entry.settled = True
-        super().settle_entries([entry for entry in due if not entry.settled])
+            entry.materialized = True
+        super().materialize_entries([entry for entry in due if not entry.materialized])
         for entry in due:
             if self._is_split(entry) and self.plan.stored(entry.names) is None:
                 self._put_aside(entry)
@@ -94,14 +92,14 @@ class DeferredWeights(Materializer):
 
     def _empty(self, entry: ModelTensor) -> None:
         shape = self.sources[entry.name][0]
-        self._exchange(entry, torch.empty(shape, dtype=self._format(entry), device="meta"))
+        entry.exchange(torch.empty(shape, dtype=self._format(entry), device="meta"))
         self.hollowed.append(entry)
 
     def _make_room(self, entry: ModelTensor) -> None:
         """Let a tensor that stays whole have memory on the device; it may already."""
         tensor, dtype = entry.tensor, self._format(entry)
         if tensor.device != self.device or tensor.dtype != dtype or not tensor.is_contiguous():
-            self._exchange(entry, torch.empty(self.sources[entry.name][0], dtype=dtype, device=self.device))
+            entry.exchange(torch.empty(self.sources[entry.name][0], dtype=dtype, device=self.device))
 
     def _put_aside(self, entry: ModelTensor) -> None:
         if self.ranks.is_first:
@@ -111,14 +109,7 @@ class DeferredWeights(Materializer):
 
     def _stand_in(self, entries: Sequence[ModelTensor]) -> None:
         for entry in entries:
-            self._exchange(entry, empty_storage(entry.tensor.shape, entry.tensor.dtype, self.device))
-
-    def _exchange(self, entry: ModelTensor, new: torch.Tensor) -> None:
-        old = entry.tensor
-        if isinstance(old, nn.Parameter):
-            new = nn.Parameter(new, requires_grad=old.requires_grad)
-        new.__dict__.update(old.__dict__)
-        entry.exchange(new)
+            entry.exchange(empty_storage(entry.tensor.shape, entry.tensor.dtype, self.device))
 
     def wrapping(self) -> AbstractContextManager[Any]:
         """What must be active while the old wrapper's constructor runs."""
@@ -150,11 +141,5 @@ class DeferredWeights(Materializer):
 
 def give_memory(entry: ModelTensor, device: torch.device) -> None:
     """Exchange a tensor on the meta device for one with this rank's part of the memory, in all its places."""
-    old = entry.tensor
-    if not old.is_meta:
-        return
-    new = torch.empty_like(old.detach(), device=device)
-    if isinstance(old, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=old.requires_grad)
-    new.__dict__.update(old.__dict__)
-    entry.exchange(new)
+    if entry.tensor.is_meta:
+        entry.exchange(torch.empty_like(entry.tensor.detach(), device=device))

@@ -46,7 +46,7 @@ def execute_plan(ranks: RankGroup, plan: LoadPlan, held: Sequence[LocalShard]) -
     begun = time.perf_counter()
     due = [(part, name) for part in held if (name := plan.stored(part.names)) is not None]
     nbytes = 0
-    with torch.no_grad(), ranks.together(f"load weights from {plan.where}"):
+    with torch.no_grad(), ranks.raise_on_all(f"load weights from {plan.where}"):
         if len({name for _, name in due}) != len(plan.match.found):
             missed = sorted(set(plan.match.found) - {name for _, name in due})
             msg = f"{missed[0]} is nowhere in the sharded model"

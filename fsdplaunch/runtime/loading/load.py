@@ -92,7 +92,7 @@ def _load(model: nn.Module, where: Path | Mapping[str, Any], *, strict: bool) ->
         WantedTensor(names=part.names, shape=part.shape, dtype=part.local.dtype, saved=part.saved) for part in held
     ]
     plan = make_plan(ranks, model, wanted, where, strict=strict)
-    with ranks.together(f"load weights from {plan.where}"):
+    with ranks.raise_on_all(f"load weights from {plan.where}"):
         _check_memory(held, plan)
     for entry in model_tensors(model):
         give_memory(entry, ranks.device)

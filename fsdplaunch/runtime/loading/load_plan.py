@@ -62,7 +62,7 @@ def make_plan(
         CheckpointError: The files are not all there, damaged, or of another model; raised on every rank.
     """
     plan: LoadPlan | None = None
-    with ranks.together(f"load weights into {type(model).__name__}"):
+    with ranks.raise_on_all(f"load weights into {type(model).__name__}"):
         if ranks.is_first:
             plan = _make(model, wanted, where, strict)
     full = plan.full if plan is not None else {}

@@ -1,11 +1,10 @@
 """`FullyShardedDataParallelPlugin`: the reference's fields, filled from the environment where code is silent."""
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,14 +15,15 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    ShardingStrategy,
     StateDictType,
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.kinds import PREFETCH, STATE_DICT, STRATEGY
+from fsdplaunch.config.schema.walk import keys_by_path, value_at
 from fsdplaunch.errors import UsageError
+from fsdplaunch.runtime.compat.transformers_loading import load_on_first_ranks_only
 from fsdplaunch.runtime.plugin.plugin_values import (
     PATHS,
     check_policy,
@@ -45,25 +45,25 @@ _POLICIES: dict[str, Any] = {
     "NO_WRAP": None,
 }
 
-_PLAIN = (
-    "fsdp_version",
-    "use_orig_params",
-    "sync_module_states",
-    "forward_prefetch",
-    "activation_checkpointing",
-    "activation_checkpointing_offload",
-    "cpu_ram_efficient_loading",
-    "min_num_params",
-    "dp_replicate_size",
-    "dp_shard_size",
-    "activation_checkpointing_every",
-)
-"""Fields that hold the configuration's own value."""
+_PLAIN = {
+    "fsdp_version": "version",
+    "use_orig_params": "use_orig_params",
+    "sync_module_states": "sync_module_states",
+    "forward_prefetch": "forward_prefetch",
+    "activation_checkpointing": "activation_checkpointing",
+    "activation_checkpointing_offload": "activation_offload",
+    "cpu_ram_efficient_loading": "ram_efficient",
+    "min_num_params": "min_num_params",
+    "dp_replicate_size": "replicate_size",
+    "dp_shard_size": "shard_size",
+    "activation_checkpointing_every": "checkpoint_every",
+}
+"""Fields that hold the configuration's own value, and what Settings calls them."""
 
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """How models are sharded. A field left None takes what the launch's configuration says.
+    """How models are sharded. A field left None takes the value of the launch's configuration.
 
     The configuration reaches a worker as environment variables; values given here win over them. After
     construction every field holds the value that will be used, as torch's own object where torch has one.
@@ -71,19 +71,19 @@ class FullyShardedDataParallelPlugin:
     Attributes:
         fsdp_version: 1 (FullyShardedDataParallel) or 2 (fully_shard).
         sharding_strategy: A name, a code 1-5, or `ShardingStrategy`.
-        reshard_after_forward: Version 2: a flag or a number of ranks. Version 1: another name for the strategy.
-        backward_prefetch: A name, a code, or `BackwardPrefetch`; None means no prefetch. Version 1.
+        reshard_after_forward: FSDP2: a flag or a number of ranks. FSDP1: another name for the strategy.
+        backward_prefetch: A name, a code, or `BackwardPrefetch`; None means no prefetch. FSDP1.
         mixed_precision_policy: `bf16`, `fp16`, `fp32`, `fp8`; a mapping of param_dtype, reduce_dtype, buffer_dtype
             and output_dtype; `MixedPrecision` or `MixedPrecisionPolicy`.
         auto_wrap_policy: `transformer_based_wrap`, `size_based_wrap`, `no_wrap`, or a function: one of torch's
             form, or one from a module to whether it is a unit.
-        cpu_offload: A flag, `CPUOffload` (version 1) or `CPUOffloadPolicy` (version 2).
-        ignored_modules: Modules, or a regular expression that matches their whole names, or several.
+        cpu_offload: A flag, `CPUOffload` (FSDP1) or `CPUOffloadPolicy` (FSDP2).
+        ignored_modules: Modules, or a regular expression that matches their full names, or several.
         state_dict_type: `full_state_dict`, `local_state_dict`, `sharded_state_dict`, or `StateDictType`.
         state_dict_config: Torch's options for the model's state dict; made to fit the type when left out.
         optim_state_dict_config: The same for the optimizer's.
-        limit_all_gathers: Version 1: keep the host from queueing too many gathers.
-        use_orig_params: Version 1: show the optimizer the model's own parameters.
+        limit_all_gathers: FSDP1: keep the host from queueing too many gathers.
+        use_orig_params: FSDP1: show the optimizer the model's own parameters.
         param_init_fn: Gives values to a module whose parameters have no storage on any rank.
         sync_module_states: Send rank 0's parameters and buffers to all ranks before sharding; always so under
             cpu_ram_efficient_loading, where only rank 0 has them.
@@ -93,9 +93,9 @@ class FullyShardedDataParallelPlugin:
         transformer_cls_names_to_wrap: Class names of the blocks, as a list or separated by commas.
         min_num_params: Smallest number of parameters size_based_wrap makes a unit of.
         activation_checkpointing_offload: Move the blocks' saved inputs to host memory.
-        dp_replicate_size: Copies of the model; -1 takes what dp_shard_size leaves.
-        dp_shard_size: Ranks per copy; -1 takes what dp_replicate_size leaves.
-        master_dtype: The format shards and optimizer state are kept in.
+        dp_replicate_size: Replicas of the model; -1 takes what dp_shard_size leaves.
+        dp_shard_size: Ranks per replica; -1 takes what dp_replicate_size leaves.
+        master_dtype: The dtype shards and optimizer state are kept in.
         activation_checkpointing_every: Compute only every n-th block again, 2 for half of them.
         forward_methods: Names of methods, beside forward and generate, that compute with the parameters.
 
@@ -130,39 +130,37 @@ class FullyShardedDataParallelPlugin:
     activation_checkpointing_every: int | None = None
     forward_methods: list[str] | str | None = None
     _config: Config = field(init=False, repr=False, compare=False)
+    _configured: Settings = field(init=False, repr=False, compare=False)
     _float8: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
-        said = {name: _plain_or_none(name, getattr(self, name)) for name in PATHS}
-        self._config = configured(said)
-        self._check_version(said)
-        if said["cpu_ram_efficient_loading"] is not None:  # transformers reads the variable when it loads weights
-            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(said["cpu_ram_efficient_loading"]).lower()
+        given = {name: _plain_or_none(name, getattr(self, name)) for name in PATHS}
+        self._config = configured(given)
+        self._configured = settings_of(self._config)
+        self._check_version(given)
+        if given["cpu_ram_efficient_loading"] is not None:
+            load_on_first_ranks_only(bool(self._configured.ram_efficient))
         self._fill()
         self.set_state_dict_type()
-        policy, own = self.mixed_precision_policy, settings_of(self._config)
+        policy, own = self.mixed_precision_policy, self._configured
         check_policy(policy, own.version)
-        self._set_formats(dtypes_from(policy, own.dtypes), float8=is_float8(policy) or (not policy and own.float8))
+        self._set_dtypes(dtypes_from(policy, own.dtypes), float8=is_float8(policy) or (not policy and own.float8))
 
-    def _check_version(self, said: dict[str, Any]) -> None:
-        """Refuse what code asks for and this FSDP version cannot do, instead of dropping it."""
+    def _check_version(self, given: dict[str, Any]) -> None:
+        """Raise for what code sets and this FSDP version cannot do, instead of dropping it."""
         fsdp = self._config.fsdp_config
         one = fsdp.fsdp_version == 1
         reshard = fsdp.fsdp_reshard_after_forward
-        prefetch = said["backward_prefetch"] and fsdp.fsdp_backward_prefetch
-        cases = {
-            f"backward_prefetch {prefetch}": not one and prefetch not in (None, "BACKWARD_PRE"),
-            "use_orig_params=False": not one and said["use_orig_params"] is False,
-            "state_dict_type LOCAL_STATE_DICT": not one and fsdp.fsdp_state_dict_type == "LOCAL_STATE_DICT",
-            f"reshard_after_forward {reshard}": not one and isinstance(reshard, str),
-            "activation_checkpointing_offload": one and bool(said["activation_checkpointing_offload"]),
-            "flag for reshard_after_forward": one and isinstance(said["reshard_after_forward"], bool),
-            "limit_all_gathers=False": not one and not self.limit_all_gathers,
-        }
-        for what, wrong in cases.items():
-            if wrong:
-                msg = f"fsdp_version {fsdp.fsdp_version} has no {what}"
-                raise UsageError(msg, hint="leave it out, or set the other fsdp_version")
+        missing = [what for name in PATHS if given[name] is not None and (what := _shown(name, self._config))]
+        if one and isinstance(given["reshard_after_forward"], bool):
+            missing.append("flag for reshard_after_forward")
+        if not one and isinstance(reshard, str):
+            missing.append(f"reshard_after_forward {reshard}")
+        if not one and not self.limit_all_gathers:
+            missing.append("limit_all_gathers=False")
+        for what in missing:
+            msg = f"fsdp_version {fsdp.fsdp_version} has no {what}"
+            raise UsageError(msg, hint="leave it out, or set the other fsdp_version")
         needing = {
             "activation_checkpointing_offload": fsdp.fsdp_activation_checkpointing_offload,
             "activation_checkpointing_every": self._config.sharding.checkpoint_every > 1,
@@ -173,31 +171,29 @@ class FullyShardedDataParallelPlugin:
                 raise UsageError(msg)
 
     def _fill(self) -> None:
-        """Give every field its final value: the configuration's, which holds what code said, as torch's object."""
-        fsdp = self._config.fsdp_config
-        for name in _PLAIN:
-            section, key = PATHS[name]
-            setattr(self, name, getattr(getattr(self._config, section), key))
-        self.sync_module_states = self.sync_module_states or bool(self.cpu_ram_efficient_loading)
-        one = fsdp.fsdp_version == 1
-        self.sharding_strategy = _strategy(fsdp.fsdp_sharding_strategy or "FULL_SHARD")
-        self.reshard_after_forward = self.sharding_strategy if one else fsdp.fsdp_reshard_after_forward
-        prefetch = fsdp.fsdp_backward_prefetch or "NO_PREFETCH"
+        """Give every field its final value: the configuration's, which holds what code set, as torch's object."""
+        own = self._configured
+        for name, setting in _PLAIN.items():
+            setattr(self, name, getattr(own, setting))
+        one = own.version == 1
+        self.sharding_strategy = sharding_strategy(own.strategy)
+        self.reshard_after_forward = self.sharding_strategy if one else own.reshard_after_forward
+        prefetch = own.backward_prefetch
         self.backward_prefetch = None if prefetch == "NO_PREFETCH" else BackwardPrefetch[prefetch]
-        self.state_dict_type = StateDictType[fsdp.fsdp_state_dict_type or "SHARDED_STATE_DICT"]
-        self.transformer_cls_names_to_wrap = list(fsdp.fsdp_transformer_layer_cls_to_wrap) or None
-        self.forward_methods = list(self._config.sharding.forward_methods)
-        self.cpu_offload = _offload(self.cpu_offload, on=fsdp.fsdp_offload_params, one=one)
+        self.state_dict_type = StateDictType[own.state_dict_type]
+        self.transformer_cls_names_to_wrap = list(own.block_classes) or None
+        self.forward_methods = list(own.forward_methods)
+        self.cpu_offload = _offload(self.cpu_offload, on=own.offload, one=one)
         if self.ignored_modules is None:
-            self.ignored_modules = fsdp.fsdp_ignored_modules
+            self.ignored_modules = cast("str | None", own.ignored)
         elif not isinstance(self.ignored_modules, str):
             self.ignored_modules = list(self.ignored_modules)
         if not _is_function(self.auto_wrap_policy):
-            self.auto_wrap_policy = _POLICIES[fsdp.fsdp_auto_wrap_policy]
+            self.auto_wrap_policy = _POLICIES[str(own.wrap)]
 
     @property
     def process_group_timeout(self) -> timedelta:
-        """How long a collective may wait; read only, since the launcher has made the process group with it."""
+        """Return how long a collective may wait; read only, since the process group is made with it."""
         return timedelta(seconds=self._config.launch.process_group_timeout_seconds)
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
@@ -207,7 +203,7 @@ class FullyShardedDataParallelPlugin:
             state_dict_type: A name, a code, or `StateDictType`; the present one when left out.
 
         Raises:
-            UsageError: It is no such type, or LOCAL_STATE_DICT under version 2.
+            UsageError: It is no such type, or LOCAL_STATE_DICT under FSDP2.
         """
         wanted = self.state_dict_type if state_dict_type is None else state_dict_type
         try:
@@ -238,22 +234,22 @@ class FullyShardedDataParallelPlugin:
     def set_mixed_precision(
         self, mixed_precision: str | torch.dtype, buffer_autocast: bool = False, override: bool = False
     ) -> None:
-        """Compute in a number format, unless a policy is there already.
+        """Compute in a dtype, unless a policy is there already.
 
         Args:
             mixed_precision: `bf16`, `fp16`, `fp32`, `fp8`, or torch's object.
-            buffer_autocast: Keep buffers in fp32 (version 1).
+            buffer_autocast: Keep buffers in fp32 (FSDP1).
             override: Replace a policy that is there.
 
         Raises:
-            UsageError: It is no number format.
+            UsageError: It is no dtype.
         """
         if self.mixed_precision_policy is not None and not override:
             return
         name = str(plain(mixed_precision)).removeprefix("torch.")
-        formats = dtypes_from(name, settings_of(self._config).dtypes)
-        formats = replace(formats, buffer=torch.float32) if buffer_autocast else formats
-        self._set_formats(formats, float8=is_float8(name))
+        dtypes = dtypes_from(name, self._configured.dtypes)
+        dtypes = replace(dtypes, buffer=torch.float32) if buffer_autocast else dtypes
+        self._set_dtypes(dtypes, float8=is_float8(name))
 
     def validate_mixed_precision_policy(self) -> None:
         """Check that the policy is of the class this FSDP version uses.
@@ -266,56 +262,55 @@ class FullyShardedDataParallelPlugin:
             msg = f"mixed_precision_policy must be {wanted.__name__} under fsdp_version {self.fsdp_version}"
             raise UsageError(msg, hint=f"got {self.mixed_precision_policy!r}")
 
-    def _set_formats(self, formats: Dtypes, *, float8: object) -> None:
+    def _set_dtypes(self, dtypes: Dtypes, *, float8: object) -> None:
         self._float8 = bool(float8)
-        self.master_dtype = formats.master
-        self.mixed_precision_policy = policy_of(formats, self._config.fsdp_config.fsdp_version or 2)
+        self.master_dtype = dtypes.master
+        self.mixed_precision_policy = policy_of(dtypes, self._configured.version)
 
     def settings(self) -> Settings:
-        """The plain, frozen values that sharding works with, as the fields stand now.
+        """Return the frozen values that sharding works with: the configuration's, and the fields as they are now.
 
         Raises:
             UsageError: A field was set to something it cannot be.
         """
         self.validate_mixed_precision_policy()
-        one = self.fsdp_version == 1
-        reshard = True if one else self.reshard_after_forward
         ignored = self.ignored_modules
-        return Settings(
-            version=1 if one else 2,
+        own = {setting: getattr(self, name) for name, setting in _PLAIN.items()}
+        fields: dict[str, Any] = {setting: value for setting, value in own.items() if value is not None}
+        return replace(
+            self._configured,
+            **fields,
             strategy=STRATEGY.parse(plain(self.sharding_strategy)),
-            reshard_after_forward=reshard,
+            reshard_after_forward=True if self.fsdp_version == 1 else self.reshard_after_forward,
             offload=_offloads(self.cpu_offload),
             wrap=_wrap_name(self.auto_wrap_policy),
             block_classes=tuple(_names(self.transformer_cls_names_to_wrap)),
-            min_num_params=self.min_num_params or 0,
             backward_prefetch=PREFETCH.parse(plain(self.backward_prefetch) or "NO_PREFETCH"),
-            forward_prefetch=bool(self.forward_prefetch),
             state_dict_type=STATE_DICT.parse(plain(self.state_dict_type)),
-            use_orig_params=bool(self.use_orig_params),
             limit_all_gathers=self.limit_all_gathers,
-            ram_efficient=bool(self.cpu_ram_efficient_loading),
-            sync_module_states=self.sync_module_states is not False,
-            activation_checkpointing=bool(self.activation_checkpointing),
-            activation_offload=bool(self.activation_checkpointing_offload),
             ignored=ignored if ignored is None or isinstance(ignored, str) else tuple(ignored),
-            checkpoint_every=self.activation_checkpointing_every or 1,
             forward_methods=tuple(_names(self.forward_methods)),
-            compiling=settings_of(self._config).compiling,
             float8=float8_of(self._config) if self._float8 else None,
             dtypes=dtypes_from(
                 self.mixed_precision_policy, Dtypes(master=dtype_of(self.master_dtype, "master_dtype"))
             ),
-            replicate_size=self.dp_replicate_size or 1,
-            shard_size=self.dp_shard_size,
             param_init_fn=self.param_init_fn,
         )
 
 
 @cache
 def ambient_plugin() -> FullyShardedDataParallelPlugin:
-    """The plugin of the launch's configuration, made once per process."""
+    """Return the plugin of the launch's configuration, made once per process."""
     return FullyShardedDataParallelPlugin()
+
+
+def _shown(name: str, config: Config) -> str | None:
+    """Return a field with its value if this FSDP version has no such key, by the schema; None if it has."""
+    spec = keys_by_path()[PATHS[name]]
+    value = value_at(config, spec.path)
+    if config.fsdp_config.fsdp_version in spec.key.versions or value == spec.default:
+        return None
+    return {True: name, False: f"{name}=False"}.get(value, f"{name} {value}")
 
 
 def _names(value: list[str] | str | None) -> list[str]:
@@ -327,17 +322,12 @@ def _is_function(policy: Any) -> bool:
 
 
 def _plain_or_none(name: str, value: Any) -> Any:
-    """A field's value as the configuration would hold it; None for objects that it cannot hold."""
+    """Return a field's value as the configuration would hold it; None for objects that it cannot hold."""
     if isinstance(value, CPUOffload | OffloadPolicy):
         return _offloads(value)
     if name == "ignored_modules" and not isinstance(value, str):
         return None
     return None if name == "auto_wrap_policy" and _is_function(value) else plain(value)
-
-
-def _strategy(name: str) -> ShardingStrategy:
-    strategy: ShardingStrategy = sharding_strategy(name)
-    return strategy
 
 
 def _offloads(value: Any) -> bool:
@@ -357,5 +347,5 @@ def _offload(given: Any, *, on: bool, one: bool) -> CPUOffload | OffloadPolicy:
 
 
 def _wrap_name(policy: Any) -> Any:
-    """The policy's name if it is one of ours that no model was bound to yet, else the function."""
+    """Return the policy's name if it is one of ours that no model was bound to yet, else the function."""
     return next((name for name, own in _POLICIES.items() if own is policy), policy)

@@ -1,6 +1,5 @@
 """Turn what a script may give the plugin (names, flags, torch's objects) into configuration values, and back."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
@@ -9,13 +8,12 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
-from fsdplaunch.config.environment import raw_values
-from fsdplaunch.config.resolve import resolve
+from fsdplaunch.config.environment import decode, decode_with, parse_value
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.kinds import FALSE_WORDS, TRUE_WORDS
-from fsdplaunch.config.schema.walk import Path, build_config, keys_by_path
+from fsdplaunch.config.schema.walk import Path
 from fsdplaunch.errors import UsageError
-from fsdplaunch.runtime.sharding.settings import DTYPES, Dtypes
+from fsdplaunch.runtime.sharding.settings import DTYPES, Dtypes, fsdp1_policy, fsdp2_policy
 
 PATHS: dict[str, Path] = {
     "fsdp_version": ("fsdp_config", "fsdp_version"),
@@ -43,46 +41,31 @@ PATHS: dict[str, Path] = {
 """The configuration key behind each field of the plugin that has one."""
 
 
-def configured(said: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Config:
-    """Resolve the environment's configuration with what a script says in code on top of it.
+def configured(in_code: Mapping[str, Any]) -> Config:
+    """Resolve the environment's configuration with what a script sets in code on top of it.
 
     Args:
-        said: Plain values by field name, None where the script says nothing.
-        environ: The variables; the process's own when left out.
+        in_code: Plain values by field name, None where the script sets nothing.
 
     Raises:
         UsageError: A value is none of its key's.
     """
-    values: dict[Path, Any] = {}
-    for path, text in raw_values(os.environ if environ is None else environ).items():
-        values[path] = _parsed(path, text, f"environment variable {keys_by_path()[path].env}")
-    spoken = {name: value for name, value in said.items() if value is not None}
-    for one, other in (
-        ("sharding_strategy", "reshard_after_forward"),
-        ("reshard_after_forward", "sharding_strategy"),
-    ):
-        if one in spoken and other not in spoken and _names_strategy(spoken[one]):
-            values.pop(PATHS[other], None)  # two names of one thing: what code says under one wins over both
-    for name, value in spoken.items():
-        values[PATHS[name]] = _parsed(PATHS[name], value, name)
-    return resolve(build_config(values))
+    given = {name: value for name, value in in_code.items() if value is not None}
+    if not given:
+        return decode()
+    # Two names of one thing: what code sets under one wins over both.
+    one, other = "sharding_strategy", "reshard_after_forward"
+    replaced = {PATHS[b] for a, b in ((one, other), (other, one)) if a in given and _names_strategy(given[a])}
+    values = {PATHS[name]: parse_value(PATHS[name], value, name) for name, value in given.items()}
+    return decode_with(values, replaced=replaced)
 
 
 def _names_strategy(value: Any) -> bool:
     return isinstance(value, str) and not value.isdigit() and value.lower() not in TRUE_WORDS | FALSE_WORDS
 
 
-def _parsed(path: Path, value: Any, what: str) -> Any:
-    kind = keys_by_path()[path].key.kind
-    try:
-        return kind.parse(value)
-    except ValueError:
-        msg = f"{what} must be {kind.expects}, got {value!r}"
-        raise UsageError(msg) from None
-
-
 def plain(value: Any) -> Any:
-    """A torch enumeration's member as its name, a number format as its short name; anything else as it is."""
+    """Return a torch enumeration's member as its name, a dtype as its short name; anything else as it is."""
     if isinstance(value, Enum):
         return value.name.lstrip("_")
     if isinstance(value, torch.dtype):
@@ -91,22 +74,22 @@ def plain(value: Any) -> Any:
 
 
 def dtype_of(value: Any, what: str) -> torch.dtype | None:
-    """Read a number format: torch's object, or a name such as `bf16` or `bfloat16`.
+    """Read a dtype: torch's object, or a name such as `bf16` or `bfloat16`.
 
     Raises:
         UsageError: It is neither.
     """
     if value is None or isinstance(value, torch.dtype):
         return value
-    name = _parsed(("precision", "param"), value, what)
+    name = parse_value(("precision", "param"), value, what)
     return DTYPES[name]
 
 
 def dtypes_from(policy: Any, base: Dtypes) -> Dtypes:
     """Read `mixed_precision_policy` in any of its forms: a name, a mapping, one of torch's two classes.
 
-    A name sets what the configuration's mixed_precision sets: computation in that format, gradients summed in
-    fp32, shards kept in fp32. A mapping or an object says each format itself.
+    A name sets what the configuration's mixed_precision sets: computation in that dtype, gradients summed in
+    fp32, shards kept in fp32. A mapping or an object sets each dtype itself.
 
     Raises:
         UsageError: It is none of these, or a mapping with a key that means nothing.
@@ -121,42 +104,40 @@ def dtypes_from(policy: Any, base: Dtypes) -> Dtypes:
     if not isinstance(policy, Mapping) or set(policy) - set(_DTYPE_FIELDS):
         msg = f"mixed_precision_policy must be a name, or a mapping of {', '.join(_DTYPE_FIELDS)}, got {policy!r}"
         raise UsageError(msg)
-    formats = {_DTYPE_FIELDS[key]: dtype_of(value, key) for key, value in policy.items()}
-    lower = formats.get("param") not in (None, torch.float32)
+    dtypes = {_DTYPE_FIELDS[key]: dtype_of(value, key) for key, value in policy.items()}
+    lower = dtypes.get("param") not in (None, torch.float32)
     master = base.master or (torch.float32 if lower else None)
-    return replace(Dtypes(master=master, template=template), **formats)
+    return replace(Dtypes(master=master, template=template), **dtypes)
 
 
-def policy_of(formats: Dtypes, version: int) -> MixedPrecision | MixedPrecisionPolicy | None:
-    """Torch's object for the formats, with all else that the one they were taken from says; None if none is set.
+def policy_of(dtypes: Dtypes, version: int) -> MixedPrecision | MixedPrecisionPolicy | None:
+    """Return torch's object for the dtypes, with all else that their template sets; None if no dtype is set.
 
     Raises:
-        UsageError: That one is of the other version's class and says what this version has not.
+        UsageError: The template is of the other FSDP version's class and sets more than dtypes.
     """
-    if not formats.mixed:
+    if not dtypes.mixed:
         return None
     kind = MixedPrecision if version == 1 else MixedPrecisionPolicy
-    names = ("buffer" if version == 1 else "output", "param", "reduce")
-    said = {f"{name}_dtype": getattr(formats, name) for name in names}
-    template = formats.template
-    if template is None or isinstance(template, kind):
-        return replace(template or kind(), **said)
-    shared = {name: getattr(template, name) for name in _DTYPE_FIELDS if hasattr(template, name)}
-    if type(template)(**shared) != template:
-        msg = f"{template!r} says more than number formats, which fsdp_version {version} does not have"
-        raise UsageError(msg, hint=f"give {kind.__name__}")
-    return kind(**said)
+    template = dtypes.template
+    if template is not None and not isinstance(template, kind):
+        shared = {name: getattr(template, name) for name in _DTYPE_FIELDS if hasattr(template, name)}
+        if type(template)(**shared) != template:
+            msg = f"{template!r} sets more than dtypes, which fsdp_version {version} does not have"
+            raise UsageError(msg, hint=f"give {kind.__name__}")
+        dtypes = replace(dtypes, template=None)
+    return fsdp1_policy(dtypes) if version == 1 else fsdp2_policy(dtypes)
 
 
 def check_policy(policy: Any, version: int) -> None:
-    """Refuse a number format that only the other version has.
+    """Raise for a dtype that only the other FSDP version has.
 
     Raises:
         UsageError: There is one.
     """
     other = "output_dtype" if version == 1 else "buffer_dtype"
-    said = policy.get(other) if isinstance(policy, Mapping) else getattr(policy, other, None)
-    if said is not None:
+    dtype = policy.get(other) if isinstance(policy, Mapping) else getattr(policy, other, None)
+    if dtype is not None:
         msg = f"fsdp_version {version} has no {other}"
         raise UsageError(msg, hint="leave it out, or set the other fsdp_version")
 
@@ -170,7 +151,7 @@ _DTYPE_FIELDS = {
 
 
 def is_float8(policy: Any) -> bool:
-    """Whether a policy is the name of float8."""
+    """Return whether a policy is the name of float8."""
     return isinstance(policy, str) and policy.strip().lower() == "fp8"
 
 

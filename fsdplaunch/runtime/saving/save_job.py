@@ -17,8 +17,8 @@ import torch.distributed as dist
 from fsdplaunch.checkpoint.atomic_output import size_words
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.collectives.error_sync import raise_on_all_ranks
-from fsdplaunch.runtime.late_modules import DEVICE, if_imported
+from fsdplaunch.runtime.collectives.rank_group import raise_on_all_ranks
+from fsdplaunch.runtime.late_modules import GROUP_IS_ABANDONED, call_if_imported
 from fsdplaunch.runtime.saving.checkpoint_dirs import begin, next_sequence, partial_of, publish, remove_old
 from fsdplaunch.runtime.saving.host_buffer import HostBuffer
 from fsdplaunch.runtime.saving.manifest import write_manifest
@@ -201,8 +201,7 @@ def finish_saves() -> None:
 
 def _at_exit() -> None:
     """Do not leave a save half written, for runs that no launcher's bootstrap ends."""
-    device = if_imported(DEVICE)
-    failed = device is not None and bool(device._abandoned)
+    failed = bool(call_if_imported(GROUP_IS_ABANDONED))
     try:
         background.finish(EXIT_SECONDS if failed else None)
     except BaseException as failure:

@@ -12,8 +12,8 @@ from fsdplaunch.checkpoint.manifest import MANIFEST_NAME
 from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.collectives.error_sync import from_rank_0, raise_on_all_ranks
 from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier
+from fsdplaunch.runtime.collectives.rank_group import from_rank_0, raise_on_all_ranks
 from fsdplaunch.runtime.data.loader_state import position_of, resume_at
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.plugin.plugin import ambient_plugin

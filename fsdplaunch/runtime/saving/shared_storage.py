@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from fsdplaunch.checkpoint.atomic_output import size_words
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.collectives.error_sync import from_rank_0
 from fsdplaunch.runtime.collectives.monitored_barrier import name_ranks
+from fsdplaunch.runtime.collectives.rank_group import from_rank_0
 
 TOKEN = ".token"  # noqa: S105  (a file's name)
 PATIENCE_SECONDS = 3.0

@@ -14,17 +14,17 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def runs(module: nn.Module) -> bool:
-    """Whether a module can be called; lists and dictionaries of modules cannot."""
+    """Return whether a module can be called; lists and dictionaries of modules cannot."""
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of the user's class, also of a module that torch.compile put a wrapper around."""
+    """Return the name of the user's class, also of a module that torch.compile put a wrapper around."""
     return type(unwrapped(module)).__name__
 
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once; of a compiled one the wrapper, which is the one that is called."""
+    """Yield every module once; of a compiled one the wrapper, which is the one that is called."""
     return ((name, module) for name, module in model.named_modules() if not name.endswith(COMPILED_ATTRIBUTE))
 
 
@@ -58,7 +58,7 @@ def _of_classes(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
 def _repeated(
     model: nn.Module, *, at_least: int, lists: tuple[type[nn.Module], ...] = _LISTS
 ) -> dict[str, nn.Module]:
-    """Modules of one class that stand side by side in a list, none of them inside another."""
+    """Return modules of one class that stand side by side in a list, none of them inside another."""
     found: dict[str, nn.Module] = {}
     for name, group in model.named_modules():
         if not _below(name, found) and isinstance(group, lists):
@@ -67,7 +67,7 @@ def _repeated(
 
 
 def _below(name: str, blocks: Container[str]) -> bool:
-    """Whether a module is one of the blocks or inside one."""
+    """Return whether a module is one of the blocks or inside one."""
     parts = name.split(".")
     return any(".".join(parts[:depth]) in blocks for depth in range(1, len(parts) + 1))
 
@@ -91,7 +91,7 @@ def _check_present(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def _candidates(model: nn.Module) -> list[str]:
-    """The classes a block could be, those with most parameters first: `4 x Block (1.2 M parameters each)`."""
+    """Return the classes a block could be, most parameters first: `4 x Block (1.2 M parameters each)`."""
     sizes: dict[str, list[int]] = {}
     for _, module in _named_modules(model):
         if module is not model and runs(module) and any(True for _ in module.children()):

@@ -10,9 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.inspection.accessors import local_tensor
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, named_parameters, unwrapped
 from fsdplaunch.runtime.sharding.materialize import ModelTensor
-from fsdplaunch.runtime.sharding.mesh import groups_from_first, is_rehearsal, shard_group
+from fsdplaunch.runtime.sharding.mesh import groups_from_first, is_fake, shard_group
 from fsdplaunch.runtime.sharding.rank_consistency import unequal
 from fsdplaunch.runtime.sharding.registry import ShardedModel
 
@@ -21,7 +23,7 @@ def check_model(model: nn.Module, version: int) -> None:
     """Refuse what cannot be sharded, by name.
 
     Raises:
-        ShardingError: A parameter is sharded already; or version 1 is to wrap modules of torch.compile, whose
+        ShardingError: A parameter is sharded already; or FSDP1 is to wrap modules of torch.compile, whose
             names it then confuses when it loads a checkpoint.
     """
     if version == 1 and any(unwrapped(module) is not module for module in model.modules()):
@@ -29,7 +31,7 @@ def check_model(model: nn.Module, version: int) -> None:
         raise ShardingError(msg, hint="compile what prepare returns, or call module.compile() instead")
     for name, param in named_parameters(model):
         if isinstance(param, DTensor):
-            msg = f"{name} is sharded already, but the whole {type(model).__name__} is not"
+            msg = f"{name} is sharded already, but not all of {type(model).__name__} is"
             raise ShardingError(msg, hint="give prepare the model before anything of it is sharded")
 
 
@@ -37,18 +39,16 @@ def check_same_values(entries: Sequence[ModelTensor], mesh: DeviceMesh, device: 
     """Check that all ranks built the same values, where they are not to be sent from the first.
 
     Raises:
-        ShardingError: They did not: the shards would be parts of several models.
+        ShardingError: They did not: the shards would be of several models.
     """
-    if is_rehearsal(mesh):
+    if is_fake(mesh):
         return
     different = unequal({e.name: e.tensor for e in entries if e.spec[2]}, groups_from_first(mesh), device)
     if different:
-        msg = f"ranks hold different values of {_some(different)}, and fsdp_sync_module_states is false"
+        msg = (
+            f"ranks hold different values of {messages.listed(different, 1)}, and fsdp_sync_module_states is false"
+        )
         raise ShardingError(msg, hint="set it to true, or build the same values on every rank")
-
-
-def _some(names: Sequence[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 @contextmanager
@@ -61,14 +61,12 @@ def naming(what: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError, AssertionError) as refusal:
-        msg = (
-            f"torch cannot shard {what}: {str(refusal).splitlines()[0] if str(refusal) else 'it does not say why'}"
-        )
+        msg = f"torch cannot shard {what}: {str(refusal).splitlines()[0] if str(refusal) else 'no reason given'}"
         raise ShardingError(msg, hint="leave it out with fsdp_ignored_modules, or wrap other modules") from refusal
 
 
-def check_whole(model: nn.Module, prepared: ShardedModel, *, total: int) -> None:
-    """Check that the shards of all ranks are the model, alike in all copies, tied and in the format as asked.
+def check_sharded_model(model: nn.Module, prepared: ShardedModel, *, total: int) -> None:
+    """Check that the shards of all ranks are the model, alike in all replicas, tied and in the configured dtype.
 
     Args:
         model: Sharded.
@@ -81,47 +79,45 @@ def check_whole(model: nn.Module, prepared: ShardedModel, *, total: int) -> None
     named = dict(named_parameters(model))
     sharded = {name: param for name, param in named.items() if name not in prepared.left_out}
     expected = total - sum(named[name].numel() for name in prepared.left_out)
-    if not is_rehearsal(prepared.mesh):
+    if not is_fake(prepared.mesh):
         _check_sum(list(sharded.values()), prepared, expected=expected)
-        _check_copies(named, prepared)
+        _check_replicas(named, prepared)
     _check_ties(model, prepared)
     _check_master(list(sharded.values()), prepared.settings.dtypes.master)
 
 
 def _check_sum(sharded: Sequence[nn.Parameter], prepared: ShardedModel, *, expected: int) -> None:
-    held = sum(_local(param).numel() for param in sharded)
-    together = torch.tensor(held, dtype=torch.int64, device=prepared.device)
-    dist.all_reduce(together, group=shard_group(prepared.mesh))
+    held = sum(local_tensor(param).numel() for param in sharded)
+    total = torch.tensor(held, dtype=torch.int64, device=prepared.device)
+    dist.all_reduce(total, group=shard_group(prepared.mesh))
     settings = prepared.settings
     padded = settings.version == 1 and not settings.use_orig_params
-    copies = prepared.mesh.size(prepared.mesh.ndim - 1) if _kept_whole(prepared) else 1
-    found = int(together.item()) // copies
+    replicas = prepared.mesh.size(prepared.mesh.ndim - 1) if _keeps_full(prepared) else 1
+    found = int(total.item()) // replicas
     if found < expected or (found > expected and not padded):
         msg = f"the ranks hold {found} of {expected} parameters after sharding"
-        raise ShardingError(msg, hint="this is a defect in sharding this model; try NO_WRAP or the other version")
+        raise ShardingError(
+            msg, hint="this is a defect in sharding this model; try NO_WRAP or the other fsdp_version"
+        )
 
 
-def _check_copies(named: Mapping[str, nn.Parameter], prepared: ShardedModel) -> None:
-    """Compare what several ranks hold copies of: all shards across rows, what is left out across all ranks."""
+def _check_replicas(named: Mapping[str, nn.Parameter], prepared: ShardedModel) -> None:
+    """Compare what several ranks hold: all shards across replicas, what is left out across all ranks."""
     mesh = prepared.mesh
-    axes = [mesh.get_group(axis) for axis in range(mesh.ndim - (0 if _kept_whole(prepared) else 1))]
+    axes = [mesh.get_group(axis) for axis in range(mesh.ndim - (0 if _keeps_full(prepared) else 1))]
     stored = {name: param for name, param in named.items() if not param.is_meta}
     across = {name: param for name, param in stored.items() if name not in prepared.left_out} if axes else {}
     alike = {name: param for name, param in stored.items() if name in prepared.left_out}
     different = unequal(across, list(axes), prepared.device)
     different += unequal(alike, groups_from_first(mesh), prepared.device)
     if different:
-        msg = f"copies of {_some(different)} differ between ranks after sharding"
+        msg = f"replicas of {messages.listed(different, 1)} differ between ranks after sharding"
         raise ShardingError(msg, hint="set fsdp_sync_module_states to true, so that all ranks start from rank 0's")
 
 
-def _kept_whole(prepared: ShardedModel) -> bool:
-    """Whether every rank of the mesh's last axis holds everything: NO_SHARD under version 1."""
+def _keeps_full(prepared: ShardedModel) -> bool:
+    """Return whether every rank of the mesh's last axis holds everything: NO_SHARD under FSDP1."""
     return prepared.settings.version == 1 and prepared.settings.strategy == "NO_SHARD"
-
-
-def _local(param: torch.Tensor) -> torch.Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param
 
 
 def _check_ties(model: nn.Module, prepared: ShardedModel) -> None:
@@ -138,4 +134,4 @@ def _check_master(params: Sequence[nn.Parameter], master: torch.dtype | None) ->
     for param in params:
         if master is not None and param.requires_grad and param.is_floating_point() and param.dtype != master:
             msg = f"a trained parameter is kept in {param.dtype} after sharding, not in {master}"
-            raise ShardingError(msg, hint="set precision.master to the format to keep parameters in")
+            raise ShardingError(msg, hint="set precision.master to the dtype to keep parameters in")

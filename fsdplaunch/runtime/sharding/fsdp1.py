@@ -14,12 +14,11 @@ from torch.distributed.fsdp import (
 )
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection.replace_modules import ModulePlaces
 from fsdplaunch.runtime.sharding.checks import naming
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts
 from fsdplaunch.runtime.sharding.materialize import Materializer
-from fsdplaunch.runtime.sharding.settings import Settings
+from fsdplaunch.runtime.sharding.settings import Settings, fsdp1_policy, offloads
 from fsdplaunch.runtime.sharding.wrap import Units
 from fsdplaunch.runtime.torch_internals import BatchNorm, sharding_strategy
 
@@ -36,8 +35,8 @@ def shard(
 ) -> nn.Module:
     """Wrap the units bottom-up and the model last, and return the outermost wrapper.
 
-    Torch's own `sync_module_states` works on GPUs only, so the units get rank 0's values from the aligner, one at
-    a time and right before they are wrapped, as in version 2.
+    Torch's `sync_module_states` works on GPUs only, so the units get rank 0's values from the materializer, one
+    at a time and right before they are wrapped, as in FSDP2.
     """
     if materializer.device.type == "meta":
         msg = "fsdp_version 1 cannot lay a model out without giving it storage"
@@ -46,34 +45,34 @@ def shard(
     precision = _precision(settings)
     places = ModulePlaces(model)
     for unit in _batch_norms(model, settings):
-        materializer.settle(unit)
+        materializer.materialize(unit)
         with materializer.wrapping():
             places.exchange(unit, FullyShardedDataParallel(unit, **common))
     for name, unit in reversed(units.items()):
-        materializer.settle(unit)
+        materializer.materialize(unit)
         with naming(name), materializer.wrapping():
             places.exchange(unit, FullyShardedDataParallel(unit, **common, mixed_precision=precision))
-    materializer.settle(model)
+    materializer.materialize(model)
     with naming(type(model).__name__), materializer.wrapping():
         return FullyShardedDataParallel(model, **common, mixed_precision=precision)
 
 
 def _batch_norms(model: nn.Module, settings: Settings) -> list[nn.Module]:
-    """Batch norms keep their own precision, in units of their own, as torch's automatic wrapping does it."""
+    """Return batch norms: they keep their precision, in units of their own, as torch's wrapping does it."""
     if settings.dtypes.param is None:
         return []
     return [module for module in model.modules() if isinstance(module, BatchNorm)]
 
 
 def _common(settings: Settings, mesh: DeviceMesh, device: torch.device, out: IgnoredParts) -> dict[str, Any]:
-    """The arguments that all wrappers share."""
+    """Return the arguments that all wrappers share."""
     prefetch = settings.backward_prefetch
     return (
         _layout(settings, mesh)
         | _left_out(settings, out)
         | {
             "sharding_strategy": sharding_strategy(settings.strategy),
-            "cpu_offload": _offload(settings, device),
+            "cpu_offload": CPUOffload(offload_params=True) if offloads(settings, device.type) else None,
             "backward_prefetch": None if prefetch == "NO_PREFETCH" else BackwardPrefetch[prefetch],
             "forward_prefetch": settings.forward_prefetch,
             "limit_all_gathers": settings.limit_all_gathers,
@@ -84,7 +83,7 @@ def _common(settings: Settings, mesh: DeviceMesh, device: torch.device, out: Ign
 
 
 def _left_out(settings: Settings, out: IgnoredParts) -> dict[str, Any]:
-    """What not to shard, as modules, or as parameters where some are alone: torch takes one of the two."""
+    """Return what not to shard, as modules, or as parameters where some are alone: torch takes one of the two."""
     if not out.scalars:
         return {"ignored_modules": list(out.modules.values()) or None}
     if settings.dtypes.buffer is not None and any(True for m in out.modules.values() for _ in m.buffers()):
@@ -94,9 +93,9 @@ def _left_out(settings: Settings, out: IgnoredParts) -> dict[str, Any]:
 
 
 def _layout(settings: Settings, mesh: DeviceMesh) -> dict[str, Any]:
-    """The ranks, as the strategy wants them: two axes for the hybrid ones, one for the others.
+    """Return the ranks as the strategy takes them: two axes for the hybrid ones, one for the others.
 
-    Given as a mesh, sharded state comes as DTensors, which version 2 reads, too. LOCAL_STATE_DICT refuses a mesh.
+    Given as a mesh, sharded state comes as DTensors, which FSDP2 reads, too. LOCAL_STATE_DICT takes no mesh.
     """
     hybrid = settings.strategy.startswith("HYBRID")
     by_group = settings.state_dict_type == "LOCAL_STATE_DICT"
@@ -107,22 +106,10 @@ def _layout(settings: Settings, mesh: DeviceMesh) -> dict[str, Any]:
     if hybrid and mesh.ndim > 1 and mesh.size(1) > 1:
         return {"process_group": (mesh.get_group(1), mesh.get_group(0))} if by_group else {"device_mesh": mesh}
     msg = f"{settings.strategy} does not fit a mesh of {' x '.join(str(n) for n in mesh.shape)} ranks"
-    hint = "the hybrid strategies take copies x shards, with more than one shard each; the others one axis"
+    hint = "the hybrid strategies take replicas x shards, with more than one shard each; the others one axis"
     raise ShardingError(msg, hint=hint)
 
 
-def _offload(settings: Settings, device: torch.device) -> CPUOffload | None:
-    if not settings.offload:
-        return None
-    if device.type == "cpu":  # torch would pin the memory, which needs a GPU
-        messages.say("fsdp_offload_params changes nothing without a GPU: parameters are in host memory already")
-        return None
-    return CPUOffload(offload_params=True)
-
-
 def _precision(settings: Settings) -> MixedPrecision | None:
-    formats = settings.dtypes
-    if not formats.mixed:
-        return None
-    said = {"param_dtype": formats.param, "reduce_dtype": formats.reduce or formats.param}
-    return replace(formats.template or MixedPrecision(), **said, buffer_dtype=formats.buffer)
+    dtypes = settings.dtypes
+    return fsdp1_policy(replace(dtypes, reduce=dtypes.reduce or dtypes.param)) if dtypes.mixed else None

@@ -15,12 +15,11 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.sharding.checks import naming
 from fsdplaunch.runtime.sharding.gradient_placement import place_gradients
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts
 from fsdplaunch.runtime.sharding.materialize import Materializer
-from fsdplaunch.runtime.sharding.settings import Settings
+from fsdplaunch.runtime.sharding.settings import Settings, fsdp2_policy, offloads
 from fsdplaunch.runtime.sharding.wrap import Units
 from fsdplaunch.runtime.torch_internals import mend_fsdp2_on_cpu
 
@@ -33,7 +32,7 @@ def shard(
     mesh: DeviceMesh,
     materializer: Materializer,
     out: IgnoredParts,
-    device: torch.device,  # noqa: ARG001  (the mesh says it)
+    device: torch.device,  # noqa: ARG001  (the mesh has it)
 ) -> nn.Module:
     """Shard the units bottom-up and the model last, in place, and return the model.
 
@@ -45,10 +44,10 @@ def shard(
     common = _common(settings, mesh, out)
     policy = _precision(settings, output=None)
     for name, unit in reversed(units.items()):
-        materializer.settle(unit)
+        materializer.materialize(unit)
         with naming(name):
             fully_shard(unit, **common, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward)
-    materializer.settle(model)
+    materializer.materialize(model)
     # The root is needed again as soon as backward begins; torch's own default is to keep it gathered, too.
     reshard = False if units else settings.reshard_after_forward
     root_policy = _precision(settings, output=settings.dtypes.output)
@@ -61,30 +60,24 @@ def shard(
 
 
 def _common(settings: Settings, mesh: DeviceMesh, out: IgnoredParts) -> dict[str, Any]:
-    """The arguments that all calls share."""
+    """Return the arguments that all calls share."""
     common: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(settings, mesh)}
     params = set(out.parameters())
     return common | ({"ignored_params": params} if params else {})
 
 
 def _offload(settings: Settings, mesh: DeviceMesh) -> OffloadPolicy:
-    if not settings.offload:
-        return OffloadPolicy()
-    if mesh.device_type == "cpu":
-        messages.say("fsdp_offload_params changes nothing without a GPU: parameters are in host memory already")
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    pin = torch.cuda.is_available()
+    return CPUOffloadPolicy(pin_memory=pin) if offloads(settings, mesh.device_type) else OffloadPolicy()
 
 
 def _precision(settings: Settings, *, output: torch.dtype | None) -> MixedPrecisionPolicy:
-    """The number formats of one unit.
+    """Return the dtypes of one unit.
 
-    The output format belongs to the root alone: blocks that returned it would feed the next block a format its
+    The output dtype belongs to the root alone: blocks that returned it would feed the next block a dtype its
     weights do not have.
     """
-    formats = settings.dtypes
-    said = {"param_dtype": formats.param, "reduce_dtype": formats.reduce, "output_dtype": output}
-    return replace(formats.template or MixedPrecisionPolicy(), **said)
+    return fsdp2_policy(replace(settings.dtypes, output=output))
 
 
 def _prefetch_forward(units: list[FSDPModule]) -> None:

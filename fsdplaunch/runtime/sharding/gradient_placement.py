@@ -1,8 +1,8 @@
-"""Gradients of sharded parameters that the model's own passes do not compute take the form of the shards.
+"""Split gradients of sharded parameters as the shards are, where the model's own passes do not compute them.
 
 Torch sets the gradients of those passes itself. A penalty in the loss reaches a sharded parameter by torch's
-arithmetic on shards instead, which takes it whole where it has fewer rows than there are ranks: the gradient is
-whole then, and does not fit the shard it is added to.
+arithmetic on shards instead, which keeps it full where it has fewer rows than there are ranks: the gradient is
+full then, and does not fit the shard it is added to.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from fsdplaunch.runtime.torch_internals import has_backward_hooks, renew_backwar
 
 
 def place_gradients(model: nn.Module) -> None:
-    """Have every gradient that arithmetic brings to a shard be split as the shard is; passes cost nothing more.
+    """Split every gradient that arithmetic brings to a shard as the shard is; passes cost nothing more.
 
     Args:
         model: Sharded by `fully_shard`.

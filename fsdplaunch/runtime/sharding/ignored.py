@@ -17,7 +17,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IgnoredParts:
-    """What is not sharded, while the model is still whole.
+    """What is not sharded, while the model is not sharded yet.
 
     Attributes:
         modules: By clean name; with everything below them.
@@ -28,13 +28,13 @@ class IgnoredParts:
     scalars: tuple[tuple[nn.Module, str], ...]
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters as they are now, each once; settling may have put others in their places."""
+        """Return the parameters as they are now, each once; materializing may have put others in their places."""
         inside = [param for module in self.modules.values() for param in module.parameters()]
         alone = [getattr(module, attribute) for module, attribute in self.scalars]
         return list({id(param): param for param in [*inside, *alone]}.values())
 
     def below(self) -> set[nn.Module]:
-        """The ignored modules and all modules inside of them."""
+        """Return the ignored modules and all modules inside of them."""
         return {below for module in self.modules.values() for below in module.modules()}
 
 
@@ -68,13 +68,13 @@ def _ignored(model: nn.Module, settings: Settings) -> dict[str, nn.Module]:
         elif each in names:
             found[names[each]] = each
         else:
-            msg = f"ignored_modules has a {type(each).__name__} that is no part of {type(model).__name__}"
+            msg = f"ignored_modules has a {type(each).__name__} that is not in {type(model).__name__}"
             raise ShardingError(msg, hint="give modules of the model itself, or a regular expression")
     return found
 
 
 def _matching(expression: str, names: dict[nn.Module, str], model: nn.Module) -> dict[str, nn.Module]:
-    """The modules whose whole name the expression matches."""
+    """Return the modules whose full name the expression matches."""
     try:
         pattern = re.compile(expression)
     except re.error as error:
@@ -85,5 +85,5 @@ def _matching(expression: str, names: dict[nn.Module, str], model: nn.Module) ->
         first: Sequence[str] = list(names.values())[:_SHOWN]
         shown = ", ".join(first) + (", ..." if len(names) > _SHOWN else "")
         msg = f"fsdp_ignored_modules {expression!r} matches no module of {type(model).__name__}"
-        raise ShardingError(msg, hint=f"the expression must match a whole name; the first names are {shown}")
+        raise ShardingError(msg, hint=f"the expression must match a full name; the first names are {shown}")
     return found

@@ -16,12 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.inspection.parameter_names import clean_name
 from fsdplaunch.runtime.sharding.mesh import groups_from_first
 from fsdplaunch.runtime.torch_internals import own_tensors, put_tensor
 
 Spec = tuple[tuple[int, ...], torch.dtype, bool]
-"""Shape, number format, whether it has storage."""
+"""Shape, dtype, whether it has storage."""
 Specs = dict[str, Spec]
 _MARK = 0xA5
 
@@ -33,32 +34,36 @@ class ModelTensor:
     Attributes:
         name: Its first clean name.
         names: All its clean names.
-        spec: Its shape and number format here, and whether it has storage.
+        spec: Its shape and dtype here, and whether it has storage.
         places: Each module that holds it, and under which attribute.
-        settled: Whether it has storage on the device and rank 0's values.
+        materialized: Whether it has storage on the device and rank 0's values.
     """
 
     name: str
     spec: Spec
     names: list[str] = field(default_factory=list)
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
-    settled: bool = False
+    materialized: bool = False
 
     @property
     def tensor(self) -> torch.Tensor:
-        """What the modules hold now. Not kept here: a full tensor must go as soon as its shards are made."""
+        """Return what the modules hold now. Not kept: a full tensor must go as soon as its shards are made."""
         module, attribute = self.places[0]
         tensor: torch.Tensor = getattr(module, attribute)
         return tensor
 
-    def exchange(self, tensor: torch.Tensor) -> None:
-        """Put another tensor in all places."""
+    def exchange(self, new: torch.Tensor) -> None:
+        """Put another tensor in all places; in those of a parameter it becomes one, with its attributes."""
+        old = self.tensor
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+        new.__dict__.update(old.__dict__)
         for module, attribute in self.places:
-            put_tensor(module, attribute, tensor)
+            put_tensor(module, attribute, new)
 
 
 def model_tensors(model: nn.Module) -> list[ModelTensor]:
-    """Every parameter and buffer of a model that is not sharded, each once, tied ones with all their places."""
+    """Return every parameter and buffer of a model that is not sharded, each once, with all its places."""
     found: dict[int, ModelTensor] = {}
     for prefix, module in model.named_modules():
         for attribute, tensor in own_tensors(module):
@@ -71,7 +76,7 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
 
 
 class Materializer:
-    """Settles a model's tensors: storage on the device, rank 0's values, the master format.
+    """Materializes a model's tensors: storage on the device, rank 0's values, the master dtype.
 
     Tensors that have no storage on rank 0 have no values to send. They are allocated and initialised by
     `param_init_fn`, the model's own `_init_weights`, or their module's `reset_parameters`.
@@ -95,7 +100,7 @@ class Materializer:
         self.master = master
         self.frozen_too = frozen_too
         self.init_fn = init_fn or _own_init(model)
-        self.groups = groups_from_first(mesh)
+        self.ranks = RankGroup(groups_from_first(mesh), device)
         self.entries = model_tensors(model)
         self.held: dict[nn.Module, list[ModelTensor]] = {}
         for entry in self.entries:
@@ -107,50 +112,39 @@ class Materializer:
         self.send = send or self._someone_lacks()
 
     def _agree(self) -> Specs:
-        """Fetch rank 0's names, shapes, formats and whether each has storage; refuse another model than its."""
+        """Return rank 0's names, shapes, dtypes and whether each has storage; raise for another model than its."""
         mine = {entry.name: entry.spec for entry in self.entries}
-        box: list[Any] = [(mine, self.origin)]
-        for group in self.groups:
-            dist.broadcast_object_list(box, src=_first(group), group=group)
         theirs: Specs
-        theirs, origin = box[0]
-        difference = self._anyones(_difference(mine, theirs))
+        theirs, origin = self.ranks.from_first((mine, self.origin))
+        difference = self.ranks.from_any(_difference(mine, theirs))
         other = f"the model gets {origin} on rank 0 and {self.origin} on rank {dist.get_rank()}"
-        difference = difference or self._anyones(None if origin == self.origin else other)
+        difference = difference or self.ranks.from_any(None if origin == self.origin else other)
         if difference is not None:
             raise ShardingError(difference, hint="build the same model, and load the same weights, on every rank")
         return theirs
 
     def _someone_lacks(self) -> bool:
-        """Whether a rank has no storage for a tensor that rank 0 has values of: those must be sent in any case."""
+        """Return whether a rank has no storage for a tensor that rank 0 has values of: those must be sent."""
         lacking = [e.name for e in self.entries if self.sources[e.name][2] and not e.spec[2]]
-        return self._anyones(lacking[0] if lacking else None) is not None
+        return self.ranks.from_any(lacking[0] if lacking else None) is not None
 
-    def _anyones(self, word: str | None) -> str | None:
-        """The first word that any rank has to say: all ranks go on alike, and none waits for one that gave up."""
-        for group in self.groups:
-            said: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(said, word, group=group)
-            word = next((each for each in said if each is not None), None)
-        return word
+    def materialize(self, module: nn.Module) -> None:
+        """Materialize every tensor that `module` or a module below it holds and that is not materialized yet."""
+        inside = (entry for m in module.modules() for entry in self.held.get(m, ()) if not entry.materialized)
+        self.materialize_entries(list({id(entry): entry for entry in inside}.values()))
 
-    def settle(self, module: nn.Module) -> None:
-        """Settle every tensor that `module` or a module below it holds and that is not settled yet."""
-        inside = (entry for m in module.modules() for entry in self.held.get(m, ()) if not entry.settled)
-        self.settle_entries(list({id(entry): entry for entry in inside}.values()))
-
-    def settle_scalars(self) -> None:
-        """Settle the parameters that have no dimension to split, before it is looked which ones are left whole."""
+    def materialize_scalars(self) -> None:
+        """Materialize parameters without dimensions, before those that are not sharded are looked up."""
         scalars = (e for e in self.entries if not e.spec[0] and isinstance(e.tensor, nn.Parameter))
-        self.settle_entries([entry for entry in scalars if not entry.settled])
+        self.materialize_entries([entry for entry in scalars if not entry.materialized])
 
-    def settle_entries(self, due: list[ModelTensor]) -> None:
-        """Settle tensors that are not settled yet."""
+    def materialize_entries(self, due: list[ModelTensor]) -> None:
+        """Materialize tensors that are not materialized yet."""
         if self.device.type != "meta":  # there the layout alone is wanted, and nothing has values
             self._fill(due)
         for entry in due:
             self._to_master(entry)
-            entry.settled = True
+            entry.materialized = True
 
     def _fill(self, due: list[ModelTensor]) -> None:
         empty = [entry for entry in due if not self.sources[entry.name][2]]
@@ -158,17 +152,17 @@ class Materializer:
             self._give_storage(entry)
         self._initialise(empty)
         if self.send:
-            self._receive(due)
+            self.ranks.send(*(entry.tensor.data for entry in due))
 
     def wrapping(self) -> AbstractContextManager[Any]:
-        """What must be active while the old wrapper's constructor runs: nothing."""
+        """Return what must be active while FSDP1's constructor runs: nothing."""
         return nullcontext()
 
     def fill(self, sharded: nn.Module) -> None:
         """Give the sharded model the values it does not have yet: it has all."""
 
     def _give_storage(self, entry: ModelTensor) -> None:
-        """Make the tensor one on the device, in rank 0's number format.
+        """Make the tensor one on the device, in rank 0's dtype.
 
         A tensor from elsewhere is exchanged for a new one, not moved: an optimizer that was built on it would keep
         the moved one alive, and with it the full model on the device.
@@ -182,9 +176,6 @@ class Materializer:
             new = torch.empty(shape, dtype=dtype, device=self.device)
         else:
             new = tensor.data.to(self.device, dtype).contiguous()
-        if isinstance(tensor, nn.Parameter):
-            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-        new.__dict__.update(tensor.__dict__)
         entry.exchange(new)
 
     def _initialise(self, empty: list[ModelTensor]) -> None:
@@ -207,17 +198,6 @@ class Materializer:
                 hint = f"set {attribute} in its reset_parameters method, or pass param_init_fn to the plugin"
                 raise ShardingError(msg, hint=hint)
 
-    def _receive(self, due: list[ModelTensor]) -> None:
-        for group in self.groups:
-            works = [
-                dist.broadcast(_as_bytes(entry.tensor.data), src=_first(group), group=group, async_op=True)
-                for entry in due
-                if entry.tensor.numel()
-            ]
-            for work in works:
-                if work is not None:
-                    work.wait()
-
     def _to_master(self, entry: ModelTensor) -> None:
         tensor = entry.tensor
         ours = any(module in self.ignored for module, _ in entry.places)  # left as they are
@@ -227,7 +207,7 @@ class Materializer:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a contiguous tensor's storage that every backend can send, whatever the number format is."""
+    """Return a view of a contiguous tensor's storage that every backend can send, whatever the dtype is."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -248,21 +228,17 @@ def _difference(mine: Specs, theirs: Specs) -> str | None:
     for name in [*theirs, *mine]:
         here, there = mine.get(name), theirs.get(name)
         if here is None or there is None or here[0] != there[0]:
-            return f"{name} is {_words(there)} on rank 0 and {_words(here)} on rank {dist.get_rank()}"
+            return f"{name} is {_shape_of(there)} on rank 0 and {_shape_of(here)} on rank {dist.get_rank()}"
     return None
 
 
 def _own_init(model: nn.Module) -> Callable[[nn.Module], Any] | None:
-    """A model's `_init_weights(module)`, as transformers has it; None if it has none or one of another form."""
+    """Return a model's `_init_weights(module)`, as transformers has it; None without one of this form."""
     init = getattr(model, "_init_weights", None)
     if init is None or len(inspect.signature(init).parameters) != 1:
         return None
     return init  # type: ignore[no-any-return]
 
 
-def _first(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_global_rank(group, 0)
-
-
-def _words(found: Spec | None) -> str:
+def _shape_of(found: Spec | None) -> str:
     return "missing" if found is None else "x".join(map(str, found[0])) or "a scalar"

@@ -1,4 +1,4 @@
-"""How the ranks are laid out: one row of shards, or several rows that hold copies of each other."""
+"""How the ranks are laid out: one row of shards, or several rows that are replicas of each other."""
 
 import os
 from dataclasses import dataclass
@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdplaunch.config.resolve import REST
+from fsdplaunch.config.world_size import split_world
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.sharding.settings import HYBRID, Settings
 
@@ -15,48 +17,40 @@ REPLICATE, SHARD = "dp_replicate", "dp_shard"
 
 
 def mesh_sizes(settings: Settings, *, world: int, per_node: int) -> tuple[int, int]:
-    """Decide (copies, ranks per copy).
+    """Return (replicas, ranks per replica).
 
     Explicit sizes win, -1 takes what the other leaves. Without sizes the hybrid strategies shard inside each
-    machine, NO_SHARD copies everything, and the others shard over all ranks.
+    node, NO_SHARD replicates everything, and the others shard over all ranks.
 
     Args:
         settings: Strategy and sizes.
         world: All ranks.
-        per_node: Ranks on this machine.
+        per_node: Ranks on this node.
 
     Raises:
         ShardingError: The sizes do not fit the ranks, or a hybrid strategy has nothing to be hybrid over.
     """
     if settings.strategy == "NO_SHARD":
         return world, 1
-    replicate, shard = settings.replicate_size, settings.shard_size or -1
-    if settings.strategy in HYBRID and replicate == 1 and shard in (-1, world):
+    replicate, shard = settings.replicate_size, settings.shard_size or REST
+    if settings.strategy in HYBRID and replicate == 1 and shard in (REST, world):
         replicate, shard = world // max(per_node, 1), per_node
-    replicate, shard = _rest(replicate, shard, world)
+    replicate, shard = split_world(world, replicate, shard)
     if replicate * shard != world or min(replicate, shard) < 1:
-        msg = f"a mesh of {replicate} copies x {shard} shards needs {replicate * shard} workers, there are {world}"
+        msg = (
+            f"a mesh of {replicate} replicas x {shard} shards needs {replicate * shard} workers, there are {world}"
+        )
         raise ShardingError(msg, hint="set one of dp_replicate_size and dp_shard_size to -1 to take the rest")
     if settings.strategy in HYBRID:
         _check_hybrid(settings, replicate, shard)
     return replicate, shard
 
 
-def _rest(replicate: int, shard: int, world: int) -> tuple[int, int]:
-    if replicate == -1 and shard == -1:
-        return 1, world
-    if replicate == -1:
-        return world // shard, shard
-    if shard == -1:
-        return replicate, world // max(replicate, 1)
-    return replicate, shard
-
-
 def _check_hybrid(settings: Settings, replicate: int, shard: int) -> None:
-    """Refuse trivial groups; with a shard group of one rank, version 1 would silently not reduce over copies."""
+    """Raise for trivial groups; with a shard group of one rank, FSDP1 would silently not reduce over replicas."""
     if replicate > 1 and shard > 1:
         return
-    trivial = "one rank per copy" if shard == 1 else "one copy"
+    trivial = "one rank per replica" if shard == 1 else "one replica"
     instead = "NO_SHARD" if shard == 1 else settings.strategy.replace("HYBRID_SHARD_ZERO2", "SHARD_GRAD_OP")
     instead = instead.replace("HYBRID_SHARD", "FULL_SHARD")
     msg = f"{settings.strategy} over {replicate} x {shard} workers has only {trivial}"
@@ -65,7 +59,7 @@ def _check_hybrid(settings: Settings, replicate: int, shard: int) -> None:
 
 
 def make_mesh(settings: Settings, device: torch.device) -> DeviceMesh:
-    """Lay all ranks out as the settings say; with one copy the mesh has the shard axis only."""
+    """Lay all ranks out as the settings say; with one replica the mesh has the shard axis only."""
     world = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     replicate, shard = mesh_sizes(settings, world=world, per_node=per_node)
@@ -83,7 +77,7 @@ class DataRanks:
 
 
 def data_ranks(mesh: DeviceMesh) -> DataRanks:
-    """Every rank of the mesh reads its own data; numbered row by row."""
+    """Return this rank's number among the readers of data: every rank of the mesh, row by row."""
     place = mesh.get_coordinate() or [0]
     number = 0
     for size, coordinate in zip(mesh.shape, place, strict=False):
@@ -92,21 +86,21 @@ def data_ranks(mesh: DeviceMesh) -> DataRanks:
 
 
 def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks one copy of the model is spread over, this rank among them."""
+    """Return the ranks one replica of the model is spread over, this rank among them."""
     return mesh.get_group(mesh.ndim - 1)
 
 
-def is_rehearsal(mesh: DeviceMesh) -> bool:
-    """Whether the ranks are pretended (torch's fake backend): nothing they say or send means anything."""
+def is_fake(mesh: DeviceMesh) -> bool:
+    """Return whether the ranks are those of torch's fake backend: nothing they send means anything."""
     return dist.get_backend(mesh.get_group(0)) == "fake"
 
 
 def groups_from_first(mesh: DeviceMesh) -> list[dist.ProcessGroup | None]:
-    """Groups that, broadcast over one after the other, bring the mesh's first rank's tensor to all its ranks.
+    """Return groups that, broadcast over one after the other, bring the mesh's first rank's tensor to all.
 
-    None among pretended ranks: this one knows all there is to know.
+    None among fake ranks: this one knows all there is to know.
     """
-    if is_rehearsal(mesh):
+    if is_fake(mesh):
         return []
     if mesh.size() == dist.get_world_size():
         return [None]

@@ -1,6 +1,6 @@
-"""Units whose parameters torch cannot gather together because their number formats differ.
+"""Units whose parameters torch cannot gather together because their dtypes differ.
 
-Version 2 wants one format among the trained parameters of a unit, version 1 one format among all of them.
+FSDP2 takes one dtype among the trained parameters of a unit, FSDP1 one dtype among all of them.
 """
 
 from collections import Counter
@@ -10,26 +10,27 @@ import torch
 from torch import nn
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection.parameter_names import clean_name
 from fsdplaunch.runtime.sharding.blocks import runs
 from fsdplaunch.runtime.sharding.settings import Settings
 from fsdplaunch.runtime.sharding.wrap import Units
 
 
-def separate_formats(model: nn.Module, units: Units, settings: Settings, skipped: Collection[int]) -> Units:
-    """Give modules of another number format than the rest of their unit one of their own, where that is possible.
+def separate_dtypes(model: nn.Module, units: Units, settings: Settings, skipped: Collection[int]) -> Units:
+    """Give modules of another dtype than the rest of their unit one of their own, where that is possible.
 
     Args:
         model: Not sharded yet.
         units: As planned.
-        settings: Says the version, and the format parameters are kept in.
+        settings: Has the FSDP version, and the dtype parameters are kept in.
         skipped: Ids of the parameters that are not sharded.
 
     Returns:
         The units, parents before children, with those added.
 
     Raises:
-        ShardingError: A unit mixes formats in a way that no further unit can separate.
+        ShardingError: A unit mixes dtypes in a way that no further unit can separate.
     """
     added: set[nn.Module] = set()
     borders = set(units.values())
@@ -51,7 +52,7 @@ _Held = dict[nn.Module, list[tuple[str, nn.Parameter]]]
 
 
 def _held(unit: nn.Module, borders: set[nn.Module], settings: Settings, skipped: Collection[int]) -> _Held:
-    """The parameters that count in a unit, by the module that holds them, without those of units inside."""
+    """Return the parameters that count in a unit, by the module that holds them, without those of units inside."""
     found: _Held = {}
     waiting = [("", unit)]
     while waiting:
@@ -64,7 +65,7 @@ def _held(unit: nn.Module, borders: set[nn.Module], settings: Settings, skipped:
 
 
 def _kept(param: nn.Parameter, settings: Settings) -> torch.dtype:
-    """The format a parameter will be sharded in."""
+    """Return the dtype a parameter will be sharded in."""
     recast = param.is_floating_point() and (param.requires_grad or settings.version == 1)
     return settings.dtypes.master if settings.dtypes.master is not None and recast else param.dtype
 
@@ -72,7 +73,7 @@ def _kept(param: nn.Parameter, settings: Settings) -> torch.dtype:
 def _separable(
     name: str, unit: nn.Module, held: _Held, settings: Settings, *, most: torch.dtype
 ) -> set[nn.Module]:
-    """The modules of a unit that are wholly of another format than most of it."""
+    """Return the modules of a unit that are all of another dtype than most of it."""
     found = set()
     for module, params in held.items():
         odd = [(own, param) for own, param in params if _kept(param, settings) != most]
@@ -83,15 +84,14 @@ def _separable(
         if module is unit or len(alone) > 1 or not runs(module) or users > len(odd):
             where = name or type(unit).__name__
             msg = f"{where} mixes parameters kept in {_short(most)} with {_listed(odd, settings)}"
-            hint = "convert the model to one format, set precision.master, or leave modules out"
+            hint = "convert the model to one dtype, set precision.master, or leave modules out"
             raise ShardingError(msg, hint=f"{hint} with fsdp_ignored_modules")
         found.add(module)
     return found
 
 
 def _listed(odd: list[tuple[str, nn.Parameter]], settings: Settings) -> str:
-    words = [f"{name} in {_short(_kept(param, settings))}" for name, param in odd[:3]]
-    return ", ".join(words) + (f" and {len(odd) - 3} more" if len(odd) > 3 else "")  # noqa: PLR2004
+    return messages.listed([f"{name} in {_short(_kept(param, settings))}" for name, param in odd], 3)
 
 
 def _short(dtype: torch.dtype) -> str:

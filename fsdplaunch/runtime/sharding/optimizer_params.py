@@ -20,7 +20,7 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 
 _ORIGIN = "fsdplaunch_origin"
-"""Attribute of a full parameter that says what became of it; optimizers may be prepared later than models."""
+"""Attribute of a full parameter that tells what became of it; optimizers may be prepared later than models."""
 
 State = dict[str, Any]
 
@@ -42,7 +42,7 @@ class FullParameter:
 
     @property
     def model(self) -> nn.Module | None:
-        """The sharded model, if it is alive."""
+        """Return the sharded model, if it is alive."""
         return None if self.home.model is None else self.home.model()
 
 
@@ -59,7 +59,7 @@ def note_full_parameters(full: Mapping[str, torch.Tensor]) -> ShardedHome:
 
 
 def name_of(param: torch.Tensor) -> str | None:
-    """What a full parameter was called in the model that `prepare` sharded; None for any other tensor."""
+    """Return what a full parameter was called in the model that `prepare` sharded; None for any other tensor."""
     origin: FullParameter | None = getattr(param, _ORIGIN, None)
     return None if origin is None else origin.name
 
@@ -102,7 +102,7 @@ class _Moves:
         self.now: dict[nn.Module, dict[str, nn.Parameter]] = {}
 
     def exchange(self, params: list[Any], group: int) -> list[Any]:
-        """The sharded parameters for a group's full ones, in their order and each once."""
+        """Return the sharded parameters for a group's full ones, in their order and each once."""
         found: dict[int, Any] = {}
         for position, param in enumerate(params):
             for new in self._sharded(param, f"parameter {position} of group {group}"):
@@ -121,7 +121,7 @@ class _Moves:
         return [now[origin.name]] if origin.name in now else self._flat(model)
 
     def _flat(self, model: nn.Module) -> list[Any]:
-        """All flat parameters of a model, in the place of its own ones."""
+        """Return all flat parameters of a model, in the place of its own ones."""
         groups = len(self.optimizer.param_groups)
         if groups > 1:
             msg = f"the optimizer has {groups} parameter groups, and flat parameters mix them"
@@ -130,7 +130,7 @@ class _Moves:
 
 
 def _split_state(optimizer: Optimizer, model: nn.Module, states: dict[str, State]) -> None:
-    """Give the sharded parameters of a model their part of the full state that is known by name."""
+    """Give the sharded parameters of a model their shards of the full state that is known by name."""
     if isinstance(model, Wrapper):
         _split_flat_state(optimizer, model, states)
         return
@@ -140,7 +140,7 @@ def _split_state(optimizer: Optimizer, model: nn.Module, states: dict[str, State
 
 
 def _like(value: Any, param: nn.Parameter) -> Any:
-    """A state value split as its parameter is, if it has the parameter's shape; anything else as it is."""
+    """Return a state value split as its parameter is, if it has the parameter's shape; anything else as it is."""
     if not isinstance(value, torch.Tensor) or value.shape != param.shape or not isinstance(param, DTensor):
         return value
     dtype = param.dtype if value.is_floating_point() else value.dtype
@@ -148,7 +148,7 @@ def _like(value: Any, param: nn.Parameter) -> Any:
 
 
 def _split_flat_state(optimizer: Optimizer, model: Wrapper, states: dict[str, State]) -> None:
-    """Let version 1 cut full state to its flat shards; only torch knows where they begin and end."""
+    """Let FSDP1 cut full state to its flat shards; only torch knows where they begin and end."""
     group = {**optimizer.param_groups[0], "params": list(states)}
     full = {"state": states, "param_groups": [group]}
     options = (FullStateDictConfig(rank0_only=False), FullOptimStateDictConfig(rank0_only=False))

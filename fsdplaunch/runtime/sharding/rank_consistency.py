@@ -1,4 +1,4 @@
-"""Whether all ranks of a mesh mean the same: settings as texts, tensors by checksum. Every rank calls these."""
+"""Check that all ranks of a mesh have the same: settings as texts, tensors by checksum. Every rank calls these."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -8,48 +8,43 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
+from fsdplaunch.runtime.inspection.accessors import local_tensor
 from fsdplaunch.runtime.sharding.mesh import groups_from_first
 from fsdplaunch.runtime.sharding.settings import Settings
 from fsdplaunch.runtime.torch_internals import inner_tensor
 
 
 def check_settings(settings: Settings, mesh: DeviceMesh) -> None:
-    """Check that every rank is about to do the same; with another strategy on one rank all would wait for ever.
+    """Check that every rank is about to do the same; with another strategy on one rank all would hang.
 
     Raises:
         ShardingError: On all ranks, naming the first setting that differs.
     """
-    mine = {entry.name: _word(getattr(settings, entry.name)) for entry in fields(settings)}
-    box: list[Any] = [mine]
-    groups = groups_from_first(mesh)
-    for group in groups:
-        source = 0 if group is None else dist.get_global_rank(group, 0)
-        dist.broadcast_object_list(box, src=source, group=group)
-    different = next((name for name, word in box[0].items() if mine.get(name) != word), None)
-    saying = None
+    mine = {entry.name: _text_of(getattr(settings, entry.name)) for entry in fields(settings)}
+    ranks = RankGroup(groups_from_first(mesh))
+    theirs = ranks.from_first(mine)
+    different = next((name for name, text in theirs.items() if mine.get(name) != text), None)
+    mismatch = None
     if different is not None:
-        rank = dist.get_rank()
-        saying = f"{different} is {box[0][different]} on the first rank and {mine.get(different)} on rank {rank}"
-    for group in groups:
-        said: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(said, saying, group=group)
-        saying = next((each for each in said if each is not None), None)
-    if saying is not None:
-        msg = f"ranks would shard differently: {saying}"
+        here = f"{mine.get(different)} on rank {dist.get_rank()}"
+        mismatch = f"{different} is {theirs[different]} on the first rank and {here}"
+    mismatch = ranks.from_any(mismatch)
+    if mismatch is not None:
+        msg = f"ranks would shard differently: {mismatch}"
         raise ShardingError(msg, hint="give all ranks the same configuration, and build the same plugin on each")
 
 
-def _word(value: Any) -> str:
-    """A setting as a text that is the same in every process."""
+def _text_of(value: Any) -> str:
+    """Return a setting as a text that is the same in every process."""
     if isinstance(value, nn.Module):
         return type(value).__name__
     if isinstance(value, tuple):
-        return f"({', '.join(map(_word, value))})"
+        return f"({', '.join(map(_text_of, value))})"
     if is_dataclass(value):
-        return ", ".join(f"{entry.name}={_word(getattr(value, entry.name))}" for entry in fields(value))
+        return ", ".join(f"{entry.name}={_text_of(getattr(value, entry.name))}" for entry in fields(value))
     if callable(value):
         return f"the function {getattr(value, '__qualname__', type(value).__name__)}"
     return str(value)
@@ -58,10 +53,10 @@ def _word(value: Any) -> str:
 def unequal(
     tensors: Mapping[str, torch.Tensor], groups: list[dist.ProcessGroup | None], device: torch.device
 ) -> list[str]:
-    """The names of the tensors whose bytes are not the same on all ranks of the groups.
+    """Return the names of the tensors whose bytes are not the same on all ranks of the groups.
 
     Args:
-        tensors: By name, the same names on every rank; DTensors stand for this rank's part.
+        tensors: By name, the same names on every rank; DTensors stand for this rank's shard.
         groups: Compared over one after the other.
         device: Where a collective's tensor can be.
     """
@@ -77,8 +72,7 @@ def unequal(
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's bytes, eight at a time where they are a multiple of that; overflow does no harm."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    data = inner_tensor(local).contiguous().view(-1).view(torch.uint8)
+    """Return the sum of a tensor's bytes, eight at a time where possible; overflow does no harm."""
+    data = inner_tensor(local_tensor(tensor)).contiguous().view(-1).view(torch.uint8)
     data = data.view(torch.int64) if data.numel() % 8 == 0 and data.storage_offset() % 8 == 0 else data
     return data.sum(dtype=torch.int64)

@@ -18,8 +18,8 @@ class ShardedModel:
     """How one model was sharded.
 
     Attributes:
-        plugin: What the settings came from; it says how to save.
-        settings: As asked for.
+        plugin: What the settings came from; it tells how to save.
+        settings: As configured.
         mesh: The ranks' layout.
         device: Where this worker computes.
         tied: Names of each parameter that has several, as in the model before sharding.
@@ -53,15 +53,15 @@ def register_model(model: nn.Module, prepared: ShardedModel) -> None:
 
 
 def registered(model: nn.Module) -> ShardedModel | None:
-    """How `model`, or the module torch.compile wrapped, was sharded; None when this package did not shard it."""
+    """Return how `model`, or the module torch.compile wrapped, was sharded; None when not by this package."""
     return _models.get(model) or _models.get(unwrapped(model))
 
 
 def known_parameters() -> dict[int, str]:
-    """The clean names of all parameters of all prepared models that are alive, by the parameter's id."""
+    """Return the clean names of all parameters of all prepared models that are alive, by the parameter's id."""
     return {id(param): name for model in _models for name, param in named_parameters(model)}
 
 
 def models_of(kind: type) -> list[nn.Module]:
-    """The prepared models that are alive and of a class."""
+    """Return the prepared models that are alive and of a class."""
     return [model for model in _models if isinstance(model, kind)]

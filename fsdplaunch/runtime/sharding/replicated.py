@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 class ReplicatedParams:
     """The trained parameters that are not sharded.
 
-    Torch leaves the gradients of ignored parameters as each rank computed them, so copies drift apart from the
+    Torch leaves the gradients of ignored parameters as each rank computed them, so replicas drift apart from the
     first step on. Each gradient is averaged over all ranks of the mesh as soon as backward has added to it. Doing
-    so after every backward of an accumulation is right, too: the part averaged before is equal everywhere.
+    so after every backward of an accumulation is right, too: what was averaged before is equal everywhere.
 
     Attributes:
         paused: Whether gradients are left alone for now (`no_sync`).

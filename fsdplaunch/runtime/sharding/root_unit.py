@@ -1,4 +1,4 @@
-"""What the wrap leaves to the root unit, and when that is too much to have been meant."""
+"""What the wrap leaves to the root unit, and raise when that is too much to be meant."""
 
 from collections.abc import Collection
 
@@ -23,7 +23,7 @@ def check_root_unit(model: nn.Module, units: Units, settings: Settings, skipped:
     Args:
         model: Not sharded yet.
         units: As planned.
-        settings: Says which policy.
+        settings: Has the policy.
         skipped: Ids of the parameters that are not sharded.
 
     Raises:
@@ -32,10 +32,10 @@ def check_root_unit(model: nn.Module, units: Units, settings: Settings, skipped:
     if not units or not isinstance(settings.wrap, str):
         return
     in_units = {id(param) for unit in units.values() for param in unit.parameters()}
-    words = _vocabulary(model)
+    vocabulary = _vocabulary(model)
     total, missed = 0, {}
     for name, param in model.named_parameters():
-        if id(param) in skipped or id(param) in words:
+        if id(param) in skipped or id(param) in vocabulary:
             continue
         total += param.numel()
         if id(param) not in in_units:
@@ -54,7 +54,7 @@ def check_root_unit(model: nn.Module, units: Units, settings: Settings, skipped:
 
 
 def _vocabulary(model: nn.Module) -> set[int]:
-    """Ids of the parameters of embeddings, and of linear layers with one output per word of an embedding."""
+    """Return ids of the parameters of embeddings, and of linear layers with one output per embedding."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     sizes = {module.num_embeddings for module in embeddings}
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features in sizes]

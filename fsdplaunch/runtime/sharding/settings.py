@@ -1,33 +1,35 @@
 """How one model is sharded: plain, frozen values, decided before any torch object is made of them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.kinds import PrefetchName, StateDictName, StrategyName, WrapName
+from fsdplaunch.runtime import messages
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The configuration's names of number formats."""
+"""The configuration's names of dtypes."""
 
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""Strategies that shard inside a group of ranks and copy across groups."""
+"""Strategies that shard inside a group of ranks and replicate across groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtypes:
-    """Number formats; None means the model's own.
+    """Dtypes; None means the model's own.
 
     Attributes:
         param: Parameters as gathered and computed with.
         reduce: Gradients as summed over ranks.
-        output: What the model's outputs are cast to (version 2).
-        buffer: Buffers in forward (version 1).
+        output: What the model's outputs are cast to (FSDP2).
+        buffer: Buffers in forward (FSDP1).
         master: Shards and optimizer state.
-        template: Torch's object that the formats were taken from, for what else it says.
+        template: Torch's object that the dtypes were taken from, for what else it sets.
     """
 
     param: torch.dtype | None = None
@@ -39,8 +41,20 @@ class Dtypes:
 
     @property
     def mixed(self) -> bool:
-        """Whether anything is computed, reduced or returned in another format than the model's own."""
+        """Return whether anything is computed, reduced or returned in another dtype than the model's own."""
         return any(kind is not None for kind in (self.param, self.reduce, self.output, self.buffer))
+
+
+def fsdp1_policy(dtypes: Dtypes) -> MixedPrecision:
+    """Return torch's object for the dtypes under FSDP1, with all else that their template sets."""
+    names = {"param_dtype": dtypes.param, "reduce_dtype": dtypes.reduce, "buffer_dtype": dtypes.buffer}
+    return replace(dtypes.template or MixedPrecision(), **names)
+
+
+def fsdp2_policy(dtypes: Dtypes) -> MixedPrecisionPolicy:
+    """Return torch's object for the dtypes under FSDP2, with all else that their template sets."""
+    names = {"param_dtype": dtypes.param, "reduce_dtype": dtypes.reduce, "output_dtype": dtypes.output}
+    return replace(dtypes.template or MixedPrecisionPolicy(), **names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +66,7 @@ class Compiling:
         mode: As torch names it.
         fullgraph: Fail where the graph would break.
         dynamic: Compile for shapes that change.
-        blocks: Compile each block by itself; else the model's whole forward.
+        blocks: Compile each block by itself; else the model's full forward.
     """
 
     backend: str
@@ -82,10 +96,10 @@ class Settings:
     Attributes:
         version: 1 or 2.
         wrap: The policy's name, or a function of the user's: a module -> whether it is a unit.
-        reshard_after_forward: Version 2: flag, or the number of ranks to reshard to.
+        reshard_after_forward: FSDP2: flag, or the number of ranks to reshard to.
         ignored: Regular expression for module names, or several, or the modules themselves.
-        replicate_size: Copies of the model, -1 for what `shard_size` leaves.
-        shard_size: Ranks per copy, -1 or None for what `replicate_size` leaves.
+        replicate_size: Replicas of the model, -1 for what `shard_size` leaves.
+        shard_size: Ranks per replica, -1 or None for what `replicate_size` leaves.
         param_init_fn: Gives a module without storage its values, or None.
         checkpoint_every: Under activation_checkpointing, 2 for every second block, and so on.
         forward_methods: Methods of the model to gather parameters for, beside forward and generate.
@@ -118,6 +132,13 @@ class Settings:
     forward_methods: tuple[str, ...] = ()
     compiling: Compiling | None = None
     float8: Float8 | None = None
+
+
+def offloads(settings: Settings, device_type: str) -> bool:
+    """Return whether shards are kept in host memory and copied to the device; on a CPU they are there anyway."""
+    if settings.offload and device_type == "cpu":
+        messages.say("fsdp_offload_params changes nothing without a GPU: parameters are in host memory already")
+    return settings.offload and device_type != "cpu"
 
 
 def settings_of(config: Config) -> Settings:
@@ -153,30 +174,30 @@ def settings_of(config: Config) -> Settings:
 
 
 def _compiling_of(config: Config) -> Compiling | None:
-    said = config.dynamo_config
-    if said.dynamo_backend == "NO":
+    section = config.dynamo_config
+    if section.dynamo_backend == "NO":
         return None
     return Compiling(
-        backend=said.dynamo_backend.lower(),
-        mode=said.dynamo_mode,
-        fullgraph=said.dynamo_use_fullgraph,
-        dynamic=said.dynamo_use_dynamic,
-        blocks=said.dynamo_use_regional_compilation,
+        backend=section.dynamo_backend.lower(),
+        mode=section.dynamo_mode,
+        fullgraph=section.dynamo_use_fullgraph,
+        dynamic=section.dynamo_use_dynamic,
+        blocks=section.dynamo_use_regional_compilation,
     )
 
 
 def float8_of(config: Config) -> Float8:
-    """How a Config has float8 computed, whether or not it says that it is."""
-    said = config.fp8_config
-    return Float8(gather=said.enable_fsdp_float8_all_gather, pad=said.pad_inner_dim)
+    """Return how a Config has float8 computed, whether or not it is."""
+    section = config.fp8_config
+    return Float8(gather=section.enable_fsdp_float8_all_gather, pad=section.pad_inner_dim)
 
 
 def _dtypes_of(config: Config) -> Dtypes:
-    said = config.precision
+    section = config.precision
     return Dtypes(
-        param=DTYPES[said.param] if said.param else None,
-        reduce=DTYPES[said.reduce] if said.reduce else None,
-        output=DTYPES[said.output] if said.output else None,
-        buffer=DTYPES[said.buffer] if said.buffer else None,
-        master=DTYPES[said.master] if said.master else None,
+        param=DTYPES[section.param] if section.param else None,
+        reduce=DTYPES[section.reduce] if section.reduce else None,
+        output=DTYPES[section.output] if section.output else None,
+        buffer=DTYPES[section.buffer] if section.buffer else None,
+        master=DTYPES[section.master] if section.master else None,
     )

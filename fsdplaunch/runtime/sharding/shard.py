@@ -15,18 +15,18 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.compute.activation_checkpointing import checkpoint_blocks
-from fsdplaunch.runtime.compute.compile import compile_blocks, compile_whole
+from fsdplaunch.runtime.compute.compile import compile_blocks, compile_model
 from fsdplaunch.runtime.compute.float8 import convert
 from fsdplaunch.runtime.compute.forward_methods import forward_methods, register
 from fsdplaunch.runtime.inspection.describe import describe
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters, tied_names
 from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin
 from fsdplaunch.runtime.sharding import fsdp1, fsdp2
-from fsdplaunch.runtime.sharding.checks import check_model, check_same_values, check_whole
+from fsdplaunch.runtime.sharding.checks import check_model, check_same_values, check_sharded_model
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts, find_ignored
 from fsdplaunch.runtime.sharding.materialize import Materializer
 from fsdplaunch.runtime.sharding.mesh import SHARD, make_mesh
-from fsdplaunch.runtime.sharding.mixed_dtypes import separate_formats
+from fsdplaunch.runtime.sharding.mixed_dtypes import separate_dtypes
 from fsdplaunch.runtime.sharding.optimizer_params import note_full_parameters
 from fsdplaunch.runtime.sharding.rank_consistency import check_settings
 from fsdplaunch.runtime.sharding.registry import ShardedModel, register_model
@@ -70,7 +70,7 @@ def shard_target(
     if not dist.is_initialized():
         _join()
     layout_only = device is not None and torch.device(device).type == "meta"
-    target = _own_device(mesh) if device is None or layout_only else torch.device(device)
+    target = own_device(mesh) if device is None or layout_only else torch.device(device)
     if mesh is None and process_group is not None:
         mesh = DeviceMesh.from_group(process_group, target.type, mesh_dim_names=(SHARD,))
     return ShardTarget(mesh=mesh or make_mesh(settings, target), device=target, layout_only=layout_only)
@@ -87,7 +87,8 @@ def _join() -> None:
     join_group(config, choose_device(config))
 
 
-def _own_device(mesh: DeviceMesh | None) -> torch.device:
+def own_device(mesh: DeviceMesh | None) -> torch.device:
+    """Return the device of this worker that fits a mesh, or the process group where there is none."""
     on_cpu = mesh.device_type == "cpu" if mesh is not None else not _group_has_cuda()
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
@@ -97,14 +98,14 @@ def _group_has_cuda() -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a model is sharded already, by whomever."""
+    """Return whether a model is sharded already, by whomever."""
     return isinstance(model, FSDPModule | FullyShardedDataParallel)
 
 
 def shard_model(
     model: nn.Module, plugin: FullyShardedDataParallelPlugin, place: ShardTarget, deferred: Defer | None = None
 ) -> nn.Module:
-    """Shard a model as the plugin says; see `prepare` for the order of work.
+    """Shard a model as the plugin sets; see `prepare` for the order of work.
 
     Args:
         model: Not sharded yet.
@@ -113,10 +114,10 @@ def shard_model(
         deferred: Makes the materializer of a model whose values come later; None leaves it those it has.
 
     Returns:
-        The model itself (version 2) or the wrapper around it (version 1).
+        The model itself (FSDP2) or the wrapper around it (FSDP1).
 
     Raises:
-        ShardingError: It cannot be done as asked.
+        ShardingError: It cannot be done as configured.
     """
     settings = plugin.settings()
     check_settings(settings, place.mesh)
@@ -137,10 +138,10 @@ def shard_model(
     )
     materializer.fill(sharded)
     home.model = weakref.ref(sharded)
-    compile_whole(model, settings)
+    compile_model(model, settings)
     register(sharded, model, methods)
-    whole = out.parameters()
-    ids = {id(param) for param in whole}
+    unsharded = out.parameters()
+    ids = {id(param) for param in unsharded}
     prepared = ShardedModel(
         plugin=plugin,
         settings=settings,
@@ -152,9 +153,9 @@ def shard_model(
         left_out=frozenset(name for name, param in named_parameters(sharded) if id(param) in ids),
         methods=methods,
         converted=converted,
-        replicas=keep_equal(whole, place.mesh),
+        replicas=keep_equal(unsharded, place.mesh),
     )
-    check_whole(sharded, prepared, total=total)
+    check_sharded_model(sharded, prepared, total=total)
     register_model(sharded, prepared)
     mark_sharded("prepare")
     for line in describe(sharded).lines():
@@ -165,7 +166,7 @@ def shard_model(
 def _planned(model: nn.Module, settings: Settings, out: IgnoredParts) -> Units:
     skipped = {id(param) for param in out.parameters()}
     units = plan_units(model, settings, out.below())
-    units = separate_formats(model, units, settings, skipped)
+    units = separate_dtypes(model, units, settings, skipped)
     check_root_unit(model, units, settings, skipped)
     return units
 
@@ -173,15 +174,15 @@ def _planned(model: nn.Module, settings: Settings, out: IgnoredParts) -> Units:
 def _materializer(
     model: nn.Module, settings: Settings, place: ShardTarget, out: IgnoredParts, deferred: Defer | None
 ) -> Materializer:
-    """What settles the model's tensors, with rank 0's values or so that files fill them later.
+    """Return what materializes the model's tensors, with rank 0's values or so that files fill them later.
 
-    It has begun with what is left out: settling may exchange parameters, and sharding is told which to leave out.
+    It has begun with what is left out: materializing may exchange parameters, and sharding has to know them.
     """
     arguments: dict[str, Any] = {
         "mesh": place.mesh,
         "device": torch.device("meta") if place.layout_only else place.device,
         "master": settings.dtypes.master,
-        "frozen_too": settings.version == 1,  # a flat parameter has one format
+        "frozen_too": settings.version == 1,  # a flat parameter has one dtype
         "ignored": out.modules.values(),
         "init_fn": settings.param_init_fn,
         "send": settings.sync_module_states or settings.ram_efficient,
@@ -193,6 +194,6 @@ def _materializer(
     else:
         materializer = deferred(model, settings=settings, **arguments)
     for module in out.modules.values():
-        materializer.settle(module)
-    materializer.settle_scalars()
+        materializer.materialize(module)
+    materializer.materialize_scalars()
     return materializer

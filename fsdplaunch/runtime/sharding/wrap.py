@@ -1,7 +1,7 @@
 """Which modules become units: each is gathered before it computes and freed after, as one."""
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,21 +19,20 @@ Units = dict[str, nn.Module]
 """Modules by clean name, every parent before its children. The model itself is never among them."""
 
 
-def plan_units(model: nn.Module, settings: Settings, ignored: Collection[nn.Module] = ()) -> Units:
+def plan_units(model: nn.Module, settings: Settings, left_out: set[nn.Module]) -> Units:
     """Choose the units of a model that is not sharded yet.
 
     A unit that shares a parameter with a module outside of it is no unit: its parameters stay with the parent's,
     because torch can give a shared parameter to one unit only.
 
     Args:
-        model: The whole model.
-        settings: Says which policy.
-        ignored: Modules that are not sharded, with everything below them.
+        model: The model.
+        settings: Has the policy.
+        left_out: Modules that are not sharded, with everything below them.
 
     Raises:
-        ShardingError: A policy was asked for and chooses nothing.
+        ShardingError: A policy is set and chooses nothing.
     """
-    left_out = {below for module in ignored for below in module.modules()}
     chosen = _chosen(model, settings, left_out)
     units = {
         clean_name(name): module
@@ -89,7 +88,7 @@ def _by_recursion(model: nn.Module, policy: Callable[..., Any], left_out: set[nn
 
 
 def _has_own(module: nn.Module, left_out: set[nn.Module]) -> bool:
-    """Whether a module holds a parameter that is to be sharded; torch has nothing to do for one that does not."""
+    """Return whether a module holds a parameter to shard; torch has nothing to do for one that does not."""
     return any(next(m.parameters(recurse=False), None) is not None for m in module.modules() if m not in left_out)
 
 

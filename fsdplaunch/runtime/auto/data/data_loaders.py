@@ -18,7 +18,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.samplers import FullBatches, RankBatches, RankItems, RankTurns
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
-from fsdplaunch.runtime.data.data_loader import _is_split, _set
+from fsdplaunch.runtime.data.data_loader import is_split, set_attributes
 
 
 @contextmanager
@@ -42,7 +42,7 @@ class _Loaders:
     def _are_ours(self, loader: Any) -> bool:
         """Whether a loader is to be divided; fits it if it is."""
         hook_context = self.hook_context
-        if hook_context.size == 1 or not hook_context.ownership.decided() or _is_split(loader):
+        if hook_context.size == 1 or not hook_context.ownership.decided() or is_split(loader):
             return False
         if loader not in self.fitted:
             self.fitted.add(loader)
@@ -96,14 +96,14 @@ def fit(loader: Any, hook_context: HookContext) -> None:
     if isinstance(loader.dataset, IterableDataset):
         return
     if batches is None:
-        _set(loader, sampler=RankItems(loader.sampler, hook_context))
+        set_attributes(loader, sampler=RankItems(loader.sampler, hook_context))
         messages.say(f"{script_line()}: the loader makes no batches, so ranks take turns at its items")
     elif type(batches) is BatchSampler:
-        _set(loader, batch_sampler=RankBatches(batches, hook_context))
+        set_attributes(loader, batch_sampler=RankBatches(batches, hook_context))
     else:
         how = "each is divided" if hook_context.keeps_batch else "ranks take turns"
         messages.say(f"{type(batches).__name__}: rank 0 draws its batches, {how}")
-        _set(loader, batch_sampler=FullBatches(batches, hook_context))
+        set_attributes(loader, batch_sampler=FullBatches(batches, hook_context))
 
 
 def _check_batch(loader: Any, hook_context: HookContext) -> None:
@@ -131,12 +131,12 @@ def _read_stream(loader: Any, iterate: Any, hook_context: HookContext) -> Any:
     if hook_context.evaluating():
         return iterate(loader)
     kept = {"dataset": loader.dataset, "batch_sampler": loader.batch_sampler}
-    _set(loader, dataset=RankTurns(loader.dataset, hook_context))
+    set_attributes(loader, dataset=RankTurns(loader.dataset, hook_context))
     if loader.batch_sampler is not None and hook_context.keeps_batch:
         part = BatchSampler(loader.sampler, loader.batch_size // hook_context.size, loader.drop_last)
-        _set(loader, batch_sampler=part)
+        set_attributes(loader, batch_sampler=part)
     try:
         with hook_context.streams.shared():  # its workers' seeds: all ranks must read one stream in one order
             return iterate(loader)
     finally:
-        _set(loader, **kept)
+        set_attributes(loader, **kept)

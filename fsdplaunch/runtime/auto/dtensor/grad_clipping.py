@@ -29,7 +29,7 @@ def clipping_whole(hook_context: HookContext) -> Iterator[None]:
             error_if_nonfinite: bool = False,
             foreach: bool | None = None,
         ) -> Any:
-            params = gradients._listed(parameters)
+            params = gradients.listed(parameters)
             if not hook_context.ownership.ours or not any(isinstance(param, DTensor) for param in params):
                 return original(params, max_norm, norm_type, error_if_nonfinite, foreach)
             total = gradients.clip_grad_norm_(params, max_norm, norm_type)
@@ -42,7 +42,7 @@ def clipping_whole(hook_context: HookContext) -> Iterator[None]:
 
     def value(original: Any) -> Any:
         def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
-            params = gradients._listed(parameters)
+            params = gradients.listed(parameters)
             if hook_context.ownership.ours and any(isinstance(param, DTensor) for param in params):
                 gradients.clip_grad_value_(params, clip_value)
             else:

@@ -48,7 +48,7 @@ def _copied(model: Any, memo: dict[int, Any], attach: Callable[[nn.Module, nn.Mo
         return copied
     plugin = copy.copy(prepared.plugin)
     plugin.param_init_fn = _zeros
-    place = ShardTarget(mesh=prepared.mesh, device=shard._own_device(prepared.mesh))
+    place = ShardTarget(mesh=prepared.mesh, device=shard.own_device(prepared.mesh))
     shard_model(copied, plugin, place)
     values = dict(named_parameters(model))
     with torch.no_grad():

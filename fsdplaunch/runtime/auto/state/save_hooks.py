@@ -24,7 +24,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.gather import PickleWalk, ShardGatherer, gathered, tensors_of
 from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
-from fsdplaunch.runtime.collectives.error_sync import raise_on_all_ranks
+from fsdplaunch.runtime.collectives.rank_group import raise_on_all_ranks
 
 
 @contextmanager
