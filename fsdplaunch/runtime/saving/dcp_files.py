@@ -35,14 +35,15 @@ def read_sharded(state: State, folder: Path, *, strict: bool) -> set[str]:
     Raises:
         CheckpointError: Strict, and names differ either way.
     """
+    reader = SafeReader(folder)
     with raise_on_all_ranks(f"read {folder}"):
-        absent = _absent(state, folder, strict=strict)
-    load(state, storage_reader=SafeReader(folder), planner=SafePlanner(allow_partial_load=not strict))
+        absent = _absent(state, folder, reader, strict=strict)
+    load(state, storage_reader=reader, planner=SafePlanner(allow_partial_load=not strict))
     return absent
 
 
-def _absent(state: State, folder: Path, *, strict: bool) -> set[str]:
-    stored = set(SafeReader(folder).read_metadata().state_dict_metadata)
+def _absent(state: State, folder: Path, reader: SafeReader, *, strict: bool) -> set[str]:
+    stored = set(reader.read_metadata().state_dict_metadata)
     asked = set(flatten_state_dict(state)[0])
     if strict:
         outer = f"{next(iter(state))}."  # the checkpoint's own word, no part of the model's names
