@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdplaunch.checkpoint.item_location import ItemLocation
-from fsdplaunch.checkpoint.manifest import read_json, told_of_model
+from fsdplaunch.checkpoint.manifest import model_entry, read_json
 from fsdplaunch.checkpoint.merge.assemble_tensor import written_blocks
 from fsdplaunch.checkpoint.merge.model_files import CONFIG_NAME
 from fsdplaunch.checkpoint.merge.plan import plan_alone
@@ -46,7 +46,7 @@ def known_ties(folder: Path, model: Path | None, names: Sequence[str]) -> list[t
 def _manifest_ties(folder: Path) -> list[tuple[str, ...]] | None:
     """Return what our own save noted; None when there is no note for this model."""
     number = _MODEL_FOLDER.fullmatch(folder.name)
-    tied = told_of_model(folder, int(number[1]) if number else 0).get("tied")
+    tied = model_entry(folder, int(number[1]) if number else 0).get("tied")
     if not isinstance(tied, list):
         return None
     return [tuple(map(str, group)) for group in tied if isinstance(group, list)]

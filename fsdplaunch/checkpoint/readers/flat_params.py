@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdplaunch.checkpoint.checked_ints import check_count, check_counts
 from fsdplaunch.checkpoint.invalid_file import InvalidFileError
-from fsdplaunch.checkpoint.manifest import MANIFEST_NAME, told_of_model
+from fsdplaunch.checkpoint.manifest import MANIFEST_NAME, model_entry
 from fsdplaunch.checkpoint.regions import Region, row_major
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
 
@@ -120,7 +120,7 @@ def read_flat_layouts(folder: Path, number: int) -> dict[str, FlatLayout]:
     Raises:
         InvalidFileError: What it says is no layout.
     """
-    flat = told_of_model(folder, number).get("flat_parameters")
+    flat = model_entry(folder, number).get("flat_parameters")
     try:
         return {str(name): _layout(value) for name, value in flat.items()} if isinstance(flat, dict) else {}
     except (LookupError, TypeError):

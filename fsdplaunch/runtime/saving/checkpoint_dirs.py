@@ -1,16 +1,14 @@
 """Checkpoint folders: a temporary one that is put in place in one move, and the newest complete one."""
 
-import os
 import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdplaunch.checkpoint.manifest import MANIFEST_NAME
-from fsdplaunch.checkpoint.rename_exchange import rename_exchange
-from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.saving.manifest import (
+from fsdplaunch.checkpoint.atomic_output import keep_entries, swap_folders, sync_folder
+from fsdplaunch.checkpoint.manifest import (
+    MANIFEST_NAME,
     find_gap,
     is_complete,
     looks_like_checkpoint,
@@ -18,6 +16,7 @@ from fsdplaunch.runtime.saving.manifest import (
     read_manifest,
     sequence_of,
 )
+from fsdplaunch.errors import CheckpointError
 
 _NUMBERED = re.compile(r"checkpoint-(\d+)")
 
@@ -58,57 +57,19 @@ def publish(partial: Path, target: Path) -> None:
     Files that are no part of the earlier checkpoint, such as a tokenizer beside it, are kept.
     """
     for folder in {path.parent for path in partial.rglob("*")}:
-        _sync(folder)
+        sync_folder(folder)
     if target.exists():
-        _carry_over(target, partial)
-        _exchange(partial, target)
-        shutil.rmtree(_aside(target) if _aside(target).exists() else partial)
+        replaced = {name.split("/")[0] for name in own_files(target)} | {MANIFEST_NAME}
+        keep_entries([path for path in target.iterdir() if path.name not in replaced], partial)
+        swap_folders(partial, target, _aside(target))
     else:
         partial.rename(target)
-    _sync(target.parent)
+    sync_folder(target.parent)
 
 
 def _aside(target: Path) -> Path:
-    """Where the old folder waits for its removal on file systems that cannot exchange two folders."""
+    """Return where the old folder waits for its removal on file systems that cannot exchange two folders."""
     return target.parent / f".{target.name}.old"
-
-
-def _exchange(partial: Path, target: Path) -> None:
-    if rename_exchange(partial, target):
-        return
-    aside = _aside(target)
-    if aside.exists():
-        shutil.rmtree(aside)
-    target.rename(aside)
-    partial.rename(target)
-
-
-def _carry_over(old: Path, new: Path) -> None:
-    """Link into `new` what `old` holds beside the checkpoint itself."""
-    mine = {name.split("/")[0] for name in own_files(old)} | {MANIFEST_NAME}
-    for entry in old.iterdir():
-        place = new / entry.name
-        if entry.name in mine or place.exists():
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.copytree(entry, place, symlinks=True, copy_function=_link)
-        else:
-            _link(str(entry), str(place))
-
-
-def _link(source: str, place: str) -> None:
-    try:
-        os.link(source, place, follow_symlinks=False)
-    except OSError:  # a file system without links
-        shutil.copy2(source, place, follow_symlinks=False)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def numbered(root: Path) -> list[tuple[int, Path]]:

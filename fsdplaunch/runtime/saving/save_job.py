@@ -14,16 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdplaunch.checkpoint.atomic_output import size_words
+from fsdplaunch.checkpoint.atomic_output import check_space, size_words
+from fsdplaunch.checkpoint.manifest import write_manifest
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.error_sync import raise_on_all_ranks
 from fsdplaunch.runtime.late_modules import DEVICE, if_imported
 from fsdplaunch.runtime.saving.checkpoint_dirs import begin, next_sequence, partial_of, publish, remove_old
 from fsdplaunch.runtime.saving.host_buffer import HostBuffer
-from fsdplaunch.runtime.saving.manifest import write_manifest
 from fsdplaunch.runtime.saving.parts import StatePart
-from fsdplaunch.runtime.saving.shared_storage import check_room, check_same
+from fsdplaunch.runtime.saving.shared_storage import check_same
 from fsdplaunch.runtime.saving.small_files import write_bytes
 from fsdplaunch.runtime.torch_internals import ShardedTensor
 
@@ -41,14 +41,14 @@ class Save:
         target: The checkpoint's folder.
         parts: Models and optimizers.
         files: This rank's small files, by name.
-        told: What the manifest says; rank 0's counts.
+        manifest: What the manifest says beside its files; rank 0's counts.
         keep_last: How many numbered checkpoints stay, None for all.
     """
 
     target: Path
     parts: tuple[StatePart, ...]
     files: Mapping[str, bytes]
-    told: Mapping[str, Any]
+    manifest: Mapping[str, Any]
     keep_last: int | None
 
     @property
@@ -66,7 +66,12 @@ class Save:
             with raise_on_all_ranks(self.doing):
                 if dist.get_rank() == 0:
                     self._warn_if_large()
-                    check_room(begin(self.target), sum(_nbytes(part) for part in self.parts))
+                    check_space(
+                        begin(self.target),
+                        sum(_nbytes(part) for part in self.parts),
+                        what="the checkpoint needs",
+                        hint="free some space, set checkpoint.keep_last, or choose another disk",
+                    )
             check_same(partial_of(self.target), self.target)
         except CheckpointError:
             self._discard()
@@ -105,7 +110,7 @@ class Save:
                 write_bytes(partial / name, data)
         with raise_on_all_ranks(self.doing, group):
             if dist.get_rank() == 0:
-                write_manifest(partial, dict(self.told), next_sequence(self.target))
+                write_manifest(partial, self.manifest, next_sequence(self.target))
                 publish(partial, self.target)
                 if self.keep_last is not None:
                     remove_old(self.target.parent, self.keep_last)

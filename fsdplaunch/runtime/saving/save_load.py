@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdplaunch.checkpoint.manifest import MANIFEST_NAME
+from fsdplaunch.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
@@ -18,7 +18,7 @@ from fsdplaunch.runtime.data.loader_state import position_of, resume_at
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.plugin.plugin import ambient_plugin
 from fsdplaunch.runtime.saving.checkpoint_dirs import find_checkpoint
-from fsdplaunch.runtime.saving.manifest import describe_run, read_manifest
+from fsdplaunch.runtime.saving.manifest import describe_run
 from fsdplaunch.runtime.saving.parts import StatePart, load_model, load_optimizer, model_part, optimizer_part
 from fsdplaunch.runtime.saving.rng_state import file_name, packed_random_states, read_random_states
 from fsdplaunch.runtime.saving.save_job import Save, background
@@ -75,7 +75,7 @@ def save_checkpoint(
             target=target,
             parts=tuple(_parts(models, _several(optimizer))),
             files=_own_files(_several(scheduler), _several(loader), extra, step),
-            told=describe_run({each: _form(each) for each in models}, step),
+            manifest=describe_run({each: _form(each) for each in models}, step),
             keep_last=None if step is None else settings.keep_last,
         )
     save.open()

@@ -1,8 +1,7 @@
-"""Whether all ranks see the one folder that rank 0 has made, and whether what is to come fits into it."""
+"""Detect that not all ranks see the one folder that rank 0 has made or found."""
 
 import os
 import secrets
-import shutil
 import socket
 import time
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdplaunch.checkpoint.atomic_output import size_words
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.collectives.error_sync import from_rank_0
 from fsdplaunch.runtime.collectives.monitored_barrier import name_ranks
@@ -19,19 +17,6 @@ from fsdplaunch.runtime.collectives.monitored_barrier import name_ranks
 TOKEN = ".token"  # noqa: S105  (a file's name)
 PATIENCE_SECONDS = 3.0
 """How long a network file system may take to show a new file."""
-_SPARE = 2**20
-
-
-def check_room(folder: Path, needed: int) -> None:
-    """Check that a number of bytes fit into an existing folder.
-
-    Raises:
-        CheckpointError: With both numbers.
-    """
-    free = shutil.disk_usage(folder).free
-    if needed + _SPARE > free:
-        msg = f"the checkpoint needs {size_words(needed)}, {folder.parent} has {size_words(free)} free"
-        raise CheckpointError(msg, hint="free some space, set checkpoint.keep_last, or choose another disk")
 
 
 def check_same(folder: Path, target: Path) -> None:
