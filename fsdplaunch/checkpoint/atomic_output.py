@@ -21,7 +21,7 @@ def check_output(output: Path, sources: tuple[Path, ...], *, overwrite: bool) ->
     """Return the resolved output folder when it may be written, before anything is read.
 
     Args:
-        output: What the user asked for.
+        output: As the user gave it.
         sources: The folders that are read; the output may not touch them.
         overwrite: Replace the weights in an existing folder.
 
@@ -99,7 +99,7 @@ def check_memory(needed: int) -> None:
         return
     if needed > free:
         sizes = f"{size_words(needed)}, {size_words(free)} are free"
-        msg = f"the torch format needs the whole checkpoint in memory: {sizes}"
+        msg = f"the torch format needs the full checkpoint in memory: {sizes}"
         raise CheckpointError(msg, hint="merge to safetensors, which needs next to none")
 
 
@@ -213,7 +213,7 @@ def swap_folders(partial: Path, target: Path, aside: Path) -> None:
 
 
 def _prefix(target: Path) -> str:
-    """Start of the hidden names for this output, made on this machine."""
+    """Return the start of the hidden names for this output, made on this node."""
     return f".{target.name[:_NAME_PART]}.partial-{_host()}-"
 
 
@@ -222,7 +222,7 @@ def _host() -> str:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove hidden folders that a killed merge of this machine left for the same output."""
+    """Remove hidden folders that a killed merge of this node left for the same output."""
     pattern = re.compile(re.escape(_prefix(target)) + r"(\d+)-[0-9a-f]{8}")
     for path in target.parent.iterdir():
         found = pattern.fullmatch(path.name)

@@ -28,8 +28,8 @@ class StoredWeight:
     Attributes:
         name: What the file calls it.
         file: Its file's place among all files.
-        format: What safetensors calls its element type, or torch for pickled files.
-        dtype: The element type; None when it is none that can be read by element.
+        format: What safetensors calls its dtype, or torch for pickled files.
+        dtype: The dtype; None when it is none that can be read by element.
         shape: In elements.
         start: Where its bytes begin in the file; 0 for pickled files.
     """
@@ -79,7 +79,7 @@ def find_weight_files(where: Path) -> WeightFiles:
         return _described(where, [where], None, pickled=pickled)
     if not where.is_dir():
         msg = f"no model folder {where}"
-        raise CheckpointError(msg, hint="give a folder with *.safetensors files, as this machine sees it")
+        raise CheckpointError(msg, hint="give a folder with *.safetensors files, as this node sees it")
     names = sorted(path.name for path in where.iterdir() if path.is_file())
     index = _sole([name for name in names if name.endswith(_INDEX)], f"model{_INDEX}", where)
     if index is not None:
@@ -109,7 +109,7 @@ def _nothing(where: Path, names: list[str]) -> CheckpointError:
 
 
 def _sole(found: list[str], usual: str, where: Path) -> str | None:
-    """The file of the usual name, or the only one there is."""
+    """Return the file of the usual name, or the only one there is."""
     if usual in found or not found:
         return usual if found else None
     if len(found) > 1:
@@ -119,7 +119,7 @@ def _sole(found: list[str], usual: str, where: Path) -> str | None:
 
 
 def _model_files(where: Path, names: list[str]) -> list[str]:
-    """The file of the usual name, the only one, or all of a numbered set that is complete."""
+    """Return the file of the usual name, the only one, or all of a numbered set that is complete."""
     usual = [name for name in names if name in ("model.safetensors", "pytorch_model.bin")]
     if usual or len(names) == 1:
         chosen = usual or names
@@ -136,11 +136,11 @@ def _model_files(where: Path, names: list[str]) -> list[str]:
     return wanted
 
 
-def _check_there(where: Path, names: Iterable[str], said: str) -> None:
+def _check_there(where: Path, names: Iterable[str], claim: str) -> None:
     missing = [name for name in names if not (where / name).is_file()]
     if missing:
         more = f", nor are {len(missing) - 1} more" if len(missing) > 1 else ""
-        msg = f"{said}, but {where / missing[0]} is not there{more}"
+        msg = f"{claim}, but {where / missing[0]} is not there{more}"
         raise CheckpointError(msg, hint="finish the download, or give another folder")
 
 
@@ -207,7 +207,7 @@ def _weight(name: str, entry: HeaderEntry, number: int) -> StoredWeight:
 
 
 def _aliases(metadata: Any, kept: Mapping[str, StoredWeight]) -> list[tuple[str, str]]:
-    """Names that safetensors' save_model left out because another tensor is the same: name, name that is kept."""
+    """Return names that safetensors' save_model left out, each with the one the tensor is kept under."""
     return [
         (name, other)
         for name, other in metadata.items()

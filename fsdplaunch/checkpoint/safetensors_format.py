@@ -22,7 +22,7 @@ _ALIGNMENT = 8
 
 
 class TensorHeader(NamedTuple):
-    """One tensor of a file: its name, element type, shape in elements, and size in bytes."""
+    """One tensor of a file: its name, dtype, shape in elements, and size in bytes."""
 
     name: str
     dtype: Dtype
@@ -31,7 +31,7 @@ class TensorHeader(NamedTuple):
 
 
 def in_file_order(entries: Iterable[TensorHeader]) -> list[TensorHeader]:
-    """Return the entries as safetensors writes them: wide element types first, then by name."""
+    """Return the entries as safetensors writes them: wide dtypes first, then by name."""
     return sorted(entries, key=lambda entry: (-entry.dtype.rank, entry.name))
 
 

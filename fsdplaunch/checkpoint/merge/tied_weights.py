@@ -35,11 +35,11 @@ def known_ties(folder: Path, model: Path | None, names: Sequence[str]) -> list[t
         model: The model's own folder, whose configuration may say that nothing is tied.
         names: The weights' names, without wrappers.
     """
-    told = _manifest_ties(folder)
-    if told is None:
-        told = [] if _says_untied(model) else [_language_model_tie(names)]
+    listed = _manifest_ties(folder)
+    if listed is None:
+        listed = [] if _says_untied(model) else [_language_model_tie(names)]
     here = set(names)
-    groups = (tuple(name for name in group if name in here) for group in told)
+    groups = (tuple(name for name in group if name in here) for group in listed)
     return [group for group in groups if len(group) > 1]
 
 

@@ -50,7 +50,7 @@ class StoredTensor:
     Attributes:
         name: Its full name in the checkpoint.
         path: The keys that lead to it in the saved state, outermost first.
-        dtype: Its element type.
+        dtype: Its dtype.
         shape: Its global shape.
         chunks: What it is made of, without empty chunks, sorted by offset.
     """
@@ -63,7 +63,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the full tensor."""
         return math.prod(self.shape) * self.dtype.size
 
 
@@ -266,7 +266,7 @@ def _path_of(name: object, meta: Metadata, where: str) -> NamePath:
         msg = f"{where}: the path of {short(name)} is not a list of keys"
         raise CheckpointError(msg, hint=_COPY_AGAIN)
     if ".".join(map(str, path)) != name:
-        msg = f"{where}: {short(name)} is said to stand at {short('.'.join(map(str, path)))}"
+        msg = f"{where}: {short(name)} has the path {short('.'.join(map(str, path)))}"
         raise CheckpointError(msg, hint=_COPY_AGAIN)
     return path
 

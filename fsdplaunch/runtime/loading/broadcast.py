@@ -1,4 +1,4 @@
-"""Full tensors that only the first rank has, sent to all in pieces; every rank keeps its part of each."""
+"""Full tensors that only the first rank has, sent to all in pieces; every rank keeps its shard of each."""
 
 import math
 import pickle
@@ -24,13 +24,13 @@ _NESTED = ("state_dict", "model_state_dict", "model", "module")
 def broadcast_tensor(
     ranks: RankGroup, full: torch.Tensor | None, held: LocalShard, dtype: torch.dtype
 ) -> Exception | None:
-    """Send one tensor from the first rank into every rank's part of it.
+    """Send one tensor from the first rank into every rank's shard of it.
 
     Args:
         ranks: Who takes part; all of them call this.
         full: The tensor, on the first rank.
-        held: This rank's part.
-        dtype: The tensor's format, known to all.
+        held: This rank's shard.
+        dtype: The tensor's dtype, known to all.
 
     Returns:
         What went wrong here; the other ranks are not left waiting for it.
@@ -57,7 +57,7 @@ def broadcast_tensor(
 
 
 def _keep(piece: torch.Tensor, first: int, count: int, held: LocalShard) -> None:
-    """Copy what this rank holds of rows `first` to `first + count` of the whole tensor."""
+    """Copy what this rank holds of rows `first` to `first + count` of the full tensor."""
     part, shape = held.part, held.shape
     if not part.numel:
         return
@@ -85,7 +85,7 @@ def broadcast_all(
     Args:
         ranks: Who takes part.
         full: The tensors by name, on the first rank.
-        held: This rank's parts, with each tensor's name in `full` and its format, in the same order on all ranks.
+        held: This rank's shards, with each tensor's name in `full` and its dtype, in the same order on all ranks.
 
     Raises:
         CheckpointError: It went wrong on any rank.
@@ -131,7 +131,7 @@ def _load(path: Path) -> Any:
 
 
 def _tensors(value: Any) -> dict[str, torch.Tensor] | None:
-    """A state dict, or the one inside of it; entries that are no tensors, such as version counts, are left out."""
+    """Return the tensors of a state dict, or of the one inside of it; version counts and the like are left out."""
     if not isinstance(value, Mapping):
         return None
     inner = next((inner for key in _NESTED if (inner := _tensors(value.get(key))) is not None), None)
@@ -140,7 +140,7 @@ def _tensors(value: Any) -> dict[str, torch.Tensor] | None:
 
 
 def describe_pickled(found: Mapping[str, tuple[int, torch.Tensor]]) -> dict[str, StoredWeight]:
-    """What opened files hold, in the form of safetensors headers.
+    """Return what opened files hold, in the form of safetensors headers.
 
     Raises:
         CheckpointError: A tensor is sparse or quantized.
@@ -157,7 +157,7 @@ def _described(name: str, number: int, tensor: torch.Tensor) -> StoredWeight:
 
 
 def check_formats(held: Iterable[tuple[LocalShard, StoredWeight]]) -> None:
-    """Check that every tensor may be converted to the model's format.
+    """Check that every tensor may be converted to the model's dtype.
 
     Raises:
         CheckpointError: One may not.

@@ -25,7 +25,7 @@ from fsdplaunch.runtime.loading.empty_storage import EmptyFlattening, empty_stor
 from fsdplaunch.runtime.loading.execute_plan import execute_plan, report_loaded
 from fsdplaunch.runtime.loading.load_plan import make_plan
 from fsdplaunch.runtime.loading.local_shards import LocalShard, clear_padding, local_shards
-from fsdplaunch.runtime.loading.match_names import WantedTensor
+from fsdplaunch.runtime.loading.match_names import RequestedTensor
 from fsdplaunch.runtime.sharding.blocks import class_name
 from fsdplaunch.runtime.sharding.materialize import Materializer, ModelTensor
 from fsdplaunch.runtime.sharding.settings import Settings
@@ -60,13 +60,13 @@ class DeferredWeights(Materializer):
         self.made: dict[str, torch.dtype] = {}
         self.hollowed: list[ModelTensor] = []
 
-    def _wanted(self, entry: ModelTensor) -> WantedTensor:
+    def _wanted(self, entry: ModelTensor) -> RequestedTensor:
         saved = any(is_persistent(module, attribute) for module, attribute in entry.places)
         shape, _, _ = self.sources[entry.name]
-        return WantedTensor(names=tuple(entry.names), shape=shape, dtype=self._format(entry), saved=saved)
+        return RequestedTensor(names=tuple(entry.names), shape=shape, dtype=self._format(entry), saved=saved)
 
     def _format(self, entry: ModelTensor) -> torch.dtype:
-        """The format the tensor is going to be kept in."""
+        """Return the dtype the tensor is going to be kept in."""
         dtype = self.sources[entry.name][1]
         due = self._is_split(entry) and (entry.tensor.requires_grad or self.frozen_too)
         return self.master if self.master is not None and due and dtype.is_floating_point else dtype
@@ -121,7 +121,7 @@ class DeferredWeights(Materializer):
         entry.exchange(new)
 
     def wrapping(self) -> AbstractContextManager[Any]:
-        """What must be active while the old wrapper's constructor runs."""
+        """Return what must be active while FSDP1's constructor runs."""
         return EmptyFlattening() if self.settings.version == 1 else nullcontext()
 
     def fill(self, sharded: nn.Module) -> None:
@@ -149,7 +149,7 @@ class DeferredWeights(Materializer):
 
 
 def give_memory(entry: ModelTensor, device: torch.device) -> None:
-    """Exchange a tensor on the meta device for one with this rank's part of the memory, in all its places."""
+    """Exchange a tensor on the meta device for one with this rank's shard of the memory, in all its places."""
     old = entry.tensor
     if not old.is_meta:
         return

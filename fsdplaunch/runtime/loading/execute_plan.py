@@ -33,12 +33,12 @@ class LoadedWeights:
 
 
 def execute_plan(ranks: RankGroup, plan: LoadPlan, held: Sequence[LocalShard]) -> LoadedWeights:
-    """Read this rank's part of everything the plan found; every rank calls this.
+    """Read this rank's shard of everything the plan found; every rank calls this.
 
     Args:
         ranks: Who loads.
         plan: What is where.
-        held: This rank's parts of the model, in the same order on all ranks.
+        held: This rank's shards of the model, in the same order on all ranks.
 
     Raises:
         CheckpointError: A rank could not read; raised on every rank.
@@ -66,7 +66,7 @@ def execute_plan(ranks: RankGroup, plan: LoadPlan, held: Sequence[LocalShard]) -
 
 
 def _read(reader: ShardReader, plan: LoadPlan, due: list[tuple[LocalShard, str]]) -> None:
-    """In the order of the files, so that disks read on and on."""
+    """Read in the order of the files, so that disks read on and on."""
     found = plan.match.found
     for part, name in sorted(due, key=lambda one: (found[one[1]][0].file, found[one[1]][0].start)):
         first, *others = found[name]

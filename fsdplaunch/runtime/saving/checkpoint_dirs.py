@@ -22,7 +22,7 @@ _NUMBERED = re.compile(r"checkpoint-(\d+)")
 
 
 def partial_of(target: Path) -> Path:
-    """The temporary folder of a checkpoint that is being written."""
+    """Return the temporary folder of a checkpoint that is being written."""
     return target.parent / f".{target.name}.partial"
 
 
@@ -47,7 +47,7 @@ def _check_replaceable(target: Path) -> None:
         raise CheckpointError(msg, hint="name a folder")
     if target.is_mount() or Path.cwd().is_relative_to(target.resolve()):
         what = "a mounted disk" if target.is_mount() else "the folder the script runs in"
-        msg = f"{target} is {what}, which cannot be replaced as a whole"
+        msg = f"{target} is {what}, which cannot be replaced"
         raise CheckpointError(msg, hint="pass step=N to save into a folder inside it, or name such a folder")
 
 
@@ -73,7 +73,7 @@ def _aside(target: Path) -> Path:
 
 
 def numbered(root: Path) -> list[tuple[int, Path]]:
-    """The folders `checkpoint-N` in `root`, highest N first, complete or not."""
+    """Return the folders `checkpoint-N` in `root`, highest N first, complete or not."""
     found = [
         (int(match[1]), path) for path in root.glob("checkpoint-*") if (match := _NUMBERED.fullmatch(path.name))
     ]
@@ -115,7 +115,7 @@ def find_checkpoint(root: Path) -> FoundCheckpoint:
 
 
 def _newest_first(root: Path) -> Iterator[Path]:
-    """Numbered folders, the one saved last first.
+    """Yield numbered folders, the one saved last first.
 
     Numbers go by what a run counted. After a return to an earlier checkpoint they do not tell what is newest; our
     manifests do. Folders that have none come where their number puts them.
@@ -127,14 +127,14 @@ def _newest_first(root: Path) -> Iterator[Path]:
 
 
 def _unfinished(root: Path, taken: Path | None) -> list[str]:
-    """Folders of saves that were interrupted, as far as they came after the checkpoint that is taken."""
+    """Return folders of saves that were interrupted, as far as they came after the checkpoint that is taken."""
     since = 0.0 if taken is None else taken.stat().st_mtime
     left = sorted(path for path in root.glob(".*.partial") if path.is_dir() and path.stat().st_mtime >= since)
     return [f"{path}: its save did not finish" for path in left]
 
 
 def next_sequence(target: Path) -> int:
-    """The number of a checkpoint that is about to be completed at `target`."""
+    """Return the number of a checkpoint that is about to be completed at `target`."""
     beside = [path for _, path in numbered(target.parent)]
     return 1 + max(map(sequence_of, [target, *beside]))
 

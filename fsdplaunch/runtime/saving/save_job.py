@@ -34,7 +34,7 @@ EXIT_SECONDS = 25.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
+class SaveJob:
     """Everything one save writes, as this rank sees it.
 
     Attributes:
@@ -122,7 +122,7 @@ class Save:
 
 
 def _nbytes(part: StatePart, *, once: bool = False) -> int:
-    """Bytes of a part over all ranks, as often as they are written, or each tensor's once."""
+    """Return bytes of a part over all ranks, as often as they are written, or each tensor's once."""
     copies = 2 if part.safe_name is not None and not once else 1
     copies *= dist.get_world_size() if part.kind == "LOCAL_STATE_DICT" else 1
     sizes = ((torch.Size(tensor.size()).numel(), tensor.dtype.itemsize) for tensor in _tensors(part.state))
@@ -137,7 +137,7 @@ def _tensors(state: Any) -> Iterator[Any]:
             yield from _tensors(value)
 
 
-class Background:
+class BackgroundSave:
     """At most one save that is written while training goes on.
 
     It talks to the other ranks over a process group of its own, so that it never waits in line with training's.
@@ -150,7 +150,7 @@ class Background:
         self._failure: BaseException | None = None
         self._exit_waits = False
 
-    def start(self, save: Save) -> None:
+    def start(self, save: SaveJob) -> None:
         """Copy everything to host memory and begin to write it; every rank calls this, and `finish` before."""
         if not self._exit_waits:
             atexit.register(_at_exit)  # not sooner: it must come before the one that ends the process group
@@ -165,7 +165,7 @@ class Background:
         )
         self._thread.start()
 
-    def _run(self, save: Save, group: dist.ProcessGroup) -> None:
+    def _run(self, save: SaveJob, group: dist.ProcessGroup) -> None:
         try:
             save.write(group)
         except BaseException as failure:
@@ -192,7 +192,7 @@ class Background:
             raise failure
 
 
-background = Background()
+background = BackgroundSave()
 
 
 def finish_saves() -> None:

@@ -12,7 +12,7 @@ from fsdplaunch.errors import CheckpointError
 
 
 def packed(value: Any, what: str) -> bytes:
-    """A value as the bytes of a file that can be read back without running code.
+    """Return a value as the bytes of a file that can be read back without running code.
 
     Raises:
         CheckpointError: It holds objects of classes, which only running code could bring back.
