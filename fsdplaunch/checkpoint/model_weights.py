@@ -28,7 +28,7 @@ class StoredWeight:
     Attributes:
         name: What the file calls it.
         file: Its file's place among all files.
-        format: What safetensors calls its dtype, or torch for pickled files.
+        code: What safetensors calls its dtype, or torch for pickled files.
         dtype: The dtype; None when it is none that can be read by element.
         shape: In elements.
         start: Where its bytes begin in the file; 0 for pickled files.
@@ -36,7 +36,7 @@ class StoredWeight:
 
     name: str
     file: int
-    format: str
+    code: str
     dtype: Dtype | None
     shape: tuple[int, ...]
     start: int

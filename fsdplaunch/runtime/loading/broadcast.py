@@ -1,7 +1,6 @@
 """Full tensors that only the first rank has, sent to all in pieces; every rank keeps its shard of each."""
 
 import math
-import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.loading.local_shards import LocalShard, Rectangle
 from fsdplaunch.runtime.loading.read_shards import source_dtype
+from fsdplaunch.runtime.saving.small_files import read_plain
 
 PIECE = 32 * 1024 * 1024
 """Bytes that are sent at once."""
@@ -108,26 +108,12 @@ def open_pickled(paths: Iterable[Path]) -> dict[str, tuple[int, torch.Tensor]]:
     """
     found: dict[str, tuple[int, torch.Tensor]] = {}
     for number, path in enumerate(paths):
-        state = _tensors(_load(path))
+        state = _tensors(read_plain(path))
         if state is None:
             msg = f"{path} does not hold tensors by name"
             raise CheckpointError(msg, hint="save model.state_dict(), not the model or a larger structure")
         found |= {name: (number, tensor) for name, tensor in state.items()}
     return found
-
-
-def _load(path: Path) -> Any:
-    try:
-        try:
-            return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            return torch.load(path, weights_only=True, map_location="cpu")  # the format before torch 1.6
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        msg = f"cannot read {path}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
-        hint = "the file is damaged, or holds objects that only running code could read"
-        raise CheckpointError(msg, hint=hint) from None
 
 
 def _tensors(value: Any) -> dict[str, torch.Tensor] | None:
@@ -156,7 +142,7 @@ def _described(name: str, number: int, tensor: torch.Tensor) -> StoredWeight:
     return StoredWeight(name, number, str(tensor.dtype), DTYPES.get(dtype), tuple(tensor.shape), 0)
 
 
-def check_formats(held: Iterable[tuple[LocalShard, StoredWeight]]) -> None:
+def check_dtypes(held: Iterable[tuple[LocalShard, StoredWeight]]) -> None:
     """Check that every tensor may be converted to the model's dtype.
 
     Raises:

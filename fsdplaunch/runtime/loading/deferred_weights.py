@@ -33,7 +33,7 @@ from fsdplaunch.runtime.torch_internals import is_persistent
 
 
 class DeferredWeights(Materializer):
-    """Settles a model's tensors for sharding as the module's text says, and fills them afterwards.
+    """Materializes a model's tensors for sharding as the module's text says, and fills them afterwards.
 
     Args:
         model: Not sharded yet, on any device.
@@ -58,14 +58,14 @@ class DeferredWeights(Materializer):
         )
         self.aside: dict[str, torch.Tensor] = {}
         self.made: dict[str, torch.dtype] = {}
-        self.hollowed: list[ModelTensor] = []
+        self.emptied: list[ModelTensor] = []
 
     def _wanted(self, entry: ModelTensor) -> RequestedTensor:
         saved = any(is_persistent(module, attribute) for module, attribute in entry.places)
         shape, _, _ = self.sources[entry.name]
-        return RequestedTensor(names=tuple(entry.names), shape=shape, dtype=self._format(entry), saved=saved)
+        return RequestedTensor(names=tuple(entry.names), shape=shape, dtype=self._dtype(entry), saved=saved)
 
-    def _format(self, entry: ModelTensor) -> torch.dtype:
+    def _dtype(self, entry: ModelTensor) -> torch.dtype:
         """Return the dtype the tensor is going to be kept in."""
         dtype = self.sources[entry.name][1]
         due = self._is_split(entry) and (entry.tensor.requires_grad or self.frozen_too)
@@ -76,7 +76,7 @@ class DeferredWeights(Materializer):
         return isinstance(entry.tensor, nn.Parameter) and bool(entry.spec[0]) and not ignored  # scalars stay whole
 
     def settle_entries(self, due: list[ModelTensor]) -> None:
-        """Settle tensors that are not settled yet; those that are read later have no values."""
+        """Materialize tensors that are not there yet; those that are read later have no values."""
         for entry in due:
             if self.plan.stored(entry.names) is None:
                 continue
@@ -94,19 +94,19 @@ class DeferredWeights(Materializer):
 
     def _empty(self, entry: ModelTensor) -> None:
         shape = self.sources[entry.name][0]
-        self._exchange(entry, torch.empty(shape, dtype=self._format(entry), device="meta"))
-        self.hollowed.append(entry)
+        self._exchange(entry, torch.empty(shape, dtype=self._dtype(entry), device="meta"))
+        self.emptied.append(entry)
 
     def _make_room(self, entry: ModelTensor) -> None:
         """Let a tensor that stays whole have memory on the device; it may already."""
-        tensor, dtype = entry.tensor, self._format(entry)
+        tensor, dtype = entry.tensor, self._dtype(entry)
         if tensor.device != self.device or tensor.dtype != dtype or not tensor.is_contiguous():
             self._exchange(entry, torch.empty(self.sources[entry.name][0], dtype=dtype, device=self.device))
 
     def _put_aside(self, entry: ModelTensor) -> None:
         if self.ranks.is_first:
             self.aside[entry.name] = entry.tensor.detach()
-        self.made[entry.name] = self._format(entry)
+        self.made[entry.name] = self._dtype(entry)
         self._empty(entry)
 
     def _stand_in(self, entries: Sequence[ModelTensor]) -> None:
@@ -131,7 +131,7 @@ class DeferredWeights(Materializer):
             CheckpointError: A rank could not read its parts; raised on every rank.
         """
         device = torch.device("cpu") if self.settings.offload else self.device
-        for entry in self.hollowed if self.settings.version != 1 else ():
+        for entry in self.emptied if self.settings.version != 1 else ():
             give_memory(entry, device)
         clear_padding(sharded)
         held = local_shards(sharded)

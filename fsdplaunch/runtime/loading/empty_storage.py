@@ -1,4 +1,4 @@
-"""Parameters that have everything but memory, and the old wrapper made to flatten them without touching any.
+"""Parameters that have everything but memory, and FSDP1 made to flatten them without touching any.
 
 FSDP2 shards parameters on the meta device. FSDP1 insists on real ones, joins all of a unit's into one and
 keeps its own part of that: three copies of a unit in memory, for values that are about to be read from a file.
@@ -29,7 +29,7 @@ def has_empty_storage(tensor: Any) -> bool:
 
 
 class EmptyFlattening(TorchFunctionMode):
-    """While this is active, joining hollow tensors writes nothing, and neither does copying a part of the result.
+    """While this is active, joining such tensors writes nothing, and neither does copying a part of the result.
 
     These two functions, `torch.cat` and `Tensor.clone`, are all that FullyShardedDataParallel's constructor does
     with the values of its parameters. The joined tensor is never written, so that on a CPU it takes no memory, and

@@ -59,8 +59,8 @@ def execute_plan(ranks: RankGroup, plan: LoadPlan, held: Sequence[LocalShard]) -
                 nbytes = reader.bytes_read
     if plan.files.pickled:
         with torch.no_grad():
-            formats = [(part, name, _format(plan, name)) for part, name in due]
-            broadcast_all(ranks, plan.full, formats)
+            typed = [(part, name, _dtype(plan, name)) for part, name in due]
+            broadcast_all(ranks, plan.full, typed)
         plan.full.clear()
     return LoadedWeights(tensors=len(due), nbytes=nbytes, seconds=time.perf_counter() - begun)
 
@@ -77,9 +77,9 @@ def _read(reader: ShardReader, plan: LoadPlan, due: list[tuple[LocalShard, str]]
                 raise CheckpointError(msg, hint="build the model without tied weights (tie_word_embeddings=False)")
 
 
-def _format(plan: LoadPlan, name: str) -> torch.dtype:
+def _dtype(plan: LoadPlan, name: str) -> torch.dtype:
     stored = plan.match.found[name][0]
-    dtype: torch.dtype = getattr(torch, stored.dtype.name if stored.dtype else stored.format)
+    dtype: torch.dtype = getattr(torch, stored.dtype.name if stored.dtype else stored.code)
     return source_dtype(stored, dtype)
 
 

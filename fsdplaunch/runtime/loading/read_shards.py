@@ -176,11 +176,11 @@ def source_dtype(weight: StoredWeight, target: torch.dtype) -> torch.dtype:
     """
     source = getattr(torch, weight.dtype.name, None) if weight.dtype is not None else None
     if source is None:
-        msg = f"{short(weight.name)} is {weight.format} in the files, which cannot be read by element"
+        msg = f"{short(weight.name)} is {weight.code} in the files, which cannot be read by element"
         raise CheckpointError(msg, hint="load this model with the library that wrote it")
     if source == target or _becomes(source, target):
         return source  # type: ignore[no-any-return]
-    msg = f"{short(weight.name)} is {weight.format} in the files, which {target} of the model cannot represent"
+    msg = f"{short(weight.name)} is {weight.code} in the files, which {target} of the model cannot represent"
     hint = "build the model in the files' dtype"
     if source.is_floating_point and source.itemsize == 1:
         hint = "these are quantized weights; give the folder of the unquantized ones"
