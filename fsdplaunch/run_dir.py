@@ -5,6 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fsdplaunch.atomic_file import atomic_file
+
 PLAN = "plan.json"
 CONFIG = "config.yaml"
 RESULT = "result.json"
@@ -44,9 +46,19 @@ def error_file(run_dir: Path, rank: int, attempt: int) -> Path:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a file that is there as a whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    part.replace(path)
+    with atomic_file(path) as part:
+        part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def point_latest(run_dir: Path) -> None:
+    """Have the link `latest` beside a run's folder lead to it; a user's own file of that name is left alone.
+
+    Some file systems have no symbolic links; there the run does without.
+    """
+    latest = run_dir.parent / "latest"
+    if latest.is_symlink() or not latest.exists():
+        with suppress(OSError), atomic_file(latest) as link:
+            link.symlink_to(run_dir.name)
 
 
 def read_json(path: Path) -> dict[str, Any]:

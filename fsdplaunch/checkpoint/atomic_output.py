@@ -4,7 +4,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def check_output(output: Path, sources: tuple[Path, ...], *, overwrite: bool) ->
     """Return the resolved output folder when it may be written, before anything is read.
 
     Args:
-        output: What the user asked for.
+        output: As the user gave it.
         sources: The folders that are read; the output may not touch them.
         overwrite: Replace the weights in an existing folder.
 
@@ -63,16 +63,27 @@ def free_space(target: Path) -> int:
     return shutil.disk_usage(existing_parent(target)).free
 
 
-def check_space(target: Path, needed: int) -> None:
+def check_space(
+    target: Path,
+    needed: int,
+    what: str = "the merged weights need",
+    hint: str = "free some space or choose another disk",
+) -> None:
     """Check that `needed` bytes fit where `target` will stand.
+
+    Args:
+        target: A folder to be made.
+        needed: Bytes.
+        what: What needs them, for the message.
+        hint: What to do when they do not fit.
 
     Raises:
         CheckpointError: When they do not, with both numbers.
     """
     place, free = existing_parent(target), free_space(target)
     if needed + _SPARE > free:
-        msg = f"the merged weights need {size_words(needed)}, {place} has {size_words(free)} free"
-        raise CheckpointError(msg, hint="free some space or choose another disk")
+        msg = f"{what} {size_words(needed)}, {place} has {size_words(free)} free"
+        raise CheckpointError(msg, hint=hint)
 
 
 def check_memory(needed: int) -> None:
@@ -88,7 +99,7 @@ def check_memory(needed: int) -> None:
         return
     if needed > free:
         sizes = f"{size_words(needed)}, {size_words(free)} are free"
-        msg = f"the torch format needs the whole checkpoint in memory: {sizes}"
+        msg = f"the torch format needs the full checkpoint in memory: {sizes}"
         raise CheckpointError(msg, hint="merge to safetensors, which needs next to none")
 
 
@@ -154,28 +165,44 @@ def _publish(partial: Path, target: Path, *, overwrite: bool, replaced: re.Patte
     if not entries:
         partial.rename(target)
     else:
-        for path in entries:
-            if not replaced.fullmatch(path.name) and not (partial / path.name).exists():
-                _carry_over(path, partial / path.name)
+        keep_entries([path for path in entries if not replaced.fullmatch(path.name)], partial)
         shutil.copymode(target, partial)
         sync_folder(partial)
-        _swap(partial, target)
+        swap_folders(partial, target, partial.with_name(partial.name + "-old"))
     sync_folder(target.parent)
 
 
-def _carry_over(path: Path, goal: Path) -> None:
+def keep_entries(entries: Iterable[Path], folder: Path) -> None:
+    """Link files and folders into `folder`, but for those whose names it has already."""
+    for path in entries:
+        place = folder / path.name
+        if os.path.lexists(place):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, place, symlinks=True, copy_function=_link)
+        else:
+            _link(path, place)
+
+
+def _link(source: str | Path, place: str | Path) -> None:
     try:
-        os.link(path, goal)
-    except OSError:
-        shutil.copy2(path, goal)
+        os.link(source, place, follow_symlinks=False)
+    except OSError:  # a file system without links
+        shutil.copy2(source, place, follow_symlinks=False)
 
 
-def _swap(partial: Path, target: Path) -> None:
-    """Put `partial` in the place of the folder `target`, and remove the old one."""
+def swap_folders(partial: Path, target: Path, aside: Path) -> None:
+    """Put `partial` in the place of the folder `target`, and remove the old one.
+
+    Args:
+        partial: The new folder.
+        target: The old one.
+        aside: Where the old one waits on file systems that cannot exchange two folders.
+    """
+    shutil.rmtree(aside, ignore_errors=True)
     if rename_exchange(partial, target):
         shutil.rmtree(partial, ignore_errors=True)
         return
-    aside = partial.with_name(partial.name + "-old")
     target.rename(aside)
     try:
         partial.rename(target)
@@ -186,7 +213,7 @@ def _swap(partial: Path, target: Path) -> None:
 
 
 def _prefix(target: Path) -> str:
-    """Start of the hidden names for this output, made on this machine."""
+    """Return the start of the hidden names for this output, made on this node."""
     return f".{target.name[:_NAME_PART]}.partial-{_host()}-"
 
 
@@ -195,7 +222,7 @@ def _host() -> str:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove hidden folders that a killed merge of this machine left for the same output."""
+    """Remove hidden folders that a killed merge of this node left for the same output."""
     pattern = re.compile(re.escape(_prefix(target)) + r"(\d+)-[0-9a-f]{8}")
     for path in target.parent.iterdir():
         found = pattern.fullmatch(path.name)

@@ -1,11 +1,11 @@
-"""Which element types a checkpoint may hold, and what safetensors calls them."""
+"""Which dtypes a checkpoint may hold, and what safetensors calls them."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """One element type.
+    """One dtype.
 
     Attributes:
         name: What torch calls it, for example `bfloat16`.

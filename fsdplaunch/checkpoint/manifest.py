@@ -1,6 +1,11 @@
-"""`fsdplaunch.json`, the manifest of our own saves: among the files of ranks, or beside the folder of a model."""
+"""`fsdplaunch.json`: what a checkpoint is made of. Written last, so its presence says that the rest is there.
+
+It stands among the files of ranks, or beside the folder of a model.
+"""
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +19,12 @@ def manifest_path(folder: Path) -> Path:
     return inside if inside.is_file() else folder.parent / MANIFEST_NAME
 
 
-def told_of_model(folder: Path, number: int) -> dict[str, Any]:
+def model_entry(folder: Path, number: int) -> dict[str, Any]:
     """Return what the manifest says about the model with this number in `folder`; nothing without one."""
     manifest = read_json(manifest_path(folder))
     models = manifest.get("models") if isinstance(manifest, dict) else None
-    told = models[number] if isinstance(models, list) and number < len(models) else None
-    return told if isinstance(told, dict) else {}
+    entry = models[number] if isinstance(models, list) and number < len(models) else None
+    return entry if isinstance(entry, dict) else {}
 
 
 def read_json(path: Path) -> Any:
@@ -28,3 +33,81 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size <= MAX_JSON else None
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any], sequence: int) -> None:
+    """Write the manifest of a folder whose other files are all there, and force it to disk.
+
+    Args:
+        folder: Of a checkpoint, not yet in its place.
+        content: What it says beside its files: who wrote it, and how.
+        sequence: How many checkpoints were completed in its place and beside it, this one included.
+    """
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    data = {**content, "sequence": sequence, "files": dict(sorted(files.items())), "complete": True}
+    with (folder / MANIFEST_NAME).open("w", encoding="utf-8") as file:
+        json.dump(data, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest of a folder; None if it has none that can be read."""
+    data = read_json(folder / MANIFEST_NAME)
+    return data if isinstance(data, dict) else None
+
+
+def own_files(folder: Path) -> list[str]:
+    """Return the files that a folder's manifest names."""
+    files = (read_manifest(folder) or {}).get("files", {})
+    return list(files) if isinstance(files, dict) else []
+
+
+def sequence_of(folder: Path) -> int:
+    """Return the number a manifest gives its checkpoint among those beside it; 0 without one."""
+    number = (read_manifest(folder) or {}).get("sequence", 0)
+    return number if isinstance(number, int) else 0
+
+
+def is_complete(folder: Path) -> bool:
+    """Say whether nothing of a checkpoint is missing."""
+    return find_gap(folder) is None
+
+
+def find_gap(folder: Path) -> str | None:
+    """Return what a checkpoint lacks, or None: the manifest must call it complete and every file have its size.
+
+    A folder without manifest was written by another tool; it counts as complete if it has a model in it and each
+    sharded folder its index, which is written last, because that tool leaves no other way to tell.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return "its manifest cannot be read" if (folder / MANIFEST_NAME).exists() else _find_foreign_gap(folder)
+    files = manifest.get("files")
+    if manifest.get("complete") is not True or not isinstance(files, dict):
+        return "its manifest does not call it complete"
+    for name, size in files.items():
+        try:
+            found = (folder / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if found != size:
+            return f"{name} has {found} bytes instead of {size}"
+    return None
+
+
+def _find_foreign_gap(folder: Path) -> str | None:
+    sharded = [*folder.glob("pytorch_model_fsdp_*/"), *folder.glob("optimizer_*/")]
+    unfinished = sorted(path.name for path in sharded if not (path / ".metadata").exists())
+    if unfinished:
+        return f"{unfinished[0]} has no index: its save did not finish"
+    return None if looks_like_checkpoint(folder) else "there is no model in it"
+
+
+def looks_like_checkpoint(folder: Path) -> bool:
+    """Say whether a folder itself, not one below it, holds a model in one of the layouts accelerate writes."""
+    if (folder / MANIFEST_NAME).exists() or (folder / "pytorch_model_fsdp.bin").exists():
+        return True
+    return (folder / "pytorch_model_fsdp_0" / ".metadata").exists() or any(
+        folder.glob("pytorch_model_fsdp_rank*.bin")
+    )

@@ -3,29 +3,22 @@
 A safetensors header is 8 bytes of length and that much JSON: describing a model of any size takes milliseconds.
 """
 
-import json
-import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fsdplaunch.checkpoint.checked_ints import check_count, check_counts
-from fsdplaunch.checkpoint.dtypes import DTYPES, Dtype
+from fsdplaunch.checkpoint.dtypes import Dtype
 from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
 from fsdplaunch.checkpoint.readers.hf_shards import SHARD_FILE
-from fsdplaunch.checkpoint.safetensors_format import read_header
+from fsdplaunch.checkpoint.safetensors_format import HeaderEntry, check_data, read_header, read_weight_map
 from fsdplaunch.errors import CheckpointError
 
-_CODES = {dtype.code: dtype for dtype in DTYPES.values() if dtype.code and dtype.lanes == 1}
 _INDEX = ".safetensors.index.json"
 _PICKLED_INDEX = "pytorch_model.bin.index.json"
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin)")
 _DAMAGED = "download or copy it again"
-_LARGEST_INDEX = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +28,15 @@ class StoredWeight:
     Attributes:
         name: What the file calls it.
         file: Its file's place among all files.
-        format: What safetensors calls its element type, or torch for pickled files.
-        dtype: The element type; None when it is none that can be read by element.
+        code: What safetensors calls its dtype, or torch for pickled files.
+        dtype: The dtype; None when it is none that can be read by element.
         shape: In elements.
         start: Where its bytes begin in the file; 0 for pickled files.
     """
 
     name: str
     file: int
-    format: str
+    code: str
     dtype: Dtype | None
     shape: tuple[int, ...]
     start: int
@@ -86,7 +79,7 @@ def find_weight_files(where: Path) -> WeightFiles:
         return _described(where, [where], None, pickled=pickled)
     if not where.is_dir():
         msg = f"no model folder {where}"
-        raise CheckpointError(msg, hint="give a folder with *.safetensors files, as this machine sees it")
+        raise CheckpointError(msg, hint="give a folder with *.safetensors files, as this node sees it")
     names = sorted(path.name for path in where.iterdir() if path.is_file())
     index = _sole([name for name in names if name.endswith(_INDEX)], f"model{_INDEX}", where)
     if index is not None:
@@ -116,7 +109,7 @@ def _nothing(where: Path, names: list[str]) -> CheckpointError:
 
 
 def _sole(found: list[str], usual: str, where: Path) -> str | None:
-    """The file of the usual name, or the only one there is."""
+    """Return the file of the usual name, or the only one there is."""
     if usual in found or not found:
         return usual if found else None
     if len(found) > 1:
@@ -126,7 +119,7 @@ def _sole(found: list[str], usual: str, where: Path) -> str | None:
 
 
 def _model_files(where: Path, names: list[str]) -> list[str]:
-    """The file of the usual name, the only one, or all of a numbered set that is complete."""
+    """Return the file of the usual name, the only one, or all of a numbered set that is complete."""
     usual = [name for name in names if name in ("model.safetensors", "pytorch_model.bin")]
     if usual or len(names) == 1:
         chosen = usual or names
@@ -143,34 +136,25 @@ def _model_files(where: Path, names: list[str]) -> list[str]:
     return wanted
 
 
-def _check_there(where: Path, names: Iterable[str], said: str) -> None:
+def _check_there(where: Path, names: Iterable[str], claim: str) -> None:
     missing = [name for name in names if not (where / name).is_file()]
     if missing:
         more = f", nor are {len(missing) - 1} more" if len(missing) > 1 else ""
-        msg = f"{said}, but {where / missing[0]} is not there{more}"
+        msg = f"{claim}, but {where / missing[0]} is not there{more}"
         raise CheckpointError(msg, hint="finish the download, or give another folder")
 
 
 def _indexed(where: Path, index: Path, *, pickled: bool) -> WeightFiles:
-    listed = _read_index(index)
+    try:
+        listed = read_weight_map(index)
+    except InvalidFileError as problem:
+        _refuse(index, str(problem))
     files = sorted(set(listed.values()))
     odd = [name for name in files if "/" in name or "\\" in name or name in ("", "..")]
     if odd:
         _refuse(index, f"it names the file {short(odd[0])}")
     _check_there(where, files, f"{index.name} names {len(files)} files")
     return _described(where, [where / name for name in files], listed, pickled=pickled)
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        if path.stat().st_size > _LARGEST_INDEX:
-            _refuse(path, "it is larger than any index")
-        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        _refuse(path, "it is no index of weight files")
-    if type(listed) is not dict or not listed or not all(type(name) is str for name in listed.values()):
-        _refuse(path, "its weight_map is not a table of file names")
-    return listed
 
 
 def _described(where: Path, paths: list[Path], index: dict[str, str] | None, *, pickled: bool) -> WeightFiles:
@@ -203,60 +187,32 @@ def check_index(files: WeightFiles) -> None:
 
 
 def _read_file(path: Path, number: int) -> list[StoredWeight]:
-    """The tensors of one safetensors file, further names of the same tensor included."""
+    """Return the tensors of one safetensors file, further names of the same tensor included."""
     try:
-        header, start, size = read_header(path)
-        metadata = header.pop("__metadata__", None) or {}
-        found = [_weight(name, entry, number, start) for name, entry in header.items()]
-        spans = [(w.start, w.start + _nbytes(w, header[w.name]), w.name) for w in found]
-        _check_spans(spans, size)
+        header = read_header(path)
+        check_data(header)
     except OSError as error:
         msg = f"cannot read {path}: {error.strerror}"
         raise CheckpointError(msg) from None
     except InvalidFileError as problem:
         _refuse(path, str(problem))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        _refuse(path, "it has no safetensors header")
-    by_name = {weight.name: weight for weight in found}
-    return found + [_again(by_name[kept], name) for name, kept in _aliases(metadata, by_name)]
+    by_name = {name: _weight(name, entry, number) for name, entry in header.entries.items()}
+    aliases = _aliases(header.metadata, by_name)
+    return [*by_name.values(), *(replace(by_name[kept], name=name) for name, kept in aliases)]
 
 
-def _weight(name: str, entry: Any, number: int, start: int) -> StoredWeight:
-    shape = check_counts(tuple(entry["shape"]), f"the shape of {short(name)}")
-    first = start + check_count(entry["data_offsets"][0], f"an offset of {short(name)}")
-    return StoredWeight(name, number, str(entry["dtype"]), _CODES.get(entry["dtype"]), shape, first)
-
-
-def _nbytes(weight: StoredWeight, entry: Any) -> int:
-    first, last = (check_count(at, f"an offset of {short(weight.name)}") for at in entry["data_offsets"])
-    if last < first or (weight.dtype and last - first != math.prod(weight.shape) * weight.dtype.size):
-        msg = f"{short(weight.name)} of shape {list(weight.shape)} does not fill its {last - first} bytes"
-        raise InvalidFileError(msg)
-    return last - first
-
-
-def _check_spans(spans: list[tuple[int, int, str]], size: int) -> None:
-    for _, end, name in spans:
-        if end > size:
-            msg = f"it is cut short: {short(name)} ends at byte {end}, the file has {size}"
-            raise InvalidFileError(msg)
-    for (_, end, one), (start, _, other) in pairwise(sorted(spans)):
-        if end > start:
-            msg = f"{short(one)} and {short(other)} share bytes"
-            raise InvalidFileError(msg)
+def _weight(name: str, entry: HeaderEntry, number: int) -> StoredWeight:
+    readable = entry.dtype if entry.dtype and entry.dtype.lanes == 1 else None
+    return StoredWeight(name, number, entry.code, readable, entry.shape, entry.first)
 
 
 def _aliases(metadata: Any, kept: Mapping[str, StoredWeight]) -> list[tuple[str, str]]:
-    """Names that safetensors' save_model left out because another tensor is the same: name, name that is kept."""
+    """Return names that safetensors' save_model left out, each with the one the tensor is kept under."""
     return [
         (name, other)
         for name, other in metadata.items()
         if type(other) is str and other in kept and name not in kept
     ]
-
-
-def _again(weight: StoredWeight, name: str) -> StoredWeight:
-    return StoredWeight(name, weight.file, weight.format, weight.dtype, weight.shape, weight.start)
 
 
 def _refuse(path: Path, reason: str) -> NoReturn:

@@ -1,23 +1,28 @@
-"""The safetensors format: reading a header; header bytes for tensors in its own order, files, and their index."""
+"""The safetensors format: headers of files and the index over several, read and written."""
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdplaunch.checkpoint.dtypes import Dtype
-from fsdplaunch.checkpoint.invalid_file import InvalidFileError
+from fsdplaunch.checkpoint.checked_ints import check_count, check_counts
+from fsdplaunch.checkpoint.dtypes import DTYPES, Dtype
+from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
 from fsdplaunch.errors import CheckpointError
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER = 100_000_000
+MAX_INDEX = 2**28
+_BY_CODE = {dtype.code: dtype for dtype in DTYPES.values()}
 _ALIGNMENT = 8
 
 
 class TensorHeader(NamedTuple):
-    """One tensor of a file: its name, element type, shape in elements, and size in bytes."""
+    """One tensor of a file: its name, dtype, shape in elements, and size in bytes."""
 
     name: str
     dtype: Dtype
@@ -26,7 +31,7 @@ class TensorHeader(NamedTuple):
 
 
 def in_file_order(entries: Iterable[TensorHeader]) -> list[TensorHeader]:
-    """Return the entries as safetensors writes them: wide element types first, then by name."""
+    """Return the entries as safetensors writes them: wide dtypes first, then by name."""
     return sorted(entries, key=lambda entry: (-entry.dtype.rank, entry.name))
 
 
@@ -89,11 +94,46 @@ def index_bytes(files: Mapping[str, Sequence[TensorHeader]]) -> bytes:
     ).encode()
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """Return a safetensors file's header, where its data starts, and its size in bytes.
+class HeaderEntry(NamedTuple):
+    """What a header says of one tensor.
+
+    Attributes:
+        code: What safetensors calls its dtype.
+        dtype: The dtype; None when it is not known.
+        shape: Values along each dimension.
+        first: Where its bytes begin in the file.
+        last: Where they end.
+    """
+
+    code: str
+    dtype: Dtype | None
+    shape: tuple[int, ...]
+    first: int
+    last: int
+
+
+class FileHeader(NamedTuple):
+    """What stands before the data of a file.
+
+    Attributes:
+        entries: The tensors by name, in the header's order.
+        metadata: What the writer noted besides.
+        start: Where the data begins, in bytes.
+        size: Bytes of the file.
+    """
+
+    entries: Mapping[str, HeaderEntry]
+    metadata: Mapping[str, Any]
+    start: int
+    size: int
+
+
+def read_header(path: Path) -> FileHeader:
+    """Read the header of a safetensors file: 8 bytes of length and that much JSON.
 
     Raises:
-        InvalidFileError: The header does not fit the file, or is no table.
+        InvalidFileError: It does not fit the file, or is not that of a safetensors file.
+        OSError: The file cannot be read.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb", closefd=True) as file:  # noqa: PTH123  (without NONBLOCK a named pipe would wait for ever)
@@ -102,8 +142,72 @@ def read_header(path: Path) -> tuple[dict[str, Any], int, int]:
         if length > min(MAX_HEADER, size - 8):
             msg = f"its header is said to have {length} bytes, the file has {size}"
             raise InvalidFileError(msg)
-        header = json.loads(file.read(length))
-    if type(header) is not dict:
-        msg = "its header is not a table"
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        header = None
+    metadata = header.pop("__metadata__", None) or {} if type(header) is dict else None
+    if type(header) is not dict or type(metadata) is not dict:
+        msg = "it has no safetensors header"
         raise InvalidFileError(msg)
-    return header, 8 + length, size
+    entries = {name: _entry(name, entry, 8 + length) for name, entry in header.items()}
+    return FileHeader(entries, metadata, 8 + length, size)
+
+
+def _entry(name: str, entry: Any, start: int) -> HeaderEntry:
+    try:
+        code, shape, (first, last) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        msg = f"it has no safetensors header: the entry of {short(name)} is not a tensor's"
+        raise InvalidFileError(msg) from None
+    return HeaderEntry(
+        code,
+        _BY_CODE.get(code),
+        check_counts(shape, f"the shape of {short(name)}"),
+        start + check_count(first, f"an offset of {short(name)}"),
+        start + check_count(last, f"an offset of {short(name)}"),
+    )
+
+
+def check_data(header: FileHeader) -> None:
+    """Check that every tensor fills its bytes, that they are in the file, and that no two share any.
+
+    Raises:
+        InvalidFileError: With the name of a tensor that does not.
+    """
+    for name, entry in header.entries.items():
+        nbytes, dtype = entry.last - entry.first, entry.dtype
+        if nbytes < 0 or (dtype and nbytes * dtype.lanes != math.prod(entry.shape) * dtype.size):
+            msg = f"{short(name)} of shape {list(entry.shape)} does not fill its {nbytes} bytes"
+            raise InvalidFileError(msg)
+        if entry.last > header.size:
+            msg = f"it is cut short: {short(name)} ends at byte {entry.last}, the file has {header.size}"
+            raise InvalidFileError(msg)
+    spans = sorted((entry.first, entry.last, name) for name, entry in header.entries.items())
+    for (_, end, one), (start, _, other) in pairwise(spans):
+        if end > start:
+            msg = f"{short(one)} and {short(other)} share bytes"
+            raise InvalidFileError(msg)
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Return which file holds which tensor, as an index of several files says.
+
+    Raises:
+        InvalidFileError: It is no such index.
+    """
+    try:
+        if path.stat().st_size > MAX_INDEX:
+            msg = "it is larger than any index"
+            raise InvalidFileError(msg)
+        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except InvalidFileError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        msg = "it is no index of weight files"
+        raise InvalidFileError(msg) from None
+    if type(listed) is not dict or not listed or not all(type(name) is str for name in listed.values()):
+        msg = "its weight_map is not a table of file names"
+        raise InvalidFileError(msg)
+    return listed

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
-from fsdplaunch.checkpoint.dtypes import DTYPES
+from fsdplaunch.checkpoint.safetensors_format import FileHeader
 from fsdplaunch.errors import UsageError
-from fsdplaunch.probe.model_folder import read_header, read_index, weight_files
+from fsdplaunch.probe.model_folder import file_header, read_index, weight_files
 from fsdplaunch.probe.repeated_blocks import find_blocks
 
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8", "F4")
@@ -149,12 +148,15 @@ def read_sizes(folder: Path) -> ModelSizes:
     tensors: dict[str, TensorSize] = {}
     homes: dict[str, str] = {}
     for path in files:
-        header = read_header(path)
+        header = file_header(path)
         _check_length(path, header)
-        homes |= dict.fromkeys(header, path.name)
-        for name, entry in header.items():
-            if entry["dtype"].startswith(_FLOATS):
-                tensors[name] = TensorSize(tuple(entry["shape"]), _width(path, name, entry["dtype"]))
+        homes |= dict.fromkeys(header.entries, path.name)
+        for name, entry in header.entries.items():
+            if entry.code.startswith(_FLOATS):
+                if entry.dtype is None:
+                    msg = f"{path}: {name} has the unknown dtype {entry.code}"
+                    raise UsageError(msg)
+                tensors[name] = TensorSize(entry.shape, entry.dtype.size)
     for name, file in read_index(folder).items():
         if homes.get(name) != file:
             msg = f"the index of {folder} says that {file} holds {name}, and it does not"
@@ -171,24 +173,9 @@ def _ordered(content: Counter[TensorSize]) -> tuple[tuple[TensorSize, int], ...]
     return tuple(sorted(content.items(), key=lambda item: (item[0].shape, item[0].itemsize)))
 
 
-def _width(path: Path, name: str, code: str) -> int:
-    found = next((dtype.size for dtype in DTYPES.values() if dtype.code == code), 0)
-    if not found:
-        msg = f"{path}: {name} has the unknown number format {code}"
-        raise UsageError(msg)
-    return found
-
-
-def _check_length(path: Path, header: Mapping[str, Any]) -> None:
-    """A file that ends before its last tensor was cut short."""
-    try:
-        end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-    except (KeyError, IndexError, TypeError, ValueError):
-        msg = f"{path} is no complete safetensors file: a tensor has no place in it"
-        raise UsageError(msg, hint="download or copy it again") from None
-    with path.open("rb") as file:
-        start = 8 + int.from_bytes(file.read(8), "little")
-    size = path.stat().st_size
-    if size != start + end:
-        msg = f"{path} is no complete safetensors file: it has {size} bytes, its header says {start + end}"
+def _check_length(path: Path, header: FileHeader) -> None:
+    """Raise when a file ends before its last tensor: it was cut short."""
+    end = max((entry.last for entry in header.entries.values()), default=header.start)
+    if header.size != end:
+        msg = f"{path} is no complete safetensors file: it has {header.size} bytes, its header says {end}"
         raise UsageError(msg, hint="download or copy it again")

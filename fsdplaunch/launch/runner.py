@@ -5,9 +5,8 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -31,6 +30,7 @@ from fsdplaunch.run_dir import (
     RESULT,
     SHARDED,
     agent_record,
+    point_latest,
     rank_folder,
     read_json,
     read_tail,
@@ -86,19 +86,7 @@ def _prepare_run_dir(plan: LaunchPlan) -> None:
     (plan.run_dir / CONFIG).write_text(render(plan.config, full=True, comments=False), encoding="utf-8")
     if plan.config.machine_rank and plan.nodes > 1:
         return
-    with suppress(OSError):  # some file systems have no symbolic links; the run does without
-        _point_at(plan.run_dir)
-
-
-def _point_at(run_dir: Path) -> None:
-    """Have `latest` lead to this run."""
-    latest = run_dir.parent / "latest"
-    fresh = run_dir.parent / f".latest-{os.getpid()}"
-    fresh.symlink_to(run_dir.name)
-    if latest.is_symlink() or not latest.exists():
-        fresh.replace(latest)
-    else:  # a user's own file of that name is left alone
-        fresh.unlink()
+    point_latest(plan.run_dir)
 
 
 def _read_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> tuple[int, dict[str, Any]]:

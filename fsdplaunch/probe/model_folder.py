@@ -4,22 +4,19 @@ A header is 8 bytes of length and that much JSON, so an 800 GB model is describe
 the folder is ever executed. Folders with pickled weights only (`.bin`) tell their size and no more.
 """
 
-import json
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from fsdplaunch.checkpoint.invalid_file import InvalidFileError
+from fsdplaunch.checkpoint.manifest import read_json
+from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME, FileHeader, read_header, read_weight_map
 from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.repeated_blocks import RepeatedBlocks, find_blocks
 
-HEADER_LIMIT = 100_000_000
-"""Longest header that is read, in bytes; the format's own limit."""
-_INDEX = "model.safetensors.index.json"
-_TEXT_LIMIT = 64 * 1024 * 1024
 _LETTERS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _NAMES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F64": "fp64", "F8_E4M3": "fp8", "F8_E5M2": "fp8"}
 
@@ -145,9 +142,9 @@ def _describe(folder: Path, files: list[Path], architecture: str | None) -> Mode
     counts: dict[str, int] = {}
     dtypes: Counter[str] = Counter()
     for path in files:
-        for name, entry in read_header(path).items():
-            counts[name] = math.prod(entry["shape"])
-            dtypes[_NAMES.get(entry["dtype"], str(entry["dtype"]).lower())] += counts[name]
+        for name, entry in file_header(path).entries.items():
+            counts[name] = math.prod(entry.shape)
+            dtypes[_NAMES.get(entry.code, entry.code.lower())] += counts[name]
     blocks = find_blocks(counts)
     total = sum(counts.values())
     return ModelFacts(
@@ -162,8 +159,8 @@ def _describe(folder: Path, files: list[Path], architecture: str | None) -> Mode
     )
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file: tensor name -> {dtype, shape, data_offsets}, without its metadata.
+def file_header(path: Path) -> FileHeader:
+    """Return the header of a safetensors file.
 
     Args:
         path: The file.
@@ -172,31 +169,10 @@ def read_header(path: Path) -> dict[str, Any]:
         UsageError: It is cut short or no safetensors file.
     """
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(HEADER_LIMIT, path.stat().st_size - 8):  # noqa: PLR2004
-                raise _unreadable(path, "its header's length does not fit the file")
-            header = json.loads(file.read(length))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _unreadable(path, str(error)) from None
-    if not isinstance(header, dict):
-        raise _unreadable(path, "its header is not a mapping")
-    header.pop("__metadata__", None)
-    for name, entry in header.items():
-        if not _is_tensor(entry):
-            raise _unreadable(path, f"the entry of {name} is not a tensor's")
-    return header
-
-
-def _is_tensor(entry: Any) -> bool:
-    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
-        return False
-    shape = entry.get("shape")
-    return isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
-
-
-def _unreadable(path: Path, why: str) -> UsageError:
-    return UsageError(f"{path} is no complete safetensors file: {why}", hint="download or copy it again")
+        return read_header(path)
+    except (OSError, InvalidFileError) as error:
+        msg = f"{path} is no complete safetensors file: {error}"
+        raise UsageError(msg, hint="download or copy it again") from None
 
 
 def read_index(folder: Path) -> dict[str, str]:
@@ -205,11 +181,12 @@ def read_index(folder: Path) -> dict[str, str]:
     Args:
         folder: The model's folder.
     """
-    listed = _read_mapping(folder / _INDEX).get("weight_map")
-    if not isinstance(listed, dict):
+    try:
+        listed = read_weight_map(folder / INDEX_NAME)
+    except InvalidFileError:
         return {}
-    files = {file: Path(str(file)).name for file in set(map(str, listed.values()))}
-    return {str(name): files[str(file)] for name, file in listed.items()}
+    files = {file: Path(file).name for file in set(listed.values())}
+    return {name: files[file] for name, file in listed.items()}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -228,7 +205,7 @@ def weight_files(folder: Path) -> list[Path]:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise UsageError(
-            f"{folder / _INDEX} names {missing[0]}, which is not there"
+            f"{folder / INDEX_NAME} names {missing[0]}, which is not there"
             + (f", nor are {len(missing) - 1} more" if len(missing) > 1 else ""),
             hint="finish the download, or give another folder",
         )
@@ -236,19 +213,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _architecture(folder: Path) -> str | None:
-    named = _read_mapping(folder / "config.json").get("architectures")
+    config = read_json(folder / "config.json")
+    named = config.get("architectures") if isinstance(config, dict) else None
     return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
-
-
-def _read_mapping(path: Path) -> dict[str, Any]:
-    """A JSON mapping, or an empty one when there is no such file or it holds something else."""
-    try:
-        if path.stat().st_size > _TEXT_LIMIT:
-            return {}
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _size(files: list[Path]) -> int:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         offload_wrapper,
     )
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -46,6 +47,7 @@ __all__ = [
     "IncompatibleKeys",
     "OffloadWrapper",
     "ShardedTensor",
+    "StorageInfo",
     "TensorShard",
     "checkpoint_wrapper",
     "flatten_state_dict",
@@ -63,6 +65,7 @@ _HOMES = {
     "IncompatibleKeys": ("torch.nn.modules.module", "_IncompatibleKeys"),
     "OffloadWrapper": (_WRAPPERS, "OffloadWrapper"),
     "ShardedTensor": ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
+    "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     "TensorShard": ("torch.distributed._shard.sharded_tensor.shard", "Shard"),
     "checkpoint_wrapper": (_WRAPPERS, "checkpoint_wrapper"),
     "flatten_state_dict": ("torch.distributed.checkpoint._nested_dict", "flatten_state_dict"),

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -329,35 +330,56 @@ class Intruder:
         return os.system, ("touch intruder-was-here",)
 
 
-@pytest.mark.parametrize("place", ["index", "full", "scheduler"])
-def test_checkpoint_cannot_run_code(
+INDEXES = {
+    "index": pickle.dumps(Intruder()),
+    "state of slots": b"\x80\x02cpathlib\nPosixPath\nX\x01\x00\x00\x00x\x85R"
+    b"N}X\x06\x00\x00\x00parentX\x01\x00\x00\x00ys\x86b.",
+    "distant memo": b"\x80\x02Nr" + (2**30).to_bytes(4, "little") + b".",
+    "nested key": b"\x80\x02})" + b"\x85" * 200_000 + b"Ns.",
+}
+"""Hostile indexes: C pickle runs the first, changes a class by the second, takes 8 GB or dies of the others."""
+
+
+@pytest.mark.parametrize("place", [*INDEXES, "full", "scheduler"])
+def test_checkpoint_cannot_run_code_or_take_the_memory(
     two_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     form = "2 full" if place == "full" else "2 sharded"
     two_ranks.run(save_half_way, str(tmp_path), FORMS[form], {})
     folder = tmp_path / f"checkpoint-{HALF}"
     (folder / "fsdplaunch.json").unlink()
-    if place == "index":
-        (folder / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickle.dumps(Intruder()))
+    if place in INDEXES:
+        (folder / "pytorch_model_fsdp_0" / ".metadata").write_bytes(INDEXES[place])
     else:
         name = "pytorch_model_fsdp.bin" if place == "full" else "scheduler.bin"
         torch.save({"x": Intruder()}, folder / name)
-    for message in two_ranks.run(load_intruder, str(folder), str(tmp_path), FORMS[form]):
+    for message, grown in two_ranks.run(load_intruder, str(folder), str(tmp_path), FORMS[form]):
         assert "CheckpointError" in message
+        assert grown < 300_000
+        assert place not in INDEXES or "is not a checkpoint that is safe to read" in message
     assert not (tmp_path / "intruder-was-here").exists()
 
 
-def load_intruder(folder: str, where: str, fields: dict[str, Any]) -> str:
+def load_intruder(folder: str, where: str, fields: dict[str, Any]) -> tuple[str, int]:
+    """What loading says, and by how many KiB the process grew meanwhile."""
     before = Path.cwd()
     os.chdir(where)
+    message = "nothing was raised"
     try:
         model, optimizer, scheduler = fresh(fields)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        held = peak_kib()
         fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer, scheduler=scheduler)
     except CheckpointError as error:
-        return f"CheckpointError: {error}"
+        message = f"CheckpointError: {error}"
     finally:
         os.chdir(before)
-    return "nothing was raised"
+    return message, peak_kib() - held
+
+
+def peak_kib() -> int:
+    """The most memory this process had resident."""
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
 
 
 def save_object(folder: str) -> str:

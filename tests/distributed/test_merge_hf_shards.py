@@ -125,16 +125,16 @@ def altered(header: dict, change: str) -> dict:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("garbage", "is not that of a sharded safetensors file"),
+        ("garbage", "the entry of 'w' is not a tensor's"),
         ("offsets", "the place of 'w' is -1"),
-        ("dimensions", "fits no other part"),
-        ("huge", "does not fill bytes"),
-        ("outside", "does not fill bytes"),
-        ("shared", "two of its tensors share the bytes"),
+        ("dimensions", "fits no other shard"),
+        ("huge", "does not fill its 32 bytes"),
+        ("outside", "it is cut short: 'w' ends at byte"),
+        ("shared", "'v' and 'w' share bytes"),
         ("dtype", "'F3', which is not known"),
         ("length", "its header is said to have 4611686018427387904 bytes"),
         ("empty", "its header is said to have 0 bytes, the file has 0"),
-        ("deep", "is not that of a sharded safetensors file"),
+        ("deep", "it has no safetensors header"),
     ],
 )
 def test_damaged_or_hostile_shard_is_refused(change, message, tmp_path):

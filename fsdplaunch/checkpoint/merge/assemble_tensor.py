@@ -48,7 +48,7 @@ def blocks_of(shape: Sequence[int], size: int, limit: int = BLOCK) -> Iterator[R
 
 
 def written_blocks(tensor: PlannedTensor, read: ReadPiece) -> Iterator[bytes | bytearray]:
-    """Yield the bytes of `tensor` as the output file holds them, block by block, in its element type there."""
+    """Yield the bytes of `tensor` as the output file holds them, block by block, in its dtype there."""
     same = tensor.written is tensor.dtype
     for block in blocks_of(tensor.shape, tensor.dtype.size, BLOCK if same else _CONVERTED_BLOCK):
         yield convert(gather_block(tensor, block, read), tensor.dtype, tensor.written, name=tensor.stored_name)

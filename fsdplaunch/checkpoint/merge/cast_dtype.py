@@ -1,4 +1,4 @@
-"""Change the element type of floating-point weights, rounding to the nearest as torch does, without torch.
+"""Change the dtype of floating-point weights, rounding to the nearest as torch does, without torch.
 
 Integers, booleans, complex numbers and 8-bit floats stay what they are: an 8-bit float means nothing without the
 scale it was quantized with.
@@ -33,7 +33,7 @@ def check_target(name: str | None) -> None:
 
 
 def written_dtype(stored: Dtype, target: str | None) -> Dtype:
-    """Return the element type in which a weight is written when `target` is asked for."""
+    """Return the dtype in which a weight is written when `target` is set."""
     if target is None or stored.name not in _CONVERTIBLE:
         return stored
     return DTYPES[TARGETS[target]]

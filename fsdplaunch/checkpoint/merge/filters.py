@@ -35,8 +35,8 @@ def pick(names: Sequence[str], *, only: Sequence[str] = (), exclude: Sequence[st
     for option, patterns in (("--only", only), ("--exclude", exclude)):
         for pattern in patterns:
             if not any(matches(name, pattern) for name in names):
-                said = f"{option} {pattern!r}"
-                raise _no_match(said, names)
+                option_text = f"{option} {pattern!r}"
+                raise _no_match(option_text, names)
     wanted = [
         (not only or any(matches(name, pattern) for pattern in only))
         and not any(matches(name, pattern) for pattern in exclude)
@@ -67,8 +67,8 @@ def rename(names: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
         result.append(_replaced(name, *pairs[found]))
     for at, (old, new) in enumerate(pairs):
         if at not in used:
-            said = f"--rename {old}={new}"
-            raise _no_match(said, names)
+            option_text = f"--rename {old}={new}"
+            raise _no_match(option_text, names)
     return result
 
 

@@ -108,7 +108,7 @@ def merge(
 
 @dataclass(frozen=True, slots=True)
 class Watcher:
-    """Who is told of a merge."""
+    """Who follows a merge."""
 
     progress: Progress | None
     announce: Announce | None

@@ -1,4 +1,4 @@
-"""What a merge is asked, what it says while it runs, and what it answers."""
+"""Options of a merge, its progress while it runs, and its result."""
 
 import time
 from collections.abc import Callable
@@ -9,17 +9,6 @@ from typing import Literal
 from fsdplaunch.checkpoint.merge.cast_dtype import check_target
 from fsdplaunch.errors import UsageError
 
-_UNITS = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 2**10,
-    "MI": 2**20,
-    "GI": 2**30,
-    "TI": 2**40,
-}
 _PROGRESS_SECONDS = 0.1
 
 
@@ -123,7 +112,7 @@ class MergeResult:
         tensors: Number of tensors.
         nbytes: Bytes of all files.
         seconds: Wall time.
-        dtypes: Number of tensors of each element type.
+        dtypes: Number of tensors of each dtype.
         skipped: Names of entries that are not in the result: values that are not tensors, other parts.
         excluded: Names of weights that were left out on request.
         renamed: Stored and final name of weights that lost a wrapper's name or were renamed.

@@ -36,12 +36,12 @@ class PlannedTensor:
     Attributes:
         name: Its name there.
         stored_name: Its name in the checkpoint.
-        dtype: Its element type in the checkpoint.
+        dtype: Its dtype in the checkpoint.
         shape: Its shape in elements.
         offset: Where it starts, in bytes from the file's start.
         nbytes: Its size there, in bytes.
         pieces: Its chunks, in target order.
-        written: Its element type in the output file.
+        written: Its dtype in the output file.
     """
 
     name: str
@@ -140,7 +140,7 @@ def build_plan(
         aliases: Names that are not written, with the name that holds their weight; the files' metadata says so.
 
     Raises:
-        CheckpointError: When a tensor's element type has no safetensors code.
+        CheckpointError: When a tensor's dtype has no safetensors code.
     """
     stored = dict(selection.tensors)
     entries = [_entry(name, tensor, dtype) for name, tensor in selection.tensors]

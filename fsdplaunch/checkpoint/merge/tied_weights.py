@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdplaunch.checkpoint.item_location import ItemLocation
-from fsdplaunch.checkpoint.manifest import read_json, told_of_model
+from fsdplaunch.checkpoint.manifest import model_entry, read_json
 from fsdplaunch.checkpoint.merge.assemble_tensor import written_blocks
 from fsdplaunch.checkpoint.merge.model_files import CONFIG_NAME
 from fsdplaunch.checkpoint.merge.plan import plan_alone
@@ -35,18 +35,18 @@ def known_ties(folder: Path, model: Path | None, names: Sequence[str]) -> list[t
         model: The model's own folder, whose configuration may say that nothing is tied.
         names: The weights' names, without wrappers.
     """
-    told = _manifest_ties(folder)
-    if told is None:
-        told = [] if _says_untied(model) else [_language_model_tie(names)]
+    listed = _manifest_ties(folder)
+    if listed is None:
+        listed = [] if _says_untied(model) else [_language_model_tie(names)]
     here = set(names)
-    groups = (tuple(name for name in group if name in here) for group in told)
+    groups = (tuple(name for name in group if name in here) for group in listed)
     return [group for group in groups if len(group) > 1]
 
 
 def _manifest_ties(folder: Path) -> list[tuple[str, ...]] | None:
     """Return what our own save noted; None when there is no note for this model."""
     number = _MODEL_FOLDER.fullmatch(folder.name)
-    tied = told_of_model(folder, int(number[1]) if number else 0).get("tied")
+    tied = model_entry(folder, int(number[1]) if number else 0).get("tied")
     if not isinstance(tied, list):
         return None
     return [tuple(map(str, group)) for group in tied if isinstance(group, list)]

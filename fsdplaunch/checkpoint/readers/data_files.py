@@ -46,7 +46,7 @@ class DataFiles:
             os.close(self._open.popitem()[1])
 
     def descriptor(self, name: str) -> int:
-        """Return an open descriptor of the file; it stays valid until a hundred other files were asked for."""
+        """Return an open descriptor of the file; it stays valid until a hundred other files were opened."""
         if name in self._open:
             self._open.move_to_end(name)
             return self._open[name]
@@ -134,7 +134,7 @@ class DataFiles:
             )
             raise CheckpointError(
                 msg,
-                hint="a rank did not finish saving, or its files are on another machine; bring them together",
+                hint="a rank did not finish saving, or its files are on another node; bring them together",
             )
         home = self.folder.resolve()
         for name, end in files.items():

@@ -24,7 +24,7 @@ MOST_AROUND = 4 * 2**20
 _CRC_AT = 16  # of a file's entry in the table of contents
 _CRC = 4
 
-Kind = tuple[int, str, tuple[int, ...]]  # bytes of the item, element type, sizes
+Kind = tuple[int, str, tuple[int, ...]]  # bytes of the item, dtype, sizes
 
 
 class HeaderForm:
@@ -76,7 +76,7 @@ class HeaderReader:
         self.block, self.file, self.start = b"", "", 0
 
     def read(self, tensor: StoredTensor, chunk: StoredChunk) -> TorchZipItem:
-        """Return where a chunk's bytes are; places are asked for in ascending order."""
+        """Return where a chunk's bytes are; places are given in ascending order."""
         place = chunk[1]
         kind = (place[2], tensor.dtype.name, chunk[0][1])
         form = self.forms.get(kind)

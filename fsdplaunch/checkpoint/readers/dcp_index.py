@@ -50,7 +50,7 @@ class StoredTensor:
     Attributes:
         name: Its full name in the checkpoint.
         path: The keys that lead to it in the saved state, outermost first.
-        dtype: Its element type.
+        dtype: Its dtype.
         shape: Its global shape.
         chunks: What it is made of, without empty chunks, sorted by offset.
     """
@@ -63,7 +63,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the full tensor."""
         return math.prod(self.shape) * self.dtype.size
 
 
@@ -104,6 +104,16 @@ def read_index(folder: Path) -> CheckpointIndex:
     Raises:
         CheckpointError: When it is damaged, hostile, or contradicts itself.
     """
+    where = str(folder / INDEX_NAME)
+    return _checked_index(read_metadata(folder), where)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Return the records of `folder/.metadata` before they are compared with each other.
+
+    Raises:
+        CheckpointError: When it is damaged, hostile, or too large.
+    """
     path = folder / INDEX_NAME
     with path.open("rb") as file:
         fits = os.fstat(file.fileno()).st_size <= MAX_INDEX_BYTES
@@ -111,16 +121,25 @@ def read_index(folder: Path) -> CheckpointIndex:
     if not fits or len(data) > MAX_INDEX_BYTES:
         msg = f"{path} is larger than {MAX_INDEX_BYTES >> 20} MiB, more than an index is expected to need"
         raise CheckpointError(msg)
-    return parse_index(data, where=str(path))
+    return parse_metadata(data, where=str(path))
 
 
 def parse_index(data: bytes, *, where: str) -> CheckpointIndex:
     """Return the index that the bytes of a `.metadata` file hold."""
+    return _checked_index(parse_metadata(data, where=where), where)
+
+
+def parse_metadata(data: bytes, *, where: str) -> Metadata:
+    """Return the records that the bytes of a `.metadata` file hold."""
     meta = unpickle(data, NAMES, where=where)
     if not isinstance(meta, Metadata):
         msg = f"{where} holds a {type(meta).__name__}, not a checkpoint's metadata"
         raise CheckpointError(msg, hint=_COPY_AGAIN)
-    places = _places(meta, where)
+    return meta
+
+
+def _checked_index(meta: Metadata, where: str) -> CheckpointIndex:
+    places = item_locations(meta, where)
     files = _file_ends(places, where)
     tilings: Tilings = {}
     tensors, values = [], []
@@ -133,7 +152,7 @@ def parse_index(data: bytes, *, where: str) -> CheckpointIndex:
         else:
             msg = f"{where}: {short(str(name))} is a {type(entry).__name__}, not a tensor or a value"
             raise CheckpointError(msg, hint=_COPY_AGAIN)
-    return CheckpointIndex(tensors=tuple(tensors), values=tuple(values), files=files, packed=_packed(meta))
+    return CheckpointIndex(tensors=tuple(tensors), values=tuple(values), files=files, packed=packed_items(meta))
 
 
 def check_file_name(name: str, where: str) -> str:
@@ -149,7 +168,12 @@ Places = dict[ItemKey, ItemLocation]
 Tilings = dict[tuple[tuple[int, ...], tuple[Region, ...]], tuple[Region, ...] | str]
 
 
-def _places(meta: Metadata, where: str) -> Places:
+def item_locations(meta: Metadata, where: str) -> Places:
+    """Return where each item stands, by its key.
+
+    Raises:
+        CheckpointError: Something else stands there, or a file lies outside the checkpoint's folder.
+    """
     places: Places = {}
     for key, value in meta.storage_data.items():
         place = value if type(value) is ItemLocation else _place(key, value, where)
@@ -186,7 +210,8 @@ def _is_packed(info: Any) -> bool:
     )
 
 
-def _packed(meta: Metadata) -> frozenset[ItemLocation]:
+def packed_items(meta: Metadata) -> frozenset[ItemLocation]:
+    """Return the places of the items that are compressed."""
     infos = (info for info in meta.storage_data.values() if _is_packed(info))
     return frozenset(ItemLocation(info.relative_path, info.offset, info.length) for info in infos)
 
@@ -241,7 +266,7 @@ def _path_of(name: object, meta: Metadata, where: str) -> NamePath:
         msg = f"{where}: the path of {short(name)} is not a list of keys"
         raise CheckpointError(msg, hint=_COPY_AGAIN)
     if ".".join(map(str, path)) != name:
-        msg = f"{where}: {short(name)} is said to stand at {short('.'.join(map(str, path)))}"
+        msg = f"{where}: {short(name)} has the path {short('.'.join(map(str, path)))}"
         raise CheckpointError(msg, hint=_COPY_AGAIN)
     return path
 

@@ -22,7 +22,7 @@ _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 
 class AmbiguousError(UsageError):
-    """Several checkpoints stand where one was asked for.
+    """Several checkpoints stand where one was expected.
 
     Attributes:
         candidates: Their folders.

@@ -1,4 +1,4 @@
-"""Version 1's flat parameters (LOCAL_STATE_DICT): where each parameter lies in them, as the manifest tells.
+"""FSDP1's flat parameters (LOCAL_STATE_DICT): where each parameter lies in them, as the manifest tells.
 
 A flat parameter is all parameters of a unit one after the other, cut into equal parts without regard to where one
 ends; so a rank's share of a parameter is a run of its elements, at most 2 n - 1 rectangles in n dimensions.
@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdplaunch.checkpoint.checked_ints import check_count, check_counts
 from fsdplaunch.checkpoint.invalid_file import InvalidFileError
-from fsdplaunch.checkpoint.manifest import MANIFEST_NAME, told_of_model
+from fsdplaunch.checkpoint.manifest import MANIFEST_NAME, model_entry
 from fsdplaunch.checkpoint.regions import Region, row_major
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
 
@@ -37,7 +37,7 @@ class FlatLayout:
     """One flat parameter.
 
     Attributes:
-        ranks: The ranks that hold its parts, in the order of the parts; others hold copies.
+        ranks: The ranks that hold its parts, in the order of the parts; others hold replicas.
         part: Elements of each part but the last.
         numel: Elements in all.
         runs: Its parameters; padding lies between them.
@@ -120,7 +120,7 @@ def read_flat_layouts(folder: Path, number: int) -> dict[str, FlatLayout]:
     Raises:
         InvalidFileError: What it says is no layout.
     """
-    flat = told_of_model(folder, number).get("flat_parameters")
+    flat = model_entry(folder, number).get("flat_parameters")
     try:
         return {str(name): _layout(value) for name, value in flat.items()} if isinstance(flat, dict) else {}
     except (LookupError, TypeError):
@@ -128,15 +128,18 @@ def read_flat_layouts(folder: Path, number: int) -> dict[str, FlatLayout]:
         raise InvalidFileError(msg) from None
 
 
-def _layout(told: Any) -> FlatLayout:
-    ranks, part = tuple(check_count(rank, "a rank") for rank in told["ranks"]), check_count(told["part"], "a part")
+def _layout(entry: Any) -> FlatLayout:
+    ranks, part = (
+        tuple(check_count(rank, "a rank") for rank in entry["ranks"]),
+        check_count(entry["part"], "a part"),
+    )
     runs, start = list[FlatParameterSpan](), 0
-    for names, sizes in told["runs"]:
+    for names, sizes in entry["runs"]:
         shape = check_counts(tuple(sizes), "a shape")
         if names:
             runs.append(FlatParameterSpan(tuple(map(str, names)), shape, start))
         start += math.prod(shape)
     if len(set(ranks)) != len(ranks) or part * len(ranks) < start:
-        msg = "the manifest's parts do not make up its flat parameter"
+        msg = "the manifest's shards do not make up its flat parameter"
         raise InvalidFileError(msg)
     return FlatLayout(ranks, part, start, tuple(runs))

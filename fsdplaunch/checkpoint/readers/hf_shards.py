@@ -1,60 +1,56 @@
 """Sharded safetensors, as torch's HuggingFaceStorageWriter(save_distributed=True) writes them.
 
-Every rank's file is a safetensors file of its own; its metadata says at which offsets of the whole tensor each
-part stands. There is no index: the whole tensors' shapes are what the parts add up to. A gap is refused; that the
-parts of the last rank are missing cannot be seen.
+Every rank's file is a safetensors file of its own; its metadata says at which offsets of the full tensor each
+shard stands. There is no index: the full tensors' shapes are what the shards add up to. A gap is refused; that the
+shards of the last rank are missing cannot be seen.
 """
 
 import json
-import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from fsdplaunch.checkpoint.checked_ints import check_count, check_counts
-from fsdplaunch.checkpoint.dtypes import DTYPES, Dtype
+from fsdplaunch.checkpoint.checked_ints import check_counts
+from fsdplaunch.checkpoint.dtypes import Dtype
 from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
 from fsdplaunch.checkpoint.item_location import ItemLocation
 from fsdplaunch.checkpoint.readers.dcp_index import MAX_FILES, CheckpointIndex, StoredChunk, StoredTensor
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
 from fsdplaunch.checkpoint.regions import Region, find_tiling_fault, row_major
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
-from fsdplaunch.checkpoint.safetensors_format import read_header
+from fsdplaunch.checkpoint.safetensors_format import HeaderEntry, check_data, read_header
 from fsdplaunch.errors import CheckpointError
 
 SHARD_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"
-_CODES = {dtype.code: dtype for dtype in DTYPES.values() if dtype.code and dtype.lanes == 1}
 _DAMAGED = "copy the checkpoint again, or use an older one"
 
 
 @dataclass(slots=True)
-class _Whole:
-    """A tensor as its parts are found."""
+class _ShardedTensor:
+    """A tensor as its shards are found."""
 
     dtype: Dtype
-    parts: dict[Region, ItemLocation] = field(default_factory=dict)
+    shards: dict[Region, ItemLocation] = field(default_factory=dict)
 
 
 def read_shards(folder: Path) -> tuple[CheckpointIndex, dict[ItemLocation, TorchZipItem]]:
     """Read the headers of all shard files.
 
     Returns:
-        What the checkpoint holds, and where each part's bytes are, by its place.
+        What the checkpoint holds, and where each shard's bytes are, by its place.
 
     Raises:
-        CheckpointError: When a file is damaged, or parts are missing.
+        CheckpointError: When a file is damaged, or shards are missing.
     """
     names = sorted(path.name for path in folder.iterdir() if SHARD_FILE.fullmatch(path.name))
     _check_numbers(folder, names)
-    wholes: dict[str, _Whole] = {}
+    sharded: dict[str, _ShardedTensor] = {}
     ends: dict[str, int] = {}
     for name in names:
-        ends[name] = _read_file(folder / name, wholes)
-    tensors = tuple(_tensor(folder, name, whole, names) for name, whole in wholes.items())
+        ends[name] = _read_file(folder / name, sharded)
+    tensors = tuple(_tensor(folder, name, full, names) for name, full in sharded.items())
     items = {chunk.place: _item(tensor.dtype, chunk) for tensor in tensors for chunk in tensor.chunks}
     return CheckpointIndex(tensors=tensors, values=(), files=ends), items
 
@@ -71,57 +67,42 @@ def _check_numbers(folder: Path, names: list[str]) -> None:
         raise CheckpointError(msg, hint="bring the files of all ranks together")
 
 
-def _read_file(path: Path, wholes: dict[str, _Whole]) -> int:
-    """Add the parts of one file to `wholes` and return where its data ends."""
+def _read_file(path: Path, tensors: dict[str, _ShardedTensor]) -> int:
+    """Add the shards in one file to `tensors` and return where its data ends."""
     try:
-        header, start, size = read_header(path)
-        metadata = header.pop("__metadata__", None) or {}
-        sharding = json.loads(metadata.get(_SHARDING, "{}"))
-        spans = [
-            _add_part(path.name, start, size, name, entry, sharding, wholes) for name, entry in header.items()
-        ]
-        _check_apart(spans)
+        header = read_header(path)
+        check_data(header)
+        sharding = json.loads(header.metadata.get(_SHARDING, "{}"))
+        for name, entry in header.entries.items():
+            offsets = sharding.get(name, {}).get("saved_offsets", [0] * len(entry.shape))
+            _add_shard(path.name, name, entry, tuple(offsets), tensors)
     except InvalidFileError as problem:
         _refuse(path, str(problem))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         _refuse(path, "its header is not that of a sharded safetensors file")
-    return max((end for _, end in spans), default=start)
+    return max((entry.last for entry in header.entries.values()), default=header.start)
 
 
-def _add_part(
-    file: str, start: int, size: int, name: str, entry: Any, sharding: Any, wholes: dict[str, _Whole]
-) -> tuple[int, int]:
-    """Note one tensor of a file and return where its bytes begin and end."""
-    dtype = _CODES.get(entry["dtype"])
-    shape = check_counts(tuple(entry["shape"]), f"the shape of {short(name)}")
-    first, last = (start + check_count(at, f"an offset of {short(name)}") for at in entry["data_offsets"])
-    if dtype is None:
-        msg = f"{short(name)} is {short(str(entry['dtype']))}, which is not known"
+def _add_shard(
+    file: str, name: str, entry: HeaderEntry, offsets: tuple[int, ...], tensors: dict[str, _ShardedTensor]
+) -> None:
+    """Note one tensor of a file, which is a shard of the full one."""
+    dtype, shape = entry.dtype, entry.shape
+    if dtype is None or dtype.lanes > 1:
+        msg = f"{short(name)} is {short(entry.code)}, which is not known"
         raise InvalidFileError(msg)
-    if last > size or last - first != math.prod(shape) * dtype.size:
-        msg = f"{short(name)} of shape {list(shape)} does not fill bytes {first} to {last} of {size}"
+    check_counts(offsets, f"the place of {short(name)}")
+    full = tensors.setdefault(name, _ShardedTensor(dtype))
+    known = next(iter(full.shards), None)
+    if len(offsets) != len(shape) or full.dtype is not dtype or (known and len(known.sizes) != len(shape)):
+        msg = f"{short(name)} is {dtype.name} of shape {list(shape)} at {list(offsets)}, which fits no other shard"
         raise InvalidFileError(msg)
-    told = sharding.get(name, {}).get("saved_offsets", [0] * len(shape))
-    offsets = check_counts(tuple(told), f"the place of {short(name)}")
-    whole = wholes.setdefault(name, _Whole(dtype))
-    known = next(iter(whole.parts), None)
-    if len(offsets) != len(shape) or whole.dtype is not dtype or (known and len(known.sizes) != len(shape)):
-        msg = f"{short(name)} is {dtype.name} of shape {list(shape)} at {list(offsets)}, which fits no other part"
-        raise InvalidFileError(msg)
-    # Ranks that hold the same part may each write it.
-    whole.parts.setdefault(Region(offsets, shape), ItemLocation(file, first, last - first))
-    return first, last
+    # Ranks that hold the same shard may each write it.
+    full.shards.setdefault(Region(offsets, shape), ItemLocation(file, entry.first, entry.last - entry.first))
 
 
-def _check_apart(spans: Iterable[tuple[int, int]]) -> None:
-    for (_, end), (start, _) in pairwise(sorted(spans)):
-        if end > start:
-            msg = f"two of its tensors share the bytes at {start}"
-            raise InvalidFileError(msg)
-
-
-def _tensor(folder: Path, name: str, whole: _Whole, files: list[str]) -> StoredTensor:
-    boxes = sorted(whole.parts)
+def _tensor(folder: Path, name: str, full: _ShardedTensor, files: list[str]) -> StoredTensor:
+    boxes = sorted(full.shards)
     filled = [box for box in boxes if box.numel]
     ends = [map(sum, zip(box.offsets, box.sizes, strict=True)) for box in filled or boxes]
     shape = tuple(map(max, zip(*ends, strict=True)))
@@ -132,12 +113,12 @@ def _tensor(folder: Path, name: str, whole: _Whole, files: list[str]) -> StoredT
         msg = f"{folder}: {short(name)} of shape {list(shape)}: {fault}"
         hint = f"there is no file of shard {gone[0]}; bring the files of all ranks together" if gone else _DAMAGED
         raise CheckpointError(msg, hint=hint)
-    chunks = tuple(StoredChunk(box, whole.parts[box]) for box in filled)
-    return StoredTensor(name, (name,), whole.dtype, shape, chunks)
+    chunks = tuple(StoredChunk(box, full.shards[box]) for box in filled)
+    return StoredTensor(name, (name,), full.dtype, shape, chunks)
 
 
 def _item(dtype: Dtype, chunk: StoredChunk) -> TorchZipItem:
-    """Return the part's bytes as an item that is nothing but them."""
+    """Return the shard's bytes as an item that is nothing but them."""
     description = TensorDescription(dtype, chunk.box.sizes, row_major(chunk.box.sizes), 0, "")
     return TorchZipItem(description, 0, chunk.place.length, None)
 

@@ -23,7 +23,7 @@ class OpenCheckpoint:
         folder: Where it stands.
         index: What it says it holds.
         sources: Its data files.
-        known: Where each chunk's bytes are when the headers said so already; None: its items have to be read.
+        known: Where each chunk's bytes are when the headers had it already; None: its items have to be read.
     """
 
     folder: Path

@@ -1,7 +1,7 @@
 """Checkpoints of one torch.save file per rank, or of a single one with the whole model; read without torch.
 
 Written so: accelerate's LOCAL_STATE_DICT and `use_dcp=False`, verl's `model_world_size_N_rank_r.pt`, and
-FULL_STATE_DICT's `pytorch_model_fsdp.bin`. Each file says which part of each tensor it holds.
+FULL_STATE_DICT's `pytorch_model_fsdp.bin`. Each file says which shard of each tensor it holds.
 """
 
 import os
@@ -48,13 +48,13 @@ _DAMAGED = "copy the checkpoint again, or use an older one"
 
 
 @dataclass(slots=True)
-class _Whole:
-    """A tensor as its parts are found."""
+class _FoundTensor:
+    """A tensor as its shards are found."""
 
     path: NamePath
     dtype: Dtype
     shape: tuple[int, ...]
-    parts: dict[Region, ItemLocation] = field(default_factory=dict)
+    shards: dict[Region, ItemLocation] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class _Found:
     """What the files hold, as they are read."""
 
     folder: Path
-    wholes: dict[str, _Whole] = field(default_factory=dict)
+    tensors: dict[str, _FoundTensor] = field(default_factory=dict)
     values: dict[str, StoredValue] = field(default_factory=dict)
     items: dict[ItemLocation, TorchZipItem] = field(default_factory=dict)
     on_meshes: list[tuple[str, str, MeshShard, ItemLocation]] = field(default_factory=list)
@@ -74,10 +74,10 @@ def read_rank_files(folder: Path) -> tuple[CheckpointIndex, dict[ItemLocation, T
     """Read what each file says it holds.
 
     Returns:
-        What the checkpoint holds, and where each part's bytes are, by its place.
+        What the checkpoint holds, and where each shard's bytes are, by its place.
 
     Raises:
-        CheckpointError: When a file is damaged or hostile, when files are missing, or parts do not fit together.
+        CheckpointError: When a file is damaged or hostile, when files are missing, or shards do not fit together.
     """
     names = _rank_names(folder)
     found, ends = _Found(folder), dict[str, int]()
@@ -87,7 +87,7 @@ def read_rank_files(folder: Path) -> tuple[CheckpointIndex, dict[ItemLocation, T
     if len(names) > 1 and not found.sharded:
         msg = f"{folder} holds {len(names)} files of plain tensors: nothing says how they fit together"
         raise CheckpointError(msg, hint="save with SHARDED_STATE_DICT, or merge with the tool that wrote them")
-    tensors = tuple(_tensor(folder, name, whole) for name, whole in found.wholes.items())
+    tensors = tuple(_tensor(folder, name, full) for name, full in found.tensors.items())
     index = CheckpointIndex(tensors=tensors, values=tuple(found.values.values()), files=ends)
     return index, found.items
 
@@ -165,25 +165,25 @@ def _take(file: str, path: NamePath, value: Any, window: ReadWindow, built: ZipD
     elif isinstance(value, MeshShard):
         place = _note(file, value.local, value.dtype, name, window, built, found)
         found.on_meshes.append((file, name, value, place))
-        _whole(found, file, name, path, value.dtype, value.shape)
+        _found_tensor(found, file, name, path, value.dtype, value.shape)
     elif isinstance(value, ListedShards):
         found.sharded = True
-        whole = _whole(found, file, name, path, value.dtype, value.shape)
+        full = _found_tensor(found, file, name, path, value.dtype, value.shape)
         for box, local in value.parts:
             place = _note(file, local, value.dtype, name, window, built, found)
-            _add(found, file, name, whole, box, local, place)
+            _add(found, file, name, full, box, local, place)
     elif isinstance(value, TensorDescription):
-        # A tensor that is whole on every rank: rank 0's is taken.
-        if name not in found.wholes:
-            whole = _whole(found, file, name, path, value.dtype, value.shape)
+        # Every rank has the full tensor: rank 0's is taken.
+        if name not in found.tensors:
+            full = _found_tensor(found, file, name, path, value.dtype, value.shape)
             place = _note(file, value, value.dtype, name, window, built, found)
-            _add(found, file, name, whole, Region((0,) * len(value.shape), value.shape), value, place)
+            _add(found, file, name, full, Region((0,) * len(value.shape), value.shape), value, place)
     else:
         found.values.setdefault(name, StoredValue(name, path, ItemLocation(file, 0, 0)))
 
 
 def _take_flat(file: str, name: str, value: Any, window: ReadWindow, built: ZipDirectory, found: _Found) -> None:
-    """Add the parameters' pieces in a rank's part of a flat parameter."""
+    """Add the parameters' pieces in a rank's shard of a flat parameter."""
     match = RANK_FILE.fullmatch(file)
     rank = int((match and match["rank"]) or 0)
     if found.layouts is None:
@@ -192,7 +192,7 @@ def _take_flat(file: str, name: str, value: Any, window: ReadWindow, built: ZipD
     layout = found.layouts.get(name)
     if layout is None or not isinstance(value, TensorDescription):
         msg = (
-            f"{found.folder / file} holds version 1's flat parameters (LOCAL_STATE_DICT), "
+            f"{found.folder / file} holds FSDP1's flat parameters (LOCAL_STATE_DICT), "
             "whose shapes only the model knows"
         )
         hint = "load it into the same model on as many ranks, and save that with SHARDED_STATE_DICT"
@@ -203,8 +203,8 @@ def _take_flat(file: str, name: str, value: Any, window: ReadWindow, built: ZipD
     for run, box, local in layout.pieces(rank, value):
         place = _note(file, local, value.dtype, name, window, built, found)
         for own in run.names:
-            whole = _whole(found, file, own, tuple(own.split(".")), value.dtype, run.shape)
-            _add(found, file, own, whole, box, local, place)
+            full = _found_tensor(found, file, own, tuple(own.split(".")), value.dtype, run.shape)
+            _add(found, file, own, full, box, local, place)
 
 
 def _note(
@@ -216,9 +216,9 @@ def _note(
     built: ZipDirectory,
     found: _Found,
 ) -> ItemLocation:
-    """Note where a part's bytes are and return their place."""
+    """Note where a shard's bytes are and return their place."""
     if local.dtype.name != dtype.name:
-        msg = f"{short(name)} is {dtype.name}, its part {local.dtype.name}"
+        msg = f"{short(name)} is {dtype.name}, its shard {local.dtype.name}"
         raise InvalidFileError(msg)
     item = locate_data(window, built, local)
     first = item.data_offset + local.start * dtype.size
@@ -230,48 +230,56 @@ def _note(
     return place
 
 
-def _whole(found: _Found, file: str, name: str, path: NamePath, dtype: Dtype, shape: tuple[int, ...]) -> _Whole:
-    whole = found.wholes.setdefault(name, _Whole(path, dtype, shape))
-    if (whole.dtype.name, whole.shape) != (dtype.name, shape):
+def _found_tensor(
+    found: _Found, file: str, name: str, path: NamePath, dtype: Dtype, shape: tuple[int, ...]
+) -> _FoundTensor:
+    full = found.tensors.setdefault(name, _FoundTensor(path, dtype, shape))
+    if (full.dtype.name, full.shape) != (dtype.name, shape):
         here = f"{dtype.name} of shape {list(shape)}"
         msg = f"{found.folder}: {short(name)} is {here} in {file}, in another file it is not"
         raise CheckpointError(msg, hint="the files are from different saves")
-    return whole
+    return full
 
 
 def _add(
-    found: _Found, file: str, name: str, whole: _Whole, box: Region, local: TensorDescription, place: ItemLocation
+    found: _Found,
+    file: str,
+    name: str,
+    full: _FoundTensor,
+    box: Region,
+    local: TensorDescription,
+    place: ItemLocation,
 ) -> None:
     if local.shape != box.sizes:
         shapes = f"of shape {list(local.shape)} where {list(box.sizes)} belongs"
-        msg = f"{found.folder / file}: {short(name)} has a part {shapes}"
+        msg = f"{found.folder / file}: {short(name)} has a shard {shapes}"
         raise CheckpointError(msg, hint="files of other ranks are missing, or from another save")
-    whole.parts.setdefault(box, place)  # ranks that hold the same part each write it
+    full.shards.setdefault(box, place)  # ranks that hold the same shard each write it
 
 
 def _place_on_meshes(found: _Found) -> None:
-    """Find out which rectangle each part on a mesh is; the mesh is as large as the ranks' places in it say."""
+    """Resolve which rectangle each shard on a mesh is; the mesh is as large as the ranks' places in it say."""
     extents: dict[str, tuple[int, ...]] = {}
-    for _, name, part, _ in found.on_meshes:
-        known = extents.get(name, (0,) * len(part.coordinates))
-        if len(part.coordinates) != len(part.placements) or len(known) != len(part.coordinates):
+    for _, name, shard, _ in found.on_meshes:
+        known = extents.get(name, (0,) * len(shard.coordinates))
+        if len(shard.coordinates) != len(shard.placements) or len(known) != len(shard.coordinates):
             msg = f"{found.folder}: {short(name)} lies on meshes that do not fit each other"
             raise CheckpointError(msg, hint=_DAMAGED)
-        extents[name] = tuple(max(size, at + 1) for size, at in zip(known, part.coordinates, strict=True))
-    for file, name, part, place in found.on_meshes:
+        extents[name] = tuple(max(size, at + 1) for size, at in zip(known, shard.coordinates, strict=True))
+    for file, name, shard, place in found.on_meshes:
         found.sharded = True
-        _add(found, file, name, found.wholes[name], part_box(part, extents[name]), part.local, place)
+        _add(found, file, name, found.tensors[name], shard_region(shard, extents[name]), shard.local, place)
 
 
-def part_box(part: MeshShard, mesh: tuple[int, ...]) -> Region:
+def shard_region(shard: MeshShard, mesh: tuple[int, ...]) -> Region:
     """Return the rectangle of a rank, as torch cuts: into parts of equal size, the last ones smaller or empty.
 
     Args:
-        part: The part, with the rank's place in the mesh.
+        shard: The shard, with the rank's place in the mesh.
         mesh: The mesh's shape.
     """
-    offsets, sizes = [0] * len(part.shape), list(part.shape)
-    for placement, count, at in zip(part.placements, mesh, part.coordinates, strict=True):
+    offsets, sizes = [0] * len(shard.shape), list(shard.shape)
+    for placement, count, at in zip(shard.placements, mesh, shard.coordinates, strict=True):
         dim = placement.dim
         if dim is None:
             continue
@@ -285,14 +293,14 @@ def part_box(part: MeshShard, mesh: tuple[int, ...]) -> Region:
     return Region(tuple(offsets), tuple(sizes))
 
 
-def _tensor(folder: Path, name: str, whole: _Whole) -> StoredTensor:
-    boxes = sorted(box for box in whole.parts if box.numel)
-    fault = find_tiling_fault(whole.shape, boxes)
+def _tensor(folder: Path, name: str, full: _FoundTensor) -> StoredTensor:
+    boxes = sorted(box for box in full.shards if box.numel)
+    fault = find_tiling_fault(full.shape, boxes)
     if fault is not None:
-        msg = f"{folder}: {short(name)} of shape {list(whole.shape)}: {fault}"
+        msg = f"{folder}: {short(name)} of shape {list(full.shape)}: {fault}"
         raise CheckpointError(msg, hint="bring the files of all ranks together")
-    chunks = tuple(StoredChunk(box, whole.parts[box]) for box in boxes)
-    return StoredTensor(name, whole.path, whole.dtype, whole.shape, chunks)
+    chunks = tuple(StoredChunk(box, full.shards[box]) for box in boxes)
+    return StoredTensor(name, full.path, full.dtype, full.shape, chunks)
 
 
 def _refuse(path: Path, reason: str) -> NoReturn:

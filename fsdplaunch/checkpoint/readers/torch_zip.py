@@ -42,7 +42,7 @@ class TorchZipItem(NamedTuple):
     """One chunk's data.
 
     Attributes:
-        description: Element type, shape and strides.
+        description: Dtype, shape and strides.
         data_offset: Where the storage's bytes start, counted from the item's start.
         data_length: Bytes of the storage.
         crc: CRC32 of those bytes, or None when the writer did not compute it.

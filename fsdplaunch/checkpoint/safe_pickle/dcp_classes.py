@@ -56,7 +56,7 @@ class ChunkEntry(PickledRecord):
 
 
 class TensorEntry(PickledRecord):
-    """One tensor: element type, global shape, chunks."""
+    """One tensor: dtype, global shape, chunks."""
 
     __slots__ = ("chunks", "dtype", "layout", "shape")
 

@@ -1,4 +1,4 @@
-"""The state of the pickle machine: the stack, the marks, the memo, and what stands for the names it meets.
+"""The state of the interpreter: the stack, the marks, the memo, and what stands for the names it meets.
 
 Only containers, numbers, texts and the records a caller declares come to be; nothing is imported or called.
 """
@@ -22,7 +22,7 @@ class PickledCallable:
         call: What stands for calling it, given checked positional arguments; None when it may not be called.
         new: What makes an empty record for NEWOBJ; None when that is not allowed.
         any_arguments: NEWOBJ may bring arguments, which are dropped.
-        fuse: What may read whole records at once from where the machine recalled its name; `record_patterns.py`.
+        fuse: What may read several records at once from where its name was recalled; `record_patterns.py`.
     """
 
     name: str
@@ -153,7 +153,7 @@ class Interpreter:
         self.memo.append(value)
 
     def recall(self, slot: int, width: int) -> None:
-        """Push a memo slot that `width` bytes asked for; a record's class may bring whole records instead."""
+        """Push a memo slot that `width` bytes asked for; a record's class may bring several records instead."""
         if slot >= len(self.memo):
             msg = f"byte {self.position} recalls slot {slot}, which was never stored"
             raise InvalidFileError(msg)

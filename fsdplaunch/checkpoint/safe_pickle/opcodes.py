@@ -1,4 +1,4 @@
-"""The pickle opcodes that torch's writers use, and what each does to the machine. Any other is refused."""
+"""The pickle opcodes that torch's writers use, and what each does to the interpreter. Any other is refused."""
 
 import struct
 from collections.abc import Callable

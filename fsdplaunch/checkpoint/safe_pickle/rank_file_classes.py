@@ -19,7 +19,7 @@ _PLACEMENTS = ("torch.distributed.tensor.placement_types", "torch.distributed._t
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ShardPlacement:
     """How a tensor lies along one dimension of a mesh: which of its own is cut, None when it is whole."""
 
     dim: int | None
@@ -31,8 +31,8 @@ class MeshShard:
 
     Attributes:
         local: The part.
-        dtype: The element type.
-        shape: The whole tensor's shape.
+        dtype: The dtype.
+        shape: The full tensor's shape.
         placements: How it lies along each dimension of the mesh.
         coordinates: The rank's place in the mesh.
     """
@@ -40,7 +40,7 @@ class MeshShard:
     local: TensorDescription
     dtype: Dtype
     shape: tuple[int, ...]
-    placements: tuple[Placement, ...]
+    placements: tuple[ShardPlacement, ...]
     coordinates: tuple[int, ...]
 
 
@@ -115,7 +115,7 @@ def _mesh_part(shell: tensor_classes.WrapperTensor, state: Any) -> MeshShard:
     if type(coordinates) is list:
         coordinates = tuple(coordinates)
     if not isinstance(local, TensorDescription) or type(placements) is not tuple or type(coordinates) is not tuple:
-        msg = "a tensor on a mesh does not say which part of it this is"
+        msg = "a tensor on a mesh does not say which shard of it this is"
         raise InvalidFileError(msg)
     places = tuple(_placement(item) for item in placements)
     return MeshShard(
@@ -123,15 +123,15 @@ def _mesh_part(shell: tensor_classes.WrapperTensor, state: Any) -> MeshShard:
     )
 
 
-def _placement(item: Any) -> Placement:
+def _placement(item: Any) -> ShardPlacement:
     kind = item.name.rpartition(".")[2] if isinstance(item, SavedFields) else type(item).__name__
     if kind == "Replicate":
-        return Placement(None)
+        return ShardPlacement(None)
     dim = item.get("dim") if kind == "Shard" else None
     if type(dim) is not int:
         msg = f"a tensor is placed by {short(kind)}, which cannot be put together from files of single ranks"
         raise InvalidFileError(msg)
-    return Placement(dim)
+    return ShardPlacement(dim)
 
 
 def _listed_parts(shell: tensor_classes.WrapperTensor, state: Any) -> ListedShards:

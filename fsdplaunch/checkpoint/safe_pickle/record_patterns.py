@@ -1,7 +1,7 @@
 """The three records that make up nearly all of a large index, read by the row instead of opcode by opcode.
 
 A checkpoint of a thousand ranks holds a million of them in the same few bytes each. Every function here takes the
-machine just after it recalled a record's class. It does exactly what the opcodes of the whole records that follow
+interpreter just after it recalled a record's class. It does exactly what the opcodes of the records that follow
 would do, and leaves the first one that looks otherwise to run step by step.
 """
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 METADATA = "torch.distributed.checkpoint.metadata"
 STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 SIZE = "torch.Size"
-# Every opcode announces by its first byte how long it is, so that a match cuts the bytes as the machine would.
+# Every opcode announces by its first byte how long it is, so that a match cuts the bytes as the interpreter would.
 _INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
 _REF = rb"(?:h.|j.{4})"
 _ANY = rb"(h.|j.{4})"
@@ -62,7 +62,7 @@ def fuse_chunks(m: Interpreter, width: int) -> int:
     """Read ChunkStorageMetadata records, as boxes, and return how many.
 
     Args:
-        m: The machine.
+        m: The interpreter.
         width: Bytes of the reference to the class, which was just read.
     """
     known, data, position = _known(m), m.data, m.position - width
@@ -107,7 +107,7 @@ def fuse_items(m: Interpreter, width: int) -> int:
     """Read pairs of a tensor chunk's MetadataIndex and its _StorageInfo, without transforms, and return how many.
 
     Args:
-        m: The machine.
+        m: The interpreter.
         width: Bytes of the reference to the first class, which was just read.
     """
     known, data, position = _known(m), m.data, m.position - width

@@ -1,4 +1,4 @@
-"""What an item's `data.pkl` says about its tensor: element type, shape, strides, storage. No class is imported."""
+"""What an item's `data.pkl` says about its tensor: dtype, shape, strides, storage. No class is imported."""
 
 import sys
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class TensorDescription:
     """One dense tensor on one storage.
 
     Attributes:
-        dtype: Its element type.
+        dtype: Its dtype.
         shape: Its sizes.
         strides: Its strides, in elements.
         start: The first element's place in the storage, in elements.
@@ -49,14 +49,14 @@ class TensorDescription:
 
 @dataclass(frozen=True, slots=True)
 class _StorageClass:
-    """A storage class, with the element type it implies; None for an untyped one."""
+    """A storage class, with the dtype it implies; None for an untyped one."""
 
     dtype: Dtype | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """A persistent id: which data member, and the element type its class implies."""
+    """A persistent id: which data member, and the dtype its class implies."""
 
     key: str
     dtype: Dtype | None
@@ -64,7 +64,7 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class WrapperTensor:
-    """A tensor of a wrapper class, which has no storage of its own: its element type and shape."""
+    """A tensor of a wrapper class, which has no storage of its own: its dtype and shape."""
 
     dtype: Dtype
     shape: tuple[int, ...]
@@ -116,7 +116,7 @@ def _tensor(
     storage: Any, start: Any, shape: Any, strides: Any, dtype: Dtype | None, flags: Any
 ) -> TensorDescription:
     if not isinstance(storage, _Storage) or not isinstance(dtype, Dtype):
-        msg = "its tensor has no storage or no element type"
+        msg = "its tensor has no storage or no dtype"
         raise InvalidFileError(msg)
     sizes, steps = check_counts(shape, "its shape"), check_counts(strides, "its strides")
     (first,) = check_counts((start,), "its storage offset")
@@ -162,7 +162,7 @@ def rebuild_shell(arguments: tuple[Any, ...]) -> WrapperTensor:
     """`(class, dtype, size, stride, offset, layout, device, requires_grad)`."""
     _check_number(arguments, 8, 8)
     if not isinstance(arguments[1], Dtype):
-        msg = "its wrapper has no element type"
+        msg = "its wrapper has no dtype"
         raise InvalidFileError(msg)
     return WrapperTensor(arguments[1], check_counts(arguments[2], "its shape"))
 
@@ -205,11 +205,11 @@ def _check_number(arguments: tuple[Any, ...], least: int, most: int) -> None:
 
 
 def _nothing(_: tuple[Any, ...]) -> None:
-    """A device: of no interest on disk."""
+    """Drop a device, which is of no interest on disk."""
 
 
 def _hooks(_: tuple[Any, ...]) -> dict[Any, Any]:
-    """An empty OrderedDict of hooks, or a state dict."""
+    """Return an empty OrderedDict of hooks, or a state dict."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Read a pickle without trusting it: a small machine that knows a few opcodes and imports nothing.
+"""Read a pickle without trusting it: a small interpreter that knows a few opcodes and imports nothing.
 
 The standard unpickler looks names up in real modules and lets a few bytes ask for gigabytes (LONG_BINPUT).
 This one only builds containers, numbers, texts and the records a caller declares; every other opcode or

@@ -13,7 +13,7 @@ from fsdplaunch.config.world_size import node_range
 from fsdplaunch.config.write.render import render
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan
 from fsdplaunch.probe.scheduler import count_gpus
-from fsdplaunch.run_dir import CONFIG, PLAN, write_json
+from fsdplaunch.run_dir import CONFIG, PLAN, point_latest, write_json
 
 PROGRAM = ("-P", "-m", "fsdplaunch")
 """What follows the interpreter."""
@@ -63,10 +63,7 @@ def make_run_folder(plan: LaunchPlan, *, files: Mapping[str, str]) -> None:
     (plan.run_dir / CONFIG).write_text(text, encoding="utf-8")
     for name, content in files.items():
         (plan.run_dir / name).write_text(content, encoding="utf-8")
-    latest, fresh = plan.run_dir.parent / "latest", plan.run_dir.parent / f".latest-{os.getpid()}"
-    if latest.is_symlink() or not latest.exists():
-        fresh.symlink_to(plan.run_dir.name)
-        fresh.replace(latest)
+    point_latest(plan.run_dir)
 
 
 def show_sent(plan: LaunchPlan, loaded: LoadedConfig, text: str, *, as_json: bool, out: Output) -> None:

@@ -18,6 +18,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from fsdplaunch.atomic_file import atomic_file
+
 OWN_PREFIXES = ("FSDPLAUNCH_", "FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
 """Variables that carry configuration: the order's count, not what a login shell sets here."""
 KILL_AFTER_SECONDS = 5.0
@@ -54,9 +56,8 @@ def _prepare(order: dict[str, Any]) -> None:
     os.chdir(order["folder"])
     path = Path(order["config_file"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}")  # another machine may write the same file
-    part.write_text(order["config"], encoding="utf-8")
-    part.replace(path)
+    with atomic_file(path) as part:  # another node may write the same file
+        part.write_text(order["config"], encoding="utf-8")
 
 
 def obey(orders: FileIO, grace: float, silence: float) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch import __version__
+from fsdplaunch.atomic_file import atomic_file
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.walk import KeySpec, all_keys, build_config, keys_by_path, section_classes, value_at
@@ -123,17 +124,14 @@ def write_text_atomically(path: Path, text: str) -> None:
         LaunchError: The folder is missing, full or not writable.
     """
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("x", encoding="utf-8", newline="") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        with suppress(FileNotFoundError):
-            temporary.chmod(target.stat().st_mode & 0o7777)
-        temporary.replace(target)
+        with atomic_file(target) as temporary:
+            with temporary.open("x", encoding="utf-8", newline="") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+            with suppress(FileNotFoundError):
+                temporary.chmod(target.stat().st_mode & 0o7777)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         msg = f"cannot write {path}: {(error.strerror or 'unknown reason').lower()}"
         raise LaunchError(msg, hint="name another file in a folder that can be written to") from error

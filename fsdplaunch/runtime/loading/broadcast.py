@@ -1,7 +1,6 @@
-"""Full tensors that only the first rank has, sent to all in pieces; every rank keeps its part of each."""
+"""Full tensors that only the first rank has, sent to all in pieces; every rank keeps its shard of each."""
 
 import math
-import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.loading.local_shards import LocalShard, Rectangle
 from fsdplaunch.runtime.loading.read_shards import source_dtype
+from fsdplaunch.runtime.saving.small_files import read_plain
 
 PIECE = 32 * 1024 * 1024
 """Bytes that are sent at once."""
@@ -24,13 +24,13 @@ _NESTED = ("state_dict", "model_state_dict", "model", "module")
 def broadcast_tensor(
     ranks: RankGroup, full: torch.Tensor | None, held: LocalShard, dtype: torch.dtype
 ) -> Exception | None:
-    """Send one tensor from the first rank into every rank's part of it.
+    """Send one tensor from the first rank into every rank's shard of it.
 
     Args:
         ranks: Who takes part; all of them call this.
         full: The tensor, on the first rank.
-        held: This rank's part.
-        dtype: The tensor's format, known to all.
+        held: This rank's shard.
+        dtype: The tensor's dtype, known to all.
 
     Returns:
         What went wrong here; the other ranks are not left waiting for it.
@@ -57,7 +57,7 @@ def broadcast_tensor(
 
 
 def _keep(piece: torch.Tensor, first: int, count: int, held: LocalShard) -> None:
-    """Copy what this rank holds of rows `first` to `first + count` of the whole tensor."""
+    """Copy what this rank holds of rows `first` to `first + count` of the full tensor."""
     part, shape = held.part, held.shape
     if not part.numel:
         return
@@ -85,7 +85,7 @@ def broadcast_all(
     Args:
         ranks: Who takes part.
         full: The tensors by name, on the first rank.
-        held: This rank's parts, with each tensor's name in `full` and its format, in the same order on all ranks.
+        held: This rank's shards, with each tensor's name in `full` and its dtype, in the same order on all ranks.
 
     Raises:
         CheckpointError: It went wrong on any rank.
@@ -108,7 +108,7 @@ def open_pickled(paths: Iterable[Path]) -> dict[str, tuple[int, torch.Tensor]]:
     """
     found: dict[str, tuple[int, torch.Tensor]] = {}
     for number, path in enumerate(paths):
-        state = _tensors(_load(path))
+        state = _tensors(read_plain(path))
         if state is None:
             msg = f"{path} does not hold tensors by name"
             raise CheckpointError(msg, hint="save model.state_dict(), not the model or a larger structure")
@@ -116,22 +116,8 @@ def open_pickled(paths: Iterable[Path]) -> dict[str, tuple[int, torch.Tensor]]:
     return found
 
 
-def _load(path: Path) -> Any:
-    try:
-        try:
-            return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            return torch.load(path, weights_only=True, map_location="cpu")  # the format before torch 1.6
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        msg = f"cannot read {path}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
-        hint = "the file is damaged, or holds objects that only running code could read"
-        raise CheckpointError(msg, hint=hint) from None
-
-
 def _tensors(value: Any) -> dict[str, torch.Tensor] | None:
-    """A state dict, or the one inside of it; entries that are no tensors, such as version counts, are left out."""
+    """Return the tensors of a state dict, or of the one inside of it; version counts and the like are left out."""
     if not isinstance(value, Mapping):
         return None
     inner = next((inner for key in _NESTED if (inner := _tensors(value.get(key))) is not None), None)
@@ -140,7 +126,7 @@ def _tensors(value: Any) -> dict[str, torch.Tensor] | None:
 
 
 def describe_pickled(found: Mapping[str, tuple[int, torch.Tensor]]) -> dict[str, StoredWeight]:
-    """What opened files hold, in the form of safetensors headers.
+    """Return what opened files hold, in the form of safetensors headers.
 
     Raises:
         CheckpointError: A tensor is sparse or quantized.
@@ -156,8 +142,8 @@ def _described(name: str, number: int, tensor: torch.Tensor) -> StoredWeight:
     return StoredWeight(name, number, str(tensor.dtype), DTYPES.get(dtype), tuple(tensor.shape), 0)
 
 
-def check_formats(held: Iterable[tuple[LocalShard, StoredWeight]]) -> None:
-    """Check that every tensor may be converted to the model's format.
+def check_dtypes(held: Iterable[tuple[LocalShard, StoredWeight]]) -> None:
+    """Check that every tensor may be converted to the model's dtype.
 
     Raises:
         CheckpointError: One may not.

@@ -24,7 +24,7 @@ from fsdplaunch.runtime.loading.empty_storage import EmptyFlattening, empty_stor
 from fsdplaunch.runtime.loading.execute_plan import execute_plan, report_loaded
 from fsdplaunch.runtime.loading.load_plan import make_plan
 from fsdplaunch.runtime.loading.local_shards import LocalShard, clear_padding, local_shards
-from fsdplaunch.runtime.loading.match_names import WantedTensor
+from fsdplaunch.runtime.loading.match_names import RequestedTensor
 from fsdplaunch.runtime.sharding.blocks import class_name
 from fsdplaunch.runtime.sharding.materialize import Materializer, ModelTensor
 from fsdplaunch.runtime.sharding.settings import Settings
@@ -56,15 +56,15 @@ class DeferredWeights(Materializer):
         )
         self.aside: dict[str, torch.Tensor] = {}
         self.made: dict[str, torch.dtype] = {}
-        self.hollowed: list[ModelTensor] = []
+        self.emptied: list[ModelTensor] = []
 
-    def _wanted(self, entry: ModelTensor) -> WantedTensor:
+    def _wanted(self, entry: ModelTensor) -> RequestedTensor:
         saved = any(is_persistent(module, attribute) for module, attribute in entry.places)
         shape, _, _ = self.sources[entry.name]
-        return WantedTensor(names=tuple(entry.names), shape=shape, dtype=self._format(entry), saved=saved)
+        return RequestedTensor(names=tuple(entry.names), shape=shape, dtype=self._dtype(entry), saved=saved)
 
-    def _format(self, entry: ModelTensor) -> torch.dtype:
-        """The format the tensor is going to be kept in."""
+    def _dtype(self, entry: ModelTensor) -> torch.dtype:
+        """Return the dtype the tensor is going to be kept in."""
         dtype = self.sources[entry.name][1]
         due = self._is_split(entry) and (entry.tensor.requires_grad or self.frozen_too)
         return self.master if self.master is not None and due and dtype.is_floating_point else dtype
@@ -74,7 +74,7 @@ class DeferredWeights(Materializer):
         return isinstance(entry.tensor, nn.Parameter) and bool(entry.spec[0]) and not ignored  # scalars stay whole
 
     def materialize_entries(self, due: list[ModelTensor]) -> None:
-        """Materialize tensors that are not materialized yet; those that are read later have no values."""
+        """Materialize tensors that are not there yet; those that are read later have no values."""
         for entry in due:
             if self.plan.stored(entry.names) is None:
                 continue
@@ -92,19 +92,19 @@ class DeferredWeights(Materializer):
 
     def _empty(self, entry: ModelTensor) -> None:
         shape = self.sources[entry.name][0]
-        entry.exchange(torch.empty(shape, dtype=self._format(entry), device="meta"))
-        self.hollowed.append(entry)
+        entry.exchange(torch.empty(shape, dtype=self._dtype(entry), device="meta"))
+        self.emptied.append(entry)
 
     def _make_room(self, entry: ModelTensor) -> None:
         """Let a tensor that stays whole have memory on the device; it may already."""
-        tensor, dtype = entry.tensor, self._format(entry)
+        tensor, dtype = entry.tensor, self._dtype(entry)
         if tensor.device != self.device or tensor.dtype != dtype or not tensor.is_contiguous():
             entry.exchange(torch.empty(self.sources[entry.name][0], dtype=dtype, device=self.device))
 
     def _put_aside(self, entry: ModelTensor) -> None:
         if self.ranks.is_first:
             self.aside[entry.name] = entry.tensor.detach()
-        self.made[entry.name] = self._format(entry)
+        self.made[entry.name] = self._dtype(entry)
         self._empty(entry)
 
     def _stand_in(self, entries: Sequence[ModelTensor]) -> None:
@@ -112,7 +112,7 @@ class DeferredWeights(Materializer):
             entry.exchange(empty_storage(entry.tensor.shape, entry.tensor.dtype, self.device))
 
     def wrapping(self) -> AbstractContextManager[Any]:
-        """What must be active while the old wrapper's constructor runs."""
+        """Return what must be active while FSDP1's constructor runs."""
         return EmptyFlattening() if self.settings.version == 1 else nullcontext()
 
     def fill(self, sharded: nn.Module) -> None:
@@ -122,7 +122,7 @@ class DeferredWeights(Materializer):
             CheckpointError: A rank could not read its parts; raised on every rank.
         """
         device = torch.device("cpu") if self.settings.offload else self.device
-        for entry in self.hollowed if self.settings.version != 1 else ():
+        for entry in self.emptied if self.settings.version != 1 else ():
             give_memory(entry, device)
         clear_padding(sharded)
         held = local_shards(sharded)
@@ -140,6 +140,6 @@ class DeferredWeights(Materializer):
 
 
 def give_memory(entry: ModelTensor, device: torch.device) -> None:
-    """Exchange a tensor on the meta device for one with this rank's part of the memory, in all its places."""
+    """Exchange a tensor on the meta device for one with this rank's shard of the memory, in all its places."""
     if entry.tensor.is_meta:
         entry.exchange(torch.empty_like(entry.tensor.detach(), device=device))

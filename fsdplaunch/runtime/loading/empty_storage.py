@@ -1,6 +1,6 @@
-"""Parameters that have everything but memory, and the old wrapper made to flatten them without touching any.
+"""Parameters that have everything but memory, and FSDP1 made to flatten them without touching any.
 
-Version 2 shards parameters on the meta device. Version 1 insists on real ones, joins all of a unit's into one and
+FSDP2 shards parameters on the meta device. FSDP1 insists on real ones, joins all of a unit's into one and
 keeps its own part of that: three copies of a unit in memory, for values that are about to be read from a file.
 """
 
@@ -12,14 +12,14 @@ from torch.overrides import TorchFunctionMode
 
 
 def empty_storage(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor on a real device whose storage holds nothing; reading or writing it is forbidden."""
+    """Return a tensor on a real device whose storage holds nothing; reading or writing it is forbidden."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
 def has_empty_storage(tensor: Any) -> bool:
-    """Whether a tensor has elements and no memory for them."""
+    """Say whether a tensor has elements and no memory for them."""
     return (
         isinstance(tensor, torch.Tensor)
         and not tensor.is_meta
@@ -29,7 +29,7 @@ def has_empty_storage(tensor: Any) -> bool:
 
 
 class EmptyFlattening(TorchFunctionMode):
-    """While this is active, joining hollow tensors writes nothing, and neither does copying a part of the result.
+    """While this is active, joining such tensors writes nothing, and neither does copying a part of the result.
 
     These two functions, `torch.cat` and `Tensor.clone`, are all that FullyShardedDataParallel's constructor does
     with the values of its parameters. The joined tensor is never written, so that on a CPU it takes no memory, and

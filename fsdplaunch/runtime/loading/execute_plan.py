@@ -33,12 +33,12 @@ class LoadedWeights:
 
 
 def execute_plan(ranks: RankGroup, plan: LoadPlan, held: Sequence[LocalShard]) -> LoadedWeights:
-    """Read this rank's part of everything the plan found; every rank calls this.
+    """Read this rank's shard of everything the plan found; every rank calls this.
 
     Args:
         ranks: Who loads.
         plan: What is where.
-        held: This rank's parts of the model, in the same order on all ranks.
+        held: This rank's shards of the model, in the same order on all ranks.
 
     Raises:
         CheckpointError: A rank could not read; raised on every rank.
@@ -59,14 +59,14 @@ def execute_plan(ranks: RankGroup, plan: LoadPlan, held: Sequence[LocalShard]) -
                 nbytes = reader.bytes_read
     if plan.files.pickled:
         with torch.no_grad():
-            formats = [(part, name, _format(plan, name)) for part, name in due]
-            broadcast_all(ranks, plan.full, formats)
+            typed = [(part, name, _dtype(plan, name)) for part, name in due]
+            broadcast_all(ranks, plan.full, typed)
         plan.full.clear()
     return LoadedWeights(tensors=len(due), nbytes=nbytes, seconds=time.perf_counter() - begun)
 
 
 def _read(reader: ShardReader, plan: LoadPlan, due: list[tuple[LocalShard, str]]) -> None:
-    """In the order of the files, so that disks read on and on."""
+    """Read in the order of the files, so that disks read on and on."""
     found = plan.match.found
     for part, name in sorted(due, key=lambda one: (found[one[1]][0].file, found[one[1]][0].start)):
         first, *others = found[name]
@@ -77,9 +77,9 @@ def _read(reader: ShardReader, plan: LoadPlan, due: list[tuple[LocalShard, str]]
                 raise CheckpointError(msg, hint="build the model without tied weights (tie_word_embeddings=False)")
 
 
-def _format(plan: LoadPlan, name: str) -> torch.dtype:
+def _dtype(plan: LoadPlan, name: str) -> torch.dtype:
     stored = plan.match.found[name][0]
-    dtype: torch.dtype = getattr(torch, stored.dtype.name if stored.dtype else stored.format)
+    dtype: torch.dtype = getattr(torch, stored.dtype.name if stored.dtype else stored.code)
     return source_dtype(stored, dtype)
 
 

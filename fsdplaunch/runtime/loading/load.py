@@ -19,7 +19,7 @@ from fsdplaunch.runtime.loading.deferred_weights import give_memory
 from fsdplaunch.runtime.loading.execute_plan import LoadedWeights, execute_plan, report_loaded
 from fsdplaunch.runtime.loading.load_plan import LoadPlan, make_plan
 from fsdplaunch.runtime.loading.local_shards import LocalShard, local_shards
-from fsdplaunch.runtime.loading.match_names import WantedTensor
+from fsdplaunch.runtime.loading.match_names import RequestedTensor
 from fsdplaunch.runtime.loading.pretrained import Pretrained
 from fsdplaunch.runtime.sharding.blocks import class_name
 from fsdplaunch.runtime.sharding.materialize import model_tensors
@@ -50,12 +50,12 @@ def load_weights(
         CheckpointError: The files cannot be read, or are of another model; raised on every rank.
         UsageError: Neither the call nor the configuration names weights.
     """
-    said = decode().checkpoint
-    named = said.weights if weights is None else weights
+    configured = decode().checkpoint
+    named = configured.weights if weights is None else weights
     if named is None:
         msg = "load_weights was given no weights, and checkpoint.weights is not set"
         raise UsageError(msg, hint="give it a model folder")
-    source = Pretrained(where=Path(named), strict=said.weights_strict if strict is None else strict)
+    source = Pretrained(where=Path(named), strict=configured.weights_strict if strict is None else strict)
     source.note()
     plan, loaded = _load(model, source.where, strict=source.strict)
     report_loaded(plan, loaded, name=class_name(model), made=plan.match.missing)
@@ -89,7 +89,8 @@ def _load(model: nn.Module, where: Path | Mapping[str, Any], *, strict: bool) ->
             module.reshard()
     held = local_shards(model)
     wanted = [
-        WantedTensor(names=part.names, shape=part.shape, dtype=part.local.dtype, saved=part.saved) for part in held
+        RequestedTensor(names=part.names, shape=part.shape, dtype=part.local.dtype, saved=part.saved)
+        for part in held
     ]
     plan = make_plan(ranks, model, wanted, where, strict=strict)
     with ranks.raise_on_all(f"load weights from {plan.where}"):

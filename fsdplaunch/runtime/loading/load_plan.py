@@ -11,7 +11,7 @@ from torch import nn
 from fsdplaunch.checkpoint.model_weights import WeightFiles, check_index, find_weight_files
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.loading.broadcast import describe_pickled, open_pickled
-from fsdplaunch.runtime.loading.match_names import NameMatch, WantedTensor, match_weights
+from fsdplaunch.runtime.loading.match_names import NameMatch, RequestedTensor, match_weights
 from fsdplaunch.runtime.loading.read_shards import source_dtype
 
 
@@ -35,14 +35,14 @@ class LoadPlan:
         return self.files.where
 
     def stored(self, names: Sequence[str]) -> str | None:
-        """The one of a tensor's names under which its source is noted; None if no file holds it."""
+        """Return the one of a tensor's names under which its source is noted; None if no file holds it."""
         return next((name for name in names if name in self.match.found), None)
 
 
 def make_plan(
     ranks: RankGroup,
     model: nn.Module,
-    wanted: Sequence[WantedTensor],
+    wanted: Sequence[RequestedTensor],
     where: Path | Mapping[str, Any],
     *,
     strict: bool,
@@ -53,7 +53,7 @@ def make_plan(
 
     Args:
         ranks: Who loads; all of them call this.
-        model: Whose class is asked what may be missing.
+        model: Its class says what may be missing.
         wanted: The model's tensors.
         where: A model folder, a weight file, or a state dict that the first rank holds.
         strict: Whether missing and left-over names are errors.
@@ -71,7 +71,7 @@ def make_plan(
 
 
 def _make(
-    model: nn.Module, wanted: Sequence[WantedTensor], where: Path | Mapping[str, Any], strict: bool
+    model: nn.Module, wanted: Sequence[RequestedTensor], where: Path | Mapping[str, Any], strict: bool
 ) -> LoadPlan:
     if isinstance(where, Path):
         files = find_weight_files(where)
@@ -91,5 +91,5 @@ def _make(
 
 
 def _bare(files: WeightFiles) -> WeightFiles:
-    """The files without the list of all they hold, which can be long."""
+    """Return the files without the list of all they hold, which can be long."""
     return replace(files, weights={}, index=None)

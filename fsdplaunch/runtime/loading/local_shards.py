@@ -21,7 +21,7 @@ from fsdplaunch.runtime.torch_internals import (
 )
 
 Run = tuple[int, int]
-"""First element in the flattened whole tensor, and how many follow."""
+"""First element in the flattened full tensor, and how many follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Span:
         return self.stop - self.start
 
     def runs(self, shape: tuple[int, ...]) -> Iterator[Run]:  # noqa: ARG002  (as for a box)
-        """The elements as runs of neighbours in the whole tensor, in the order of the part's own memory."""
+        """Return the elements as runs of neighbours in the full tensor, in the order of the part's own memory."""
         if self.numel:
             yield self.start, self.numel
 
@@ -55,12 +55,12 @@ class Rectangle:
         return math.prod(self.sizes)
 
     def inner(self, shape: tuple[int, ...]) -> int:
-        """The last dimension that is not whole; neighbours in the box are neighbours in the tensor below it."""
+        """Return the last dimension that is cut; neighbours in the box are neighbours in the tensor below it."""
         partial = [dim for dim, size in enumerate(self.sizes) if size != shape[dim]]
         return partial[-1] if partial else 0
 
     def runs(self, shape: tuple[int, ...]) -> Iterator[Run]:
-        """The elements as runs of neighbours in the whole tensor, in the order of the part's own memory."""
+        """Return the elements as runs of neighbours in the full tensor, in the order of the part's own memory."""
         if not self.numel:
             return
         split = self.inner(shape)
@@ -80,7 +80,7 @@ class LocalShard:
 
     Attributes:
         names: All clean names of the tensor.
-        shape: Of the whole tensor.
+        shape: Of the full tensor.
         part: Which elements are here.
         local: They themselves, in the part's order.
         saved: Whether a state dict holds the tensor.
@@ -94,7 +94,7 @@ class LocalShard:
 
 
 def local_shards(model: nn.Module) -> list[LocalShard]:
-    """Every parameter and buffer of a model, sharded by either version or not, each once.
+    """Return every parameter and buffer of a model, sharded by FSDP1, FSDP2 or not, each once.
 
     Raises:
         CheckpointError: A parameter is split in a way that has no place in a file.
@@ -120,7 +120,7 @@ def _held(name: str, tensor: torch.Tensor, *, saved: bool) -> LocalShard:
         part = Rectangle((0,) * len(shape), shape)
         return LocalShard(names=(name,), shape=shape, part=part, local=tensor.detach(), saved=saved)
     if any(isinstance(placement, Partial) for placement in tensor.placements):
-        msg = f"{name} is kept as parts of a sum, which no file holds"
+        msg = f"{name} is kept as summands, which no file holds"
         raise CheckpointError(msg, hint="load the weights before the model computes")
     sizes, offsets = shape_and_offset(tensor)
     with torch.no_grad():
@@ -129,7 +129,7 @@ def _held(name: str, tensor: torch.Tensor, *, saved: bool) -> LocalShard:
 
 
 def _flat(model: nn.Module, names: dict[nn.Module, str]) -> tuple[list[LocalShard], set[tuple[nn.Module, str]]]:
-    """What flat parameters hold, and under which attributes their parts may show up in modules as well."""
+    """Return what flat parameters hold, and under which attributes their parts may show up in modules as well."""
     held: list[LocalShard] = []
     taken: set[tuple[nn.Module, str]] = set()
     for flat in _flat_parameters(model):

@@ -16,13 +16,13 @@ _OUTER = "module"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WantedTensor:
+class RequestedTensor:
     """One tensor of the model that files may hold.
 
     Attributes:
         names: All its clean names; tied parameters have several.
-        shape: Of the whole tensor.
-        dtype: The format it is kept in.
+        shape: Of the full tensor.
+        dtype: The dtype it is kept in.
         saved: Whether a state dict holds it; False for non-persistent buffers.
     """
 
@@ -53,7 +53,7 @@ class NameMatch:
 
 def match_weights(
     model: nn.Module,
-    wanted: Sequence[WantedTensor],
+    wanted: Sequence[RequestedTensor],
     weights: Mapping[str, StoredWeight],
     *,
     strict: bool,
@@ -86,7 +86,7 @@ def match_weights(
         if target is None:
             result.unexpected.append(stored)
         elif not owner[target].saved:
-            result.passed.append(stored)  # old files have it, maybe in a coarser format than the model makes it in
+            result.passed.append(stored)  # old files have it, maybe in a coarser dtype than the model makes it in
         elif taken.setdefault(target, stored) != stored:
             msg = f"{taken[target]} and {stored} in {where} both stand for {target} of {type(model).__name__}"
             raise CheckpointError(msg, hint="remove one of the two from the files")
@@ -101,14 +101,14 @@ def match_weights(
 
 
 def _plain_names(stored: list[str]) -> dict[str, str]:
-    """The files' names without wrappers, by the name as it stands; `module.` goes when all have it."""
+    """Return the files' names without wrappers, by the name as it stands; `module.` goes when all have it."""
     names = {name: clean_name(name) for name in stored}
     while names and all(name.startswith(f"{_OUTER}.") for name in names.values()):
         names = {stored: name.removeprefix(f"{_OUTER}.") for stored, name in names.items()}
     return names
 
 
-def _prefix(model: nn.Module, owner: Mapping[str, WantedTensor], names: Iterable[str]) -> str:
+def _prefix(model: nn.Module, owner: Mapping[str, RequestedTensor], names: Iterable[str]) -> str:
     own = getattr(model, "base_model_prefix", "")
     if isinstance(own, str) and own:
         return own
@@ -119,14 +119,14 @@ def _prefix(model: nn.Module, owner: Mapping[str, WantedTensor], names: Iterable
     return next((heads.pop() for heads in (theirs, ours) if len(heads) == 1), "")
 
 
-def _target(name: str, prefix: str, owner: Mapping[str, WantedTensor]) -> str | None:
+def _target(name: str, prefix: str, owner: Mapping[str, RequestedTensor]) -> str | None:
     if not prefix:
         return name if name in owner else None
     tried = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
     return next((each for each in tried if each in owner), None)
 
 
-def _sort_out(model: nn.Module, wanted: Sequence[WantedTensor], result: NameMatch) -> None:
+def _sort_out(model: nn.Module, wanted: Sequence[RequestedTensor], result: NameMatch) -> None:
     """Fill in what is missing, and pass over what the model's class says does not count.
 
     A buffer that is not saved any more may still be in old files: it is known by the last two parts of its name.
@@ -160,7 +160,7 @@ class _patterns:  # noqa: N801  (used as a function)
 
 
 def _check(
-    model: nn.Module, wanted: Sequence[WantedTensor], result: NameMatch, *, strict: bool, where: str
+    model: nn.Module, wanted: Sequence[RequestedTensor], result: NameMatch, *, strict: bool, where: str
 ) -> None:
     """Raise what torch's `load_state_dict` would say."""
     faults = []

@@ -44,22 +44,22 @@ def pretrained_for(
     Raises:
         UsageError: Weights were given, and there is not exactly one model to load them into.
     """
-    said = decode().checkpoint
-    where = said.weights if weights is None else weights
+    configured = decode().checkpoint
+    where = configured.weights if weights is None else weights
     if where is False or where is None or (weights is None and not models):
         if strict is not None:
-            msg = "prepare was told how strictly to load weights, and was given none"
+            msg = "prepare was given strict, and no weights"
             raise UsageError(msg, hint="give weights=FOLDER, or set checkpoint.weights")
         return None
     if len(models) != 1:
         named = "checkpoint.weights" if weights is None else "weights"
         msg = f"{named} is for one model, and prepare was given {len(models)}"
         raise UsageError(msg, hint="prepare each model in a call of its own, those without with weights=False")
-    chosen = Pretrained(where=Path(where), strict=said.weights_strict if strict is None else strict)
+    chosen = Pretrained(where=Path(where), strict=configured.weights_strict if strict is None else strict)
     chosen.note()
     return chosen
 
 
 def weights_used() -> bool:
-    """Whether any weights were loaded in this process."""
+    """Say whether any weights were loaded in this process."""
     return bool(_used)

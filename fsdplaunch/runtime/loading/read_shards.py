@@ -1,4 +1,4 @@
-"""Bytes of safetensors files straight into a rank's part of a tensor: no full tensor, no mapped file."""
+"""Bytes of safetensors files straight into a rank's shard of a tensor: no full tensor, no mapped file."""
 
 import math
 import os
@@ -14,7 +14,7 @@ from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.loading.local_shards import LocalShard, Rectangle
 
 BUFFER = 8 * 1024 * 1024
-"""Bytes that are read at once where they cannot be read into place: other formats, other devices."""
+"""Bytes that are read at once where they cannot be read into place: other dtypes, other devices."""
 _MOST_AT_ONCE = 1 << 30
 _SHORT_RUN = 16 * 1024
 
@@ -29,14 +29,14 @@ class ShardReader:
         self._buffer: torch.Tensor | None = None
 
     def fill(self, held: LocalShard, weight: StoredWeight) -> None:
-        """Read this rank's part of a tensor into place.
+        """Read this rank's shard of a tensor into place.
 
         Args:
-            held: What to fill; `local` may have another format than the file and may be on a GPU.
-            weight: The whole tensor in its file, of the same shape.
+            held: What to fill; `local` may have another dtype than the file and may be on a GPU.
+            weight: The full tensor in its file, of the same shape.
 
         Raises:
-            CheckpointError: The file has changed or cannot be read, or the format cannot hold the values.
+            CheckpointError: The file has changed or cannot be read, or the dtype cannot hold the values.
         """
         source = source_dtype(weight, held.local.dtype)
         if not held.part.numel:
@@ -64,7 +64,7 @@ class ShardReader:
         source: torch.dtype,
         target: torch.Tensor,
     ) -> None:
-        """Read whole rows, as many as the buffer takes at once, and keep this rank's part of each."""
+        """Read whole rows, as many as the buffer takes at once, and keep this rank's shard of each."""
         row = math.prod(shape[1:])
         most = max(1, BUFFER // (row * source.itemsize))
         inner = tuple(slice(at, at + size) for at, size in zip(part.offsets[1:], part.sizes[1:], strict=True))
@@ -85,7 +85,7 @@ class ShardReader:
             _put(piece[done : done + count], self._read(start + done, count, weight, source), weight)
 
     def same(self, held: LocalShard, one: StoredWeight, other: StoredWeight) -> bool:
-        """Whether two tensors of the files are equal, byte by byte, in this rank's part."""
+        """Say whether two tensors of the files are equal, byte by byte, in this rank's shard."""
         first, second = (source_dtype(each, held.local.dtype) for each in (one, other))
         if first != second:
             return False
@@ -129,13 +129,13 @@ class ShardReader:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
                 msg = f"cannot open {path}: {error.strerror}"
-                hint = "the first rank could; the folder must be on a file system that all machines share"
+                hint = "the first rank could; the folder must be on a file system that all nodes share"
                 raise CheckpointError(msg, hint=hint) from None
             self._open[file] = fd
             size = os.fstat(fd).st_size
             if size != self.files.sizes[file]:
                 msg = f"{path} has {size} bytes here and {self.files.sizes[file]} on the first rank"
-                raise CheckpointError(msg, hint="copy the whole folder to every machine, or share it")
+                raise CheckpointError(msg, hint="copy the whole folder to every node, or share it")
         return self._open[file]
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class ShardReader:
 
 
 def _is_scattered(part: Rectangle, shape: tuple[int, ...], source: torch.dtype) -> bool:
-    """Whether a part lies in the file as many short runs, in rows that are short enough to be read whole."""
+    """Say whether a part lies in the file as many short runs, in rows that are short enough to be read whole."""
     if part.inner(shape) == 0:
         return False
     row = math.prod(shape[1:]) * source.itemsize
@@ -157,7 +157,7 @@ def _is_scattered(part: Rectangle, shape: tuple[int, ...], source: torch.dtype) 
 
 @contextmanager
 def opened(files: WeightFiles) -> Iterator[ShardReader]:
-    """A reader that is closed at the end."""
+    """Open a reader that is closed at the end."""
     reader = ShardReader(files)
     try:
         yield reader
@@ -166,7 +166,7 @@ def opened(files: WeightFiles) -> Iterator[ShardReader]:
 
 
 def source_dtype(weight: StoredWeight, target: torch.dtype) -> torch.dtype:
-    """Return a stored tensor's format, if values of it may become values of the target's format.
+    """Return a stored tensor's dtype, if values of it may become values of the target's dtype.
 
     Floats become floats of any size but 8 bits, whose values mean nothing without the scales beside them. Whole
     numbers become wider ones, nothing else becomes anything else.
@@ -176,12 +176,12 @@ def source_dtype(weight: StoredWeight, target: torch.dtype) -> torch.dtype:
     """
     source = getattr(torch, weight.dtype.name, None) if weight.dtype is not None else None
     if source is None:
-        msg = f"{short(weight.name)} is {weight.format} in the files, which cannot be read by element"
+        msg = f"{short(weight.name)} is {weight.code} in the files, which cannot be read by element"
         raise CheckpointError(msg, hint="load this model with the library that wrote it")
     if source == target or _becomes(source, target):
         return source  # type: ignore[no-any-return]
-    msg = f"{short(weight.name)} is {weight.format} in the files, which {target} of the model cannot represent"
-    hint = "build the model in the files' format"
+    msg = f"{short(weight.name)} is {weight.code} in the files, which {target} of the model cannot represent"
+    hint = "build the model in the files' dtype"
     if source.is_floating_point and source.itemsize == 1:
         hint = "these are quantized weights; give the folder of the unquantized ones"
     raise CheckpointError(msg, hint=hint)
@@ -212,6 +212,6 @@ def _put(target: torch.Tensor, values: torch.Tensor, weight: StoredWeight) -> No
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """A contiguous CPU tensor's bytes, to be written into."""
+    """Return a contiguous CPU tensor's bytes, to be written into."""
     array: Any = tensor.view(torch.uint8).numpy()
     return memoryview(array)

@@ -1,16 +1,14 @@
 """Checkpoint folders: a temporary one that is put in place in one move, and the newest complete one."""
 
-import os
 import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdplaunch.checkpoint.manifest import MANIFEST_NAME
-from fsdplaunch.checkpoint.rename_exchange import rename_exchange
-from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.saving.manifest import (
+from fsdplaunch.checkpoint.atomic_output import keep_entries, swap_folders, sync_folder
+from fsdplaunch.checkpoint.manifest import (
+    MANIFEST_NAME,
     find_gap,
     is_complete,
     looks_like_checkpoint,
@@ -18,12 +16,13 @@ from fsdplaunch.runtime.saving.manifest import (
     read_manifest,
     sequence_of,
 )
+from fsdplaunch.errors import CheckpointError
 
 _NUMBERED = re.compile(r"checkpoint-(\d+)")
 
 
 def partial_of(target: Path) -> Path:
-    """The temporary folder of a checkpoint that is being written."""
+    """Return the temporary folder of a checkpoint that is being written."""
     return target.parent / f".{target.name}.partial"
 
 
@@ -48,7 +47,7 @@ def _check_replaceable(target: Path) -> None:
         raise CheckpointError(msg, hint="name a folder")
     if target.is_mount() or Path.cwd().is_relative_to(target.resolve()):
         what = "a mounted disk" if target.is_mount() else "the folder the script runs in"
-        msg = f"{target} is {what}, which cannot be replaced as a whole"
+        msg = f"{target} is {what}, which cannot be replaced"
         raise CheckpointError(msg, hint="pass step=N to save into a folder inside it, or name such a folder")
 
 
@@ -58,61 +57,23 @@ def publish(partial: Path, target: Path) -> None:
     Files that are no part of the earlier checkpoint, such as a tokenizer beside it, are kept.
     """
     for folder in {path.parent for path in partial.rglob("*")}:
-        _sync(folder)
+        sync_folder(folder)
     if target.exists():
-        _carry_over(target, partial)
-        _exchange(partial, target)
-        shutil.rmtree(_aside(target) if _aside(target).exists() else partial)
+        replaced = {name.split("/")[0] for name in own_files(target)} | {MANIFEST_NAME}
+        keep_entries([path for path in target.iterdir() if path.name not in replaced], partial)
+        swap_folders(partial, target, _aside(target))
     else:
         partial.rename(target)
-    _sync(target.parent)
+    sync_folder(target.parent)
 
 
 def _aside(target: Path) -> Path:
-    """Where the old folder waits for its removal on file systems that cannot exchange two folders."""
+    """Return where the old folder waits for its removal on file systems that cannot exchange two folders."""
     return target.parent / f".{target.name}.old"
 
 
-def _exchange(partial: Path, target: Path) -> None:
-    if rename_exchange(partial, target):
-        return
-    aside = _aside(target)
-    if aside.exists():
-        shutil.rmtree(aside)
-    target.rename(aside)
-    partial.rename(target)
-
-
-def _carry_over(old: Path, new: Path) -> None:
-    """Link into `new` what `old` holds beside the checkpoint itself."""
-    mine = {name.split("/")[0] for name in own_files(old)} | {MANIFEST_NAME}
-    for entry in old.iterdir():
-        place = new / entry.name
-        if entry.name in mine or place.exists():
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.copytree(entry, place, symlinks=True, copy_function=_link)
-        else:
-            _link(str(entry), str(place))
-
-
-def _link(source: str, place: str) -> None:
-    try:
-        os.link(source, place, follow_symlinks=False)
-    except OSError:  # a file system without links
-        shutil.copy2(source, place, follow_symlinks=False)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def numbered(root: Path) -> list[tuple[int, Path]]:
-    """The folders `checkpoint-N` in `root`, highest N first, complete or not."""
+    """Return the folders `checkpoint-N` in `root`, highest N first, complete or not."""
     found = [
         (int(match[1]), path) for path in root.glob("checkpoint-*") if (match := _NUMBERED.fullmatch(path.name))
     ]
@@ -154,7 +115,7 @@ def find_checkpoint(root: Path) -> FoundCheckpoint:
 
 
 def _newest_first(root: Path) -> Iterator[Path]:
-    """Numbered folders, the one saved last first.
+    """Yield numbered folders, the one saved last first.
 
     Numbers go by what a run counted. After a return to an earlier checkpoint they do not tell what is newest; our
     manifests do. Folders that have none come where their number puts them.
@@ -166,14 +127,14 @@ def _newest_first(root: Path) -> Iterator[Path]:
 
 
 def _unfinished(root: Path, taken: Path | None) -> list[str]:
-    """Folders of saves that were interrupted, as far as they came after the checkpoint that is taken."""
+    """Return folders of saves that were interrupted, as far as they came after the checkpoint that is taken."""
     since = 0.0 if taken is None else taken.stat().st_mtime
     left = sorted(path for path in root.glob(".*.partial") if path.is_dir() and path.stat().st_mtime >= since)
     return [f"{path}: its save did not finish" for path in left]
 
 
 def next_sequence(target: Path) -> int:
-    """The number of a checkpoint that is about to be completed at `target`."""
+    """Return the number of a checkpoint that is about to be completed at `target`."""
     beside = [path for _, path in numbered(target.parent)]
     return 1 + max(map(sequence_of, [target, *beside]))
 

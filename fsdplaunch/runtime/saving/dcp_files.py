@@ -1,4 +1,4 @@
-"""The forms in which a state dict lies in files: sharded, whole, and version 1's flat shards."""
+"""The forms in which a state dict lies in files: sharded, whole, and FSDP1's flat shards."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,7 +23,7 @@ _SHOWN = 4
 
 
 def write_sharded(state: State, folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Write every rank's part into a folder, with one index, and force all of it to disk."""
+    """Write every rank's shard into a folder, with one index, and force all of it to disk."""
     writer = FileSystemWriter(folder)
     writer.fs = EarlyFileSystem()
     save(state, storage_writer=writer, process_group=group)
@@ -35,39 +35,40 @@ def read_sharded(state: State, folder: Path, *, strict: bool) -> set[str]:
     Raises:
         CheckpointError: Strict, and names differ either way.
     """
+    reader = SafeReader(folder)
     with raise_on_all_ranks(f"read {folder}"):
-        absent = _absent(state, folder, strict=strict)
-    load(state, storage_reader=SafeReader(folder), planner=SafePlanner(allow_partial_load=not strict))
+        absent = _absent(state, folder, reader, strict=strict)
+    load(state, storage_reader=reader, planner=SafePlanner(allow_partial_load=not strict))
     return absent
 
 
-def _absent(state: State, folder: Path, *, strict: bool) -> set[str]:
-    stored = set(SafeReader(folder).read_metadata().state_dict_metadata)
-    asked = set(flatten_state_dict(state)[0])
+def _absent(state: State, folder: Path, reader: SafeReader, *, strict: bool) -> set[str]:
+    stored = set(reader.read_metadata().state_dict_metadata)
+    needed = set(flatten_state_dict(state)[0])
     if strict:
         outer = f"{next(iter(state))}."  # the checkpoint's own word, no part of the model's names
-        own, needed = ({name.removeprefix(outer) for name in names} for names in (stored, asked))
-        check_names(own, needed, folder)
+        own, wanted = ({name.removeprefix(outer) for name in names} for names in (stored, needed))
+        check_names(own, wanted, folder)
     elif _STATES in state.get(_OPTIMIZER, {}):
-        check_names(_owners(stored) - _owners(asked), set(), folder)  # state may be missing, not left over
-    return asked - stored
+        check_names(_owners(stored) - _owners(needed), set(), folder)  # state may be missing, not left over
+    return needed - stored
 
 
 def _owners(keys: Iterable[str]) -> set[str]:
-    """The parameters whose optimizer state some flattened keys are of."""
+    """Return the parameters whose optimizer state some flattened keys are of."""
     start = f"{_OPTIMIZER}.{_STATES}."
     return {key.removeprefix(start).rpartition(".")[0] for key in keys if key.startswith(start)}
 
 
-def check_names(stored: set[str], asked: set[str], where: Path) -> None:
+def check_names(stored: set[str], needed: set[str], where: Path) -> None:
     """Raise when a file's names are not those of the model.
 
     Raises:
         CheckpointError: With the number of names that differ either way and the first few of them.
     """
-    if stored == asked:
+    if stored == needed:
         return
-    absent, left_over = sorted(asked - stored), sorted(stored - asked)
+    absent, left_over = sorted(needed - stored), sorted(stored - needed)
     words = [f"lacks {_some(absent)}"] if absent else []
     words += [f"has {_some(left_over)} besides"] if left_over else []
     msg = f"{where} is of another model: it {' and '.join(words)}"
@@ -81,7 +82,7 @@ def _some(names: list[str]) -> str:
 
 
 def _prefix_hint(absent: list[str], left_over: list[str]) -> str | None:
-    """What to say when all names differ by the same beginning: the model was wrapped in another, or is a part."""
+    """Return a hint when all names differ by the same beginning: the model was wrapped, or is a child."""
     if not absent or len(absent) != len(left_over):
         return None
     for longer, shorter, where in ((left_over, absent, "the checkpoint's"), (absent, left_over, "the model's")):
@@ -93,8 +94,8 @@ def _prefix_hint(absent: list[str], left_over: list[str]) -> str | None:
     return None
 
 
-def read_whole(path: Path, shapes: dict[str, tuple[int, ...]]) -> State:
-    """Read a model's whole state dict on rank 0; the others get an empty mapping.
+def read_full(path: Path, shapes: dict[str, tuple[int, ...]]) -> State:
+    """Read a model's full state dict on rank 0; the others get an empty mapping.
 
     Names and shapes are checked here, on rank 0 and before anything is sent: torch would notice there only, while
     the other ranks wait for what is to be sent.
@@ -116,8 +117,8 @@ def read_whole(path: Path, shapes: dict[str, tuple[int, ...]]) -> State:
     return state
 
 
-def read_whole_optimizer(path: Path, names: set[str]) -> State:
-    """Read an optimizer's whole state on rank 0; the others get its parameter groups only.
+def read_full_optimizer(path: Path, names: set[str]) -> State:
+    """Read an optimizer's full state on rank 0; the others get its parameter groups only.
 
     Raises:
         CheckpointError: On all ranks, if the file cannot be read or is of an optimizer of other parameters.
@@ -132,7 +133,7 @@ def read_whole_optimizer(path: Path, names: set[str]) -> State:
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """The full shape of a tensor, plain or sharded; of any other value, that of a scalar."""
+    """Return the full shape of a tensor, plain or sharded; of any other value, that of a scalar."""
     return tuple(value.size()) if isinstance(value, torch.Tensor | ShardedTensor) else ()
 
 
@@ -155,7 +156,7 @@ def read_flat(present: State, path: Path) -> None:
 
 
 def own_part(value: torch.Tensor | ShardedTensor) -> torch.Tensor:
-    """This rank's part of a flat parameter, as a tensor: one that can be read back without running code."""
+    """Return this rank's shard of a flat parameter as a tensor, which can be read back without running code."""
     if not isinstance(value, ShardedTensor):
         return value
     shards = value.local_shards()

@@ -1,35 +1,29 @@
 """Files whose bytes are on their way to disk while more are written, so that the final sync has little to do."""
 
-import ctypes
-import functools
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-STRETCH = 32 * 2**20
-"""Bytes after which the kernel is asked to begin writing; by itself it waits until much of the memory is full."""
-_BEGIN_WRITING = 2  # linux/fs.h: SYNC_FILE_RANGE_WRITE
+from fsdplaunch.checkpoint.writeback import Writeback
 
 
 class EarlyFile(io.BufferedWriter):
-    """A file that asks for its data to be written out stretch by stretch."""
+    """A file that the kernel begins to write out while it grows."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "w"), buffer_size=2**20)
-        self._asked = 0
-        self._reached = 0
+        self._writeback = Writeback(self.fileno())
+        self._written = 0
 
     def write(self, data: Any, /) -> int:
-        """Write, and every so often ask the kernel to begin."""
+        """Write, and every so often have the kernel begin."""
         count = super().write(data)
-        self._reached += count
-        if self._reached - self._asked >= STRETCH:
-            _ask(self.fileno(), self._asked, self._reached - self._asked)
-            self._asked = self._reached
+        self._written += count
+        self._writeback.reached(self._written)
         return count
 
 
@@ -45,15 +39,3 @@ class EarlyFileSystem(FileSystem):
             return
         with super().create_stream(path, mode) as stream:
             yield stream
-
-
-def _ask(descriptor: int, start: int, count: int) -> None:
-    """Begin to write a range, without waiting. Nothing depends on it: the file is synced in the end."""
-    begin = _sync_file_range()
-    if begin is not None:
-        begin(descriptor, ctypes.c_int64(start), ctypes.c_int64(count), _BEGIN_WRITING)
-
-
-@functools.cache
-def _sync_file_range() -> Callable[..., int] | None:
-    return cast("Callable[..., int] | None", getattr(ctypes.CDLL(None), "sync_file_range", None))

@@ -1,4 +1,4 @@
-"""Where each parameter lies in version 1's flat parameters: only the model knows, and a merge needs it."""
+"""Where each parameter lies in FSDP1's flat parameters: only the model knows, and a merge needs it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ def flat_layout(model: nn.Module) -> dict[str, Any]:
     """Say what each flat parameter of a model is made of, in plain data.
 
     Args:
-        model: Sharded by version 1, with flat parameters (`use_orig_params` false).
+        model: Sharded by FSDP1, with flat parameters (`use_orig_params` false).
 
     Returns:
         For each flat parameter, by its name in a local state dict: `ranks`, which hold its parts in this order;
@@ -24,9 +24,9 @@ def flat_layout(model: nn.Module) -> dict[str, Any]:
         parameter in another order than row by row is left out.
     """
     return {
-        _joined(clean_name(name), FLAT_PARAMETER): told
+        _joined(clean_name(name), FLAT_PARAMETER): layout
         for name, unit in model.named_modules()
-        if isinstance(unit, FullyShardedDataParallel) and (told := _describe(unit, clean_name(name))) is not None
+        if isinstance(unit, FullyShardedDataParallel) and (layout := _describe(unit, clean_name(name))) is not None
     }
 
 

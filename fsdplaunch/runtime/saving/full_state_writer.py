@@ -1,4 +1,4 @@
-"""Whole tensors of a sharded state in one file, gathered to rank 0 one at a time.
+"""Full tensors of a sharded state in one file, gathered to rank 0 one at a time.
 
 The formats are those that load everywhere: `torch.load` reads the one, safetensors the other. No rank ever holds
 more of the whole than its own part, and rank 0 one tensor beside it.
@@ -30,7 +30,7 @@ from fsdplaunch.runtime.torch_internals import (
 
 _STORAGE_OF = {dtype.name: name for name, dtype in STORAGES.items()}
 Place = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a part begins in the whole, and its shape."""
+"""Where a shard begins in the full tensor, and its shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class PendingTensor:
 
 
 def storable(state: Mapping[str, Any]) -> bool:
-    """Whether safetensors can hold a model's state: tensors only, of formats that it knows."""
+    """Say whether safetensors can hold a model's state: tensors only, of dtypes that it knows."""
     kinds = {getattr(value, "dtype", None) for value in state.values()}
     names = {str(kind).removeprefix("torch.") for kind in kinds}
     return all(name in DTYPES and DTYPES[name].code is not None for name in names)
@@ -80,7 +80,7 @@ def outline(state: Any) -> tuple[Any, list[PendingTensor]]:
     return visit(state, ""), found
 
 
-def write_whole(
+def write_full(
     state: Any,
     torch_path: Path,
     safe_path: Path | None,
@@ -125,7 +125,7 @@ def _entry(whole: PendingTensor) -> TensorHeader:
 def gathered(
     wholes: list[PendingTensor], group: dist.ProcessGroup | None
 ) -> Iterator[tuple[PendingTensor, torch.Tensor]]:
-    """Yield each tensor in full on rank 0, on the host; on other ranks this rank's part of each goes out."""
+    """Yield each tensor in full on rank 0, on the host; on other ranks this rank's shard of each goes out."""
     own = [_parts(whole.source) for whole in wholes]
     places: list[Any] = [None] * dist.get_world_size()
     first = dist.get_rank() == 0
@@ -164,21 +164,21 @@ def _assembled(
                 dist.recv(_bytes(box), src=rank, group=group)
                 goal.copy_(box)
     if sum(torch.Size(shape).numel() for _, shape in covered) != full.numel():
-        msg = f"the ranks' parts of {whole.name} do not add up to {tuple(whole.shape)}"
+        msg = f"the ranks' shards of {whole.name} do not add up to {tuple(whole.shape)}"
         raise CheckpointError(msg, hint="report this with the model and the configuration")
     return full
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's memory as bytes: whatever its format, it can be sent."""
+    """Return a tensor's memory as bytes: whatever its dtype, it can be sent."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _parts(source: torch.Tensor | ShardedTensor) -> list[tuple[Place, torch.Tensor]]:
-    """What this rank has to send of a tensor, each part with its place; nothing if another rank sends the same."""
+    """Return what this rank has to send of a tensor, each with its place; nothing if another rank sends it."""
     if isinstance(source, ShardedTensor):
         shards = [(shard.metadata, shard.tensor) for shard in source.local_shards()]
-        parts = [((tuple(told.shard_offsets), tuple(told.shard_sizes)), tensor) for told, tensor in shards]
+        parts = [((tuple(shard.shard_offsets), tuple(shard.shard_sizes)), tensor) for shard, tensor in shards]
     elif isinstance(source, DTensor):
         coordinate = source.device_mesh.get_coordinate()
         copies = zip(coordinate or (), source.placements, strict=False)
@@ -225,7 +225,7 @@ class _Pickler(pickle.Pickler):
     """Pickles a `PendingTensor` as the tensor it stands for."""
 
     def persistent_id(self, value: Any) -> Any:
-        return value.told if isinstance(value, _PendingStorage) else None
+        return value.persistent_id if isinstance(value, _PendingStorage) else None
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, PendingTensor):
@@ -246,12 +246,12 @@ def _storage_class(dtype: torch.dtype) -> Any:
 
 
 class _PendingStorage:
-    """What torch's reader is told about a tensor's memory."""
+    """The persistent id of a tensor's memory in a torch file."""
 
     def __init__(self, whole: PendingTensor) -> None:
         kind = _storage_class(whole.dtype)
         elements = whole.nbytes // (1 if kind is None else whole.dtype.itemsize)
-        self.told = ("storage", kind or torch.UntypedStorage, str(whole.key), "cpu", elements)
+        self.persistent_id = ("storage", kind or torch.UntypedStorage, str(whole.key), "cpu", elements)
 
 
 class _SafeFile:

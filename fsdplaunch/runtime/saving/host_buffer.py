@@ -64,7 +64,7 @@ def _room(part: torch.Tensor) -> int:
 
 
 def _tensors(state: State) -> Iterator[torch.Tensor]:
-    """This rank's tensors of a state, in its order."""
+    """Return this rank's tensors of a state, in its order."""
     if isinstance(state, dict):
         for value in state.values():
             yield from _tensors(value)

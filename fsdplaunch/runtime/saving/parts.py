@@ -1,6 +1,6 @@
 """A model's and an optimizer's state, from and to files, in each of the three forms accelerate writes.
 
-Names are those of the user's model, and formats are the master formats: what loads them need not know how they
+Names are those of the user's model, and dtypes are the master dtypes: what loads them need not know how they
 were sharded. All functions are collective: every rank calls them.
 """
 
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, named_parameters, tied_names
 from fsdplaunch.runtime.saving import dcp_files as files
-from fsdplaunch.runtime.saving.full_state_writer import storable, write_whole
+from fsdplaunch.runtime.saving.full_state_writer import storable, write_full
 from fsdplaunch.runtime.saving.small_files import write_large
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.state_dict.optim_state_dict import unshare_counts
@@ -44,7 +44,7 @@ class StatePart:
     Attributes:
         kind: FULL_STATE_DICT, SHARDED_STATE_DICT or LOCAL_STATE_DICT.
         name: Its folder or file, without a suffix.
-        state: This rank's part; sharded tensors know their place in the whole.
+        state: This rank's shard; sharded tensors know their place in the whole.
         safe_name: The safetensors file that a whole model gets as well.
         aliases: Further names of shared tensors, each with the one under which safetensors keeps it.
     """
@@ -69,11 +69,11 @@ class StatePart:
                 write_large(self.state, folder / f"{self.name}.bin")
             else:
                 safe = None if self.safe_name is None else folder / self.safe_name
-                write_whole(self.state, folder / f"{self.name}.bin", safe, aliases=self.aliases, group=group)
+                write_full(self.state, folder / f"{self.name}.bin", safe, aliases=self.aliases, group=group)
 
 
 def model_part(model: nn.Module, kind: str, index: int) -> StatePart:
-    """What is to be written of one model; every rank calls this.
+    """Return what is to be written of one model; every rank calls this.
 
     Args:
         model: Sharded.
@@ -98,7 +98,7 @@ def model_part(model: nn.Module, kind: str, index: int) -> StatePart:
 
 
 def _aliases(model: nn.Module, state: State) -> dict[str, str]:
-    """The further names of each shared tensor, with its first."""
+    """Return the further names of each shared tensor, with its first."""
     prepared = registered(model)
     groups = tied_names(model) if prepared is None else prepared.tied
     kept = [[name for name in names if name in state] for names in groups]
@@ -124,7 +124,7 @@ def load_model(model: nn.Module, folder: Path, index: int) -> None:
             set_model_state_dict(model, _renamed(state, own_names.__getitem__))
         elif (file := folder / f"{_stem(MODEL, index)}.bin").exists():
             shapes = {name: files.shape_of(value) for name, value in state.items()}
-            whole = _renamed(files.read_whole(file, shapes), own_names.__getitem__)
+            whole = _renamed(files.read_full(file, shapes), own_names.__getitem__)
             set_model_state_dict(model, whole, options=_from_rank_0())
         else:
             msg = f"{folder} holds no model {index} for rank {dist.get_rank()}"
@@ -132,7 +132,7 @@ def load_model(model: nn.Module, folder: Path, index: int) -> None:
 
 
 def optimizer_part(model: nn.Module, optimizer: Optimizer, kind: str, index: int) -> StatePart:
-    """What is to be written of one optimizer of a model; every rank calls this."""
+    """Return what is to be written of one optimizer of a model; every rank calls this."""
     with _quiet():
         state = _renamed_optimizer(get_optimizer_state_dict(model, optimizer), clean_name)
     if kind == "FULL_STATE_DICT":
@@ -159,8 +159,8 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path, index: 
             stateless = {name for name in own_names if any(key.startswith(_state_of(name)) for key in absent)}
             options = None
         else:
-            # A file that accelerate wrote under version 1 has one step count for all parameters of a unit.
-            state = unshare_counts(files.read_whole_optimizer(whole, set(own_names)))
+            # A file that accelerate wrote under FSDP1 has one step count for all parameters of a unit.
+            state = unshare_counts(files.read_full_optimizer(whole, set(own_names)))
             stateless = _stateless(state, own_names)
             options = _from_rank_0(strict=False)  # names are checked; state may be missing
         restored = _renamed_optimizer(state, own_names.__getitem__)
@@ -171,7 +171,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path, index: 
 
 
 def _state_of(name: str) -> str:
-    """What the flattened names of a parameter's state in a sharded checkpoint begin with."""
+    """Return what the flattened names of a parameter's state in a sharded checkpoint begin with."""
     return f"optimizer.state.{name}."
 
 
@@ -187,7 +187,7 @@ def _renamed_optimizer(state: State, rename: Callable[[str], str]) -> State:
 
 
 def _stateless(whole: State, names: Iterable[str]) -> set[str]:
-    """The parameters a whole optimizer state has nothing for; rank 0 holds it and tells."""
+    """Return the parameters a full optimizer state has nothing for; rank 0 holds it and tells."""
     box = [set(names) - set(whole.get("state", {}))]
     dist.broadcast_object_list(box, src=0)
     return box[0]
@@ -207,14 +207,14 @@ def _from_rank_0(*, strict: bool = True) -> StateDictOptions:
 
 @contextmanager
 def _local(model: nn.Module) -> Iterator[None]:
-    """Version 1's flat shards as they are."""
+    """Have the model's state dict hold FSDP1's flat shards as they are."""
     if not isinstance(model, FullyShardedDataParallel) or shows_original_parameters(model):
         msg = "LOCAL_STATE_DICT cannot be loaded back into this model"
-        hint = "set fsdp_state_dict_type to SHARDED_STATE_DICT, or fsdp_use_orig_params to false under version 1"
+        hint = "set fsdp_state_dict_type to SHARDED_STATE_DICT, or fsdp_use_orig_params to false under FSDP1"
         raise CheckpointError(msg, hint=hint)
-    # Torch looks for ranks of one copy's group only.
+    # Torch looks for ranks of one replica's group only.
     if dist.get_world_size(model.process_group) < dist.get_world_size():
-        msg = "LOCAL_STATE_DICT cannot hold a model with copies (HYBRID_SHARD)"
+        msg = "LOCAL_STATE_DICT cannot hold a model with replicas (HYBRID_SHARD)"
         raise CheckpointError(msg, hint="set fsdp_state_dict_type to SHARDED_STATE_DICT")
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
         yield
@@ -222,7 +222,7 @@ def _local(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the notices of future changes that torch's own functions give each other."""
+    """Suppress the notices of future changes that torch's own functions give each other."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield

@@ -11,12 +11,12 @@ from fsdplaunch.runtime.saving.small_files import packed, read_plain
 
 
 def file_name(rank: int) -> str:
-    """The name of a rank's file in a checkpoint."""
+    """Return the name of a rank's file in a checkpoint."""
     return f"random_states_{rank}.pkl"
 
 
 def packed_random_states(step: int | None) -> bytes:
-    """The state of Python's, numpy's (if it is in use) and torch's generators, as a file's bytes."""
+    """Return the state of Python's, numpy's (if it is in use) and torch's generators, as a file's bytes."""
     states: dict[str, Any] = {
         "step": step or 0,
         "random_state": random.getstate(),

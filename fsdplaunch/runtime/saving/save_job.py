@@ -14,16 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdplaunch.checkpoint.atomic_output import size_words
+from fsdplaunch.checkpoint.atomic_output import check_space, size_words
+from fsdplaunch.checkpoint.manifest import write_manifest
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import raise_on_all_ranks
 from fsdplaunch.runtime.late_modules import GROUP_IS_ABANDONED, call_if_imported
 from fsdplaunch.runtime.saving.checkpoint_dirs import begin, next_sequence, partial_of, publish, remove_old
 from fsdplaunch.runtime.saving.host_buffer import HostBuffer
-from fsdplaunch.runtime.saving.manifest import write_manifest
 from fsdplaunch.runtime.saving.parts import StatePart
-from fsdplaunch.runtime.saving.shared_storage import check_room, check_same
+from fsdplaunch.runtime.saving.shared_storage import check_same
 from fsdplaunch.runtime.saving.small_files import write_bytes
 from fsdplaunch.runtime.torch_internals import ShardedTensor
 
@@ -34,21 +34,21 @@ EXIT_SECONDS = 25.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
+class SaveJob:
     """Everything one save writes, as this rank sees it.
 
     Attributes:
         target: The checkpoint's folder.
         parts: Models and optimizers.
         files: This rank's small files, by name.
-        told: What the manifest says; rank 0's counts.
+        manifest: What the manifest says beside its files; rank 0's counts.
         keep_last: How many numbered checkpoints stay, None for all.
     """
 
     target: Path
     parts: tuple[StatePart, ...]
     files: Mapping[str, bytes]
-    told: Mapping[str, Any]
+    manifest: Mapping[str, Any]
     keep_last: int | None
 
     @property
@@ -66,7 +66,12 @@ class Save:
             with raise_on_all_ranks(self.doing):
                 if dist.get_rank() == 0:
                     self._warn_if_large()
-                    check_room(begin(self.target), sum(_nbytes(part) for part in self.parts))
+                    check_space(
+                        begin(self.target),
+                        sum(_nbytes(part) for part in self.parts),
+                        what="the checkpoint needs",
+                        hint="free some space, set checkpoint.keep_last, or choose another disk",
+                    )
             check_same(partial_of(self.target), self.target)
         except CheckpointError:
             self._discard()
@@ -105,7 +110,7 @@ class Save:
                 write_bytes(partial / name, data)
         with raise_on_all_ranks(self.doing, group):
             if dist.get_rank() == 0:
-                write_manifest(partial, dict(self.told), next_sequence(self.target))
+                write_manifest(partial, self.manifest, next_sequence(self.target))
                 publish(partial, self.target)
                 if self.keep_last is not None:
                     remove_old(self.target.parent, self.keep_last)
@@ -117,7 +122,7 @@ class Save:
 
 
 def _nbytes(part: StatePart, *, once: bool = False) -> int:
-    """Bytes of a part over all ranks, as often as they are written, or each tensor's once."""
+    """Return bytes of a part over all ranks, as often as they are written, or each tensor's once."""
     copies = 2 if part.safe_name is not None and not once else 1
     copies *= dist.get_world_size() if part.kind == "LOCAL_STATE_DICT" else 1
     sizes = ((torch.Size(tensor.size()).numel(), tensor.dtype.itemsize) for tensor in _tensors(part.state))
@@ -132,7 +137,7 @@ def _tensors(state: Any) -> Iterator[Any]:
             yield from _tensors(value)
 
 
-class Background:
+class BackgroundSave:
     """At most one save that is written while training goes on.
 
     It talks to the other ranks over a process group of its own, so that it never waits in line with training's.
@@ -145,7 +150,7 @@ class Background:
         self._failure: BaseException | None = None
         self._exit_waits = False
 
-    def start(self, save: Save) -> None:
+    def start(self, save: SaveJob) -> None:
         """Copy everything to host memory and begin to write it; every rank calls this, and `finish` before."""
         if not self._exit_waits:
             atexit.register(_at_exit)  # not sooner: it must come before the one that ends the process group
@@ -160,7 +165,7 @@ class Background:
         )
         self._thread.start()
 
-    def _run(self, save: Save, group: dist.ProcessGroup) -> None:
+    def _run(self, save: SaveJob, group: dist.ProcessGroup) -> None:
         try:
             save.write(group)
         except BaseException as failure:
@@ -187,7 +192,7 @@ class Background:
             raise failure
 
 
-background = Background()
+background = BackgroundSave()
 
 
 def finish_saves() -> None:

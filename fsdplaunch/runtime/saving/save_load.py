@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdplaunch.checkpoint.manifest import MANIFEST_NAME
+from fsdplaunch.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
@@ -18,10 +18,10 @@ from fsdplaunch.runtime.data.loader_state import position_of, resume_at
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.plugin.plugin import ambient_plugin
 from fsdplaunch.runtime.saving.checkpoint_dirs import find_checkpoint
-from fsdplaunch.runtime.saving.manifest import describe_run, read_manifest
+from fsdplaunch.runtime.saving.manifest import describe_run
 from fsdplaunch.runtime.saving.parts import StatePart, load_model, load_optimizer, model_part, optimizer_part
 from fsdplaunch.runtime.saving.rng_state import file_name, packed_random_states, read_random_states
-from fsdplaunch.runtime.saving.save_job import Save, background
+from fsdplaunch.runtime.saving.save_job import SaveJob, background
 from fsdplaunch.runtime.saving.shared_storage import check_found
 from fsdplaunch.runtime.saving.small_files import packed, read_plain
 from fsdplaunch.runtime.sharding.registry import registered
@@ -71,11 +71,11 @@ def save_checkpoint(
     target = root if step is None else root / f"checkpoint-{step}"
     models = [unwrapped(each) for each in _several(model)]
     with raise_on_all_ranks(f"save {target}"):
-        save = Save(
+        save = SaveJob(
             target=target,
             parts=tuple(_parts(models, _several(optimizer))),
             files=_own_files(_several(scheduler), _several(loader), extra, step),
-            told=describe_run({each: _form(each) for each in models}, step),
+            manifest=describe_run({each: _form(each) for each in models}, step),
             keep_last=None if step is None else settings.keep_last,
         )
     save.open()
@@ -130,7 +130,7 @@ def load_checkpoint(
 
 
 def _find(root: Path) -> Path:
-    """The checkpoint to load, the same on all ranks."""
+    """Return the checkpoint to load, the same on all ranks."""
     folder: Path | None
     mark: str
     folder, mark = from_rank_0(_found(root) if dist.get_rank() == 0 else None)
@@ -142,7 +142,7 @@ def _find(root: Path) -> Path:
 
 
 def _found(root: Path) -> tuple[Path | None, str]:
-    """The checkpoint rank 0 chooses, and a file in it by which the others know it."""
+    """Return the checkpoint rank 0 chooses, and a file in it by which the others know it."""
     found = find_checkpoint(root)
     for each in found.skipped:
         messages.say(f"skipped {each}")
@@ -171,7 +171,7 @@ def _indexed(name: str, index: int) -> str:
 
 
 def _form(model: nn.Module) -> str:
-    """How this model is to be written: as its plugin says now, which may differ from when it was prepared."""
+    """Return how this model is to be written: as its plugin has it now, maybe not as when it was prepared."""
     prepared = registered(model)
     plugin = ambient_plugin() if prepared is None else prepared.plugin
     return str(plugin.settings().state_dict_type)
@@ -192,7 +192,7 @@ def _read_models(folder: Path, models: list[nn.Module], optimizers: list[Optimiz
 
 
 def _read_small(folder: Path, what: str, index: int) -> Any:
-    """The state of a scheduler or loader."""
+    """Return the state of a scheduler or loader."""
     path = folder / _indexed(what, index)
     if not path.exists():
         msg = f"{folder} holds no {what} {index}"
@@ -201,7 +201,7 @@ def _read_small(folder: Path, what: str, index: int) -> Any:
 
 
 def _trained_by(optimizer: Optimizer, models: list[nn.Module]) -> nn.Module:
-    """The model an optimizer trains; several together under their numbers, if it trains several."""
+    """Return the model an optimizer trains; several together under their numbers, if it trains several."""
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
     trained = [model for model in models if any(id(param) in params for param in model.parameters())]
     if not trained:
@@ -213,7 +213,7 @@ def _trained_by(optimizer: Optimizer, models: list[nn.Module]) -> nn.Module:
 def _own_files(
     schedulers: list[Any], loaders: list[Any], extra: Mapping[str, Any] | None, step: int | None
 ) -> dict[str, bytes]:
-    """This rank's small files: each rank's generators, and on rank 0 what is the same on all."""
+    """Return this rank's small files: each rank's generators, and on rank 0 what is the same on all."""
     positions = [position_of(loader) for loader in loaders]  # every rank tells how far it is
     files = {file_name(dist.get_rank()): packed_random_states(step)}
     if dist.get_rank() != 0:

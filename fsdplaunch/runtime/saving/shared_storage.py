@@ -1,8 +1,7 @@
-"""Whether all ranks see the one folder that rank 0 has made, and whether what is to come fits into it."""
+"""Detect that not all ranks see the one folder that rank 0 has made or found."""
 
 import os
 import secrets
-import shutil
 import socket
 import time
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdplaunch.checkpoint.atomic_output import size_words
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.collectives.monitored_barrier import name_ranks
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0
@@ -19,19 +17,6 @@ from fsdplaunch.runtime.collectives.rank_group import from_rank_0
 TOKEN = ".token"  # noqa: S105  (a file's name)
 PATIENCE_SECONDS = 3.0
 """How long a network file system may take to show a new file."""
-_SPARE = 2**20
-
-
-def check_room(folder: Path, needed: int) -> None:
-    """Check that a number of bytes fit into an existing folder.
-
-    Raises:
-        CheckpointError: With both numbers.
-    """
-    free = shutil.disk_usage(folder).free
-    if needed + _SPARE > free:
-        msg = f"the checkpoint needs {size_words(needed)}, {folder.parent} has {size_words(free)} free"
-        raise CheckpointError(msg, hint="free some space, set checkpoint.keep_last, or choose another disk")
 
 
 def check_same(folder: Path, target: Path) -> None:
@@ -42,31 +27,31 @@ def check_same(folder: Path, target: Path) -> None:
         target: What it is to become; as the script named it on this rank.
 
     Raises:
-        CheckpointError: On all ranks, with the machines and ranks that do not.
+        CheckpointError: On all ranks, with the nodes and ranks that do not.
     """
     token = secrets.token_hex(8)
     if dist.get_rank() == 0:
         (folder / TOKEN).write_text(token)
-    told, wanted = from_rank_0((token, str(target)))
-    told_by_all: list[Any] = [None] * dist.get_world_size()
-    mine = (socket.gethostname(), str(target) == wanted, _shows(folder / TOKEN, told))
-    dist.all_gather_object(told_by_all, mine)
+    sent, wanted = from_rank_0((token, str(target)))
+    answers: list[Any] = [None] * dist.get_world_size()
+    mine = (socket.gethostname(), str(target) == wanted, _shows(folder / TOKEN, sent))
+    dist.all_gather_object(answers, mine)
     if dist.get_rank() == 0:
         os.unlink(folder / TOKEN)  # noqa: PTH108
-    elsewhere = [rank for rank, (_, same, _) in enumerate(told_by_all) if not same]
+    elsewhere = [rank for rank, (_, same, _) in enumerate(answers) if not same]
     if elsewhere:
         msg = f"rank 0 saves to {wanted}, {name_ranks(elsewhere)} elsewhere"
         raise CheckpointError(msg, hint="give all ranks the same folder and step")
-    blind = [rank for rank, (_, _, sees) in enumerate(told_by_all) if not sees]
+    blind = [rank for rank, (_, _, sees) in enumerate(answers) if not sees]
     if blind:
-        raise not_shared(target, [host for host, _, _ in told_by_all], blind)
+        raise not_shared(target, [host for host, _, _ in answers], blind)
 
 
 def not_shared(folder: Path, hosts: Sequence[str], blind: Sequence[int]) -> CheckpointError:
-    """The error for a folder that some ranks' machines do not share with rank 0's."""
+    """Return the error for a folder that some ranks' nodes do not share with rank 0's."""
     machines = ", ".join(dict.fromkeys(f"{hosts[rank]}" for rank in blind))
     msg = f"{folder} of {hosts[0]} (rank 0) is not visible on {machines} ({name_ranks(blind)})"
-    return CheckpointError(msg, hint="use a folder on a file system that all machines share")
+    return CheckpointError(msg, hint="use a folder on a file system that all nodes share")
 
 
 def check_found(folder: Path, mark: str) -> None:
@@ -77,7 +62,7 @@ def check_found(folder: Path, mark: str) -> None:
         mark: The name of a file in it that rank 0 sees.
 
     Raises:
-        CheckpointError: On all ranks, with the machines and ranks that do not.
+        CheckpointError: On all ranks, with the nodes and ranks that do not.
     """
     size = from_rank_0((folder / mark).stat().st_size if dist.get_rank() == 0 else None)
     seen: list[Any] = [None] * dist.get_world_size()

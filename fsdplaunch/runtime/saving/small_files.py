@@ -12,7 +12,7 @@ from fsdplaunch.errors import CheckpointError
 
 
 def packed(value: Any, what: str) -> bytes:
-    """A value as the bytes of a file that can be read back without running code.
+    """Return a value as the bytes of a file that can be read back without running code.
 
     Raises:
         CheckpointError: It holds objects of classes, which only running code could bring back.
@@ -58,7 +58,7 @@ def read_plain(path: Path) -> Any:
         with path.open("rb") as file:
             is_zip = file.read(2) == b"PK"
         return torch.load(path, weights_only=True, map_location="cpu", mmap=is_zip)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        msg = f"cannot read {path}: {str(error).splitlines()[0]}"
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        msg = f"cannot read {path}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
         hint = "the file is damaged, or holds objects that only running code could read"
         raise CheckpointError(msg, hint=hint) from None

@@ -1,7 +1,7 @@
-"""Whole optimizer states from and to sharded models, by the reference's function names, for both versions.
+"""Full optimizer states from and to sharded models, by the reference's function names, for both versions.
 
-A whole state has full tensors under parameter names; a sharded one is what this rank's optimizer loads, under the
-numbers parameters have in it. The version 1 functions of torch are deprecated and know nothing of version 2.
+A full state has full tensors under parameter names; a sharded one is what this rank's optimizer loads, under the
+numbers parameters have in it. The FSDP1 functions of torch are deprecated and know nothing of FSDP2.
 """
 
 import warnings
@@ -37,7 +37,7 @@ def full_optim_state_dict(
     optim_input: OptimInput = None,  # noqa: ARG001  (the optimizer itself knows its groups; kept for old calls)
     rank0_only: bool | None = None,
 ) -> State:
-    """Gather the whole state of an optimizer, under parameter names; every rank calls this.
+    """Gather the full state of an optimizer, under parameter names; every rank calls this.
 
     Args:
         model: Sharded by either version, or holding sharded modules.
@@ -51,9 +51,9 @@ def full_optim_state_dict(
     """
     if rank0_only is None:
         prepared = registered(model)
-        said = None if prepared is None else prepared.plugin.optim_state_dict_config
-        rank0_only = said.rank0_only if isinstance(said, FullOptimStateDictConfig) else True
-    # With the move to the host torch gathers on rank 0 only; see state_dicts for why version 1 must not do it.
+        configured = None if prepared is None else prepared.plugin.optim_state_dict_config
+        rank0_only = configured.rank0_only if isinstance(configured, FullOptimStateDictConfig) else True
+    # With the move to the host torch gathers on rank 0 only; see state_dicts for why FSDP1 must not do it.
     to_host = rank0_only and not (_has_wrapper(model) and not torch.cuda.is_available())
     options = StateDictOptions(full_state_dict=True, cpu_offload=to_host)
     with warnings.catch_warnings():
@@ -63,7 +63,7 @@ def full_optim_state_dict(
 
 
 def unshare_counts(whole: State) -> State:
-    """Give each parameter of a whole state a step count of its own, in place, and return the state.
+    """Give each parameter of a full state a step count of its own, in place, and return the state.
 
     Parameters that came from one flat parameter share its count; a plain optimizer would count once for each.
     """
@@ -80,7 +80,7 @@ def shard_full_optim_state_dict(
     optim_input: OptimInput = None,
     optim: Optimizer | None = None,
 ) -> State:
-    """Cut a whole state, which every rank holds, to what this rank's optimizer loads.
+    """Cut a full state, which every rank holds, to what this rank's optimizer loads.
 
     Args:
         full_optim_state_dict: From `full_optim_state_dict`, on every rank.
@@ -92,7 +92,7 @@ def shard_full_optim_state_dict(
         return _cut_flat(full_optim_state_dict, model, optim_input, optim)
     params = dict(named_parameters(model))
     state = {
-        name: {key: _cut(value, params[name]) for key, value in values.items()}
+        name: {key: cut_to_shard(value, params[name]) for key, value in values.items()}
         for name, values in full_optim_state_dict["state"].items()
     }
     named = {"state": state, "param_groups": full_optim_state_dict["param_groups"]}
@@ -106,10 +106,10 @@ def scatter_full_optim_state_dict(
     group: dist.ProcessGroup | None = None,
     optim: Optimizer | None = None,
 ) -> State:
-    """Send each rank its part of a whole state that only rank 0 holds; every rank calls this.
+    """Send each rank its shard of a full state that only rank 0 holds; every rank calls this.
 
-    Under version 2 tensors travel one at a time, so no other rank ever holds more of the whole than one of them;
-    under version 1 the whole travels at once.
+    Under FSDP2 tensors travel one at a time, so no other rank ever holds more of the whole than one of them;
+    under FSDP1 the whole travels at once.
 
     Args:
         full_optim_state_dict: From `full_optim_state_dict` on rank 0; ignored elsewhere.
@@ -148,7 +148,7 @@ def rekey_optim_state_dict(
     """Exchange parameter numbers for names or names for numbers, to move a state between wrapped and plain models.
 
     Args:
-        optim_state_dict: A whole state.
+        optim_state_dict: A full state.
         optim_state_key_type: `OptimStateKeyType.PARAM_NAME` or `PARAM_ID`.
         model: Whose names they are.
         optim_input: What the optimizer was built on, if that was not `model.parameters()`.
@@ -165,7 +165,8 @@ def rekey_optim_state_dict(
     if unknown:
         msg = f"the optimizer state has {unknown[0]!r}, which {type(model).__name__} does not have"
         raise UsageError(
-            msg, hint="give the model the state belongs to, and optim_input if it was built on a part"
+            msg,
+            hint="give the model the state belongs to, and optim_input if it was built on some of its parameters",
         )
     groups = [  # an optimizer takes each group's parameters by their place, and states list them in another order
         {**each, "params": [keys[key] for key in sorted(each["params"], key=lambda key: numbers.get(key, key))]}
@@ -181,8 +182,8 @@ def _has_wrapper(model: nn.Module) -> bool:
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
-def _cut(value: Any, param: nn.Parameter) -> Any:
-    """This rank's part of a tensor of the parameter's shape, cut without communication."""
+def cut_to_shard(value: Any, param: nn.Parameter) -> Any:
+    """Return this rank's shard of a tensor of the parameter's shape, cut without communication."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape != param.shape or not isinstance(param, DTensor):
@@ -191,7 +192,7 @@ def _cut(value: Any, param: nn.Parameter) -> Any:
 
 
 def _cut_flat(whole: State, model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) -> State:
-    """Let version 1 cut to its flat shards; only torch knows where they begin and end."""
+    """Let FSDP1 cut to its flat shards; only torch knows where they begin and end."""
     holder = optim or torch.optim.SGD(_as_groups(model, optim_input), lr=0.0)
     options = (FullStateDictConfig(rank0_only=False), FullOptimStateDictConfig(rank0_only=False))
     with warnings.catch_warnings():
@@ -206,7 +207,7 @@ def _as_groups(model: nn.Module, optim_input: OptimInput) -> list[Any]:
 
 
 def _groups(model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) -> Iterator[list[str]]:
-    """The names of the parameters of each group of an optimizer."""
+    """Return the names of the parameters of each group of an optimizer."""
     names = {id(param): clean_name(name) for name, param in model.named_parameters()}
     given = optim.param_groups if optim is not None else _as_groups(model, optim_input)
     if given and isinstance(given[0], Mapping):
@@ -216,7 +217,7 @@ def _groups(model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) 
 
 
 def _outline(whole: State) -> State:
-    """A state without its tensors' values: small enough to send as an object."""
+    """Return a state without its tensors' values: small enough to send as an object."""
     if not whole:
         return {"state": {}, "param_groups": []}
     state = {
@@ -236,5 +237,5 @@ def _receive(
     device = param.to_local().device if isinstance(param, DTensor) else param.device
     whole = torch.empty_like(outline, device=device) if value.is_meta else value.to(device).contiguous()
     dist.broadcast(whole, src=source, group=group)
-    cut: torch.Tensor = _cut(whole, param)
+    cut: torch.Tensor = cut_to_shard(whole, param)
     return cut.clone() if cut is whole and not value.is_meta else cut

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
 
 
 def _may_offload() -> bool:
-    """Whether version 1 may be asked to move gathered tensors to the host.
+    """Say whether FSDP1 may move gathered tensors to the host.
 
     Up to torch 2.13 it frees a tensor that is on the host already before it is copied: the process dies.
     """

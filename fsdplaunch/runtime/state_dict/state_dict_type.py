@@ -1,4 +1,4 @@
-"""What `model.state_dict()` holds for a while: whole tensors, shards, or version 1's flat shards."""
+"""What `model.state_dict()` holds for a while: full tensors, shards, or FSDP1's flat shards."""
 
 import warnings
 from collections.abc import Iterator
@@ -30,18 +30,18 @@ def state_dict_type(
 ) -> Iterator[None]:
     """Have `model.state_dict()` and `model.load_state_dict()` speak one kind of state dict inside the context.
 
-    A whole state is gathered, so every rank calls `state_dict`; under `rank0_only` all but the first get an empty
-    one. A whole state to load is given on every rank.
+    A full state is gathered, so every rank calls `state_dict`; under `rank0_only` all but the first get an empty
+    one. A full state to load is given on every rank.
 
     Args:
         model: Sharded by either version, or with sharded modules inside.
         state_dict_type: `full_state_dict`, `sharded_state_dict`, `local_state_dict`, or torch's object; what the
             plugin says when left out.
         state_dict_config: Torch's options; the plugin's, or those that fit the type, when left out.
-        optim_state_dict_config: The same for the optimizer's; used by version 1's functions.
+        optim_state_dict_config: The same for the optimizer's; used by FSDP1's functions.
 
     Raises:
-        UsageError: It is no such type, version 2 has no such type, or nothing of the model is sharded.
+        UsageError: It is no such type, FSDP2 has no such type, or nothing of the model is sharded.
     """
     prepared = registered(model)
     plugin = prepared.plugin if prepared is not None else None
@@ -78,7 +78,7 @@ def _kind(given: Any) -> StateDictType:
 
 
 def _safe(options: Any, model: nn.Module) -> Any:
-    """Do not have version 1 move to the host what is there already: up to torch 2.13 the process dies of it."""
+    """Do not have FSDP1 move to the host what is there already: up to torch 2.13 the process dies of it."""
     on_host = next((param.device.type == "cpu" for param in model.parameters()), True)
     return replace(options, offload_to_cpu=False) if on_host and options.offload_to_cpu else options
 
@@ -92,7 +92,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _converted(model: nn.Module, kind: StateDictType, options: Any) -> Iterator[None]:
-    """Version 2 holds DTensors: whole tensors are made of them, and they of whole tensors, on the way."""
+    """Convert FSDP2's DTensors to full tensors on the way out, and full tensors to them on the way in."""
     full = kind is StateDictType.FULL_STATE_DICT
     empty = isinstance(options, FullStateDictConfig) and options.rank0_only and dist.get_rank() != 0
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.state_dict.optim_state_dict import _cut
+from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals import param_groups, put_shard
 
 
@@ -42,7 +42,7 @@ def _as_shard(value: Any, param: Any) -> torch.Tensor:
     if isinstance(value, DTensor):
         local = value.redistribute(param.device_mesh, param.placements).to_local()
     else:
-        local = _cut(value, param).to_local()
+        local = cut_to_shard(value, param).to_local()
     shard: torch.Tensor = local.to(param.to_local().device, param.dtype)
     return shard
 

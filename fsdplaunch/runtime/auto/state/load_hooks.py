@@ -18,7 +18,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.forward_hooks import reshard
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.inspection.parameter_names import clean_name
-from fsdplaunch.runtime.state_dict.optim_state_dict import _cut
+from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def _cut_model(state: Any, targets: dict[str, Any]) -> Any:
     for name, value in state.items():
         target = targets.get(clean_name(name))
         if target is not None and _is_whole(value, target):
-            cut[name] = _cut(value, target)
+            cut[name] = cut_to_shard(value, target)
     return cut
 
 
@@ -74,7 +74,7 @@ def _cut_optimizer(state: dict[str, Any], params: list[Any]) -> dict[str, Any]:
         param = by_number.get(number)
         cut[number] = values
         if param is not None and isinstance(values, dict):
-            cut[number] = {key: _cut(v, param) if _is_whole(v, param) else v for key, v in values.items()}
+            cut[number] = {key: cut_to_shard(v, param) if _is_whole(v, param) else v for key, v in values.items()}
     return {**state, "state": cut}
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdplaunch.atomic_file import atomic_file
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
@@ -85,12 +86,8 @@ def _writer(save: Any, obj: Any, f: Any, args: Any, kwargs: Any) -> Any:
     path = Path(os.fspath(f))
 
     def write_and_rename() -> None:
-        part = _part(path)
-        try:
+        with atomic_file(path) as part:
             save(obj, part, *args, **kwargs)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
 
     return write_and_rename
 

@@ -351,7 +351,7 @@ def test_sparse_tensor_is_refused_by_name(dcp, tmp_path):
 def test_path_that_contradicts_the_name_is_refused(dcp, tmp_path):
     draft = dcp.Draft().add("w", (4,))
     draft.planner["model.w"] = ("model", "v")
-    assert_refused(draft.save(tmp_path / "ckpt"), "'model.w' is said to stand at 'model.v'")
+    assert_refused(draft.save(tmp_path / "ckpt"), "'model.w' has the path 'model.v'")
 
 
 def test_records_without_their_state_are_refused(dcp, tmp_path):
