@@ -159,7 +159,7 @@ def _run(worker_group: WorkerGroup, options: list[str], record: AgentRecord, *, 
         return _stop_status(worker_group)
     except elastic_agent.RendezvousError as error:
         record.error = f"{type(error).__name__}: {error}"
-        logging.getLogger("torch.distributed.elastic").exception("the machines did not meet")
+        logging.getLogger("torch.distributed.elastic").exception("the nodes did not join")
         return EXIT_MACHINE
     except Exception as error:  # torch's agent may fail in any way; the report names it
         record.error = f"{type(error).__name__}: {error}"

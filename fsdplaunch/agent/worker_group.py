@@ -109,7 +109,7 @@ class WorkerGroup:
         """Why the workers are started anew."""
         cause = self.attempts[-1]["cause"]
         if cause is None:
-            return "the machines that take part have changed: all workers start again"
+            return "the nodes that take part have changed: all workers start again"
         failed = sum(attempt["cause"] is not None for attempt in self.attempts)
         return f"attempt {failed + 1} of {self.spec.launch.max_restarts + 1} ({brief(cause)})"
 

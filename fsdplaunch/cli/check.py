@@ -27,6 +27,7 @@ from fsdplaunch.launch.report.run_result import RunResult
 from fsdplaunch.launch.runner import run_plan
 from fsdplaunch.probe.hardware import read_hardware
 from fsdplaunch.probe.torch_version import installed_numbers
+from fsdplaunch.run_dir import rank_folder
 from fsdplaunch.worker_status import read_heartbeat
 
 WORKERS = 2
@@ -171,7 +172,7 @@ def _verdict(done: CheckResult, file: str, plan: LaunchPlan) -> list[str]:
 
 def _rehearsed(plan: LaunchPlan) -> CheckResult:
     """What every rank did, by their files."""
-    folders = [plan.run_dir / "ranks" / str(rank) for rank in range(WORKERS)]
+    folders = [rank_folder(plan.run_dir, rank) for rank in range(WORKERS)]
     records = [json.loads(path.read_text()) for folder in folders if (path := folder / _RECORD).is_file()]
     beats = [beat.steps for folder in folders if (beat := read_heartbeat(folder)) is not None]
     whole = len(records) == WORKERS

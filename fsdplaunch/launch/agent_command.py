@@ -53,12 +53,12 @@ def _rendezvous(config: Config, name: str) -> list[str]:
     if endpoint is None and config.main_process_ip:
         endpoint = f"{config.main_process_ip}:{config.main_process_port or DEFAULT_PORT}"
     if endpoint is None:
-        msg = f"num_machines is {config.num_machines}, but nothing says where the machines meet"
-        raise UsageError(msg, hint="set main_process_ip (and main_process_port) to machine 0's address")
+        msg = f"num_machines is {config.num_machines}, but nothing says where the nodes meet"
+        raise UsageError(msg, hint="set main_process_ip (and main_process_port) to node 0's address")
     if config.machine_rank is None:
-        msg = f"num_machines is {config.num_machines}, but nothing says which machine this is"
+        msg = f"num_machines is {config.num_machines}, but nothing says which node this is"
         raise UsageError(
-            msg, hint=f"set {variable_of('machine_rank')} on each machine: 0 on the first, 1 on the next"
+            msg, hint=f"set {variable_of('machine_rank')} on each node: 0 on the first, 1 on the next"
         )
     local = [f"--local-addr={config.launch.local_address}"] if config.launch.local_address else []
     if config.rdzv_backend == "static":

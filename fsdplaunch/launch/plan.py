@@ -160,7 +160,7 @@ def build_plan(
     device = "cpu" if config.use_cpu or not gpus else "cuda"
     workers = workers_on_node(config, gpus=len(gpus) if device == "cuda" else 0, cpus=machine.cpus)
     if device == "cuda" and workers > len(gpus):
-        msg = f"the configuration asks for {workers} workers on this machine, but it has {len(gpus)} visible GPUs"
+        msg = f"the configuration asks for {workers} workers on this node, but it has {len(gpus)} visible GPUs"
         raise MachineError(msg, hint="lower num_processes, or set use_cpu: true to run on CPU with gloo")
     settled = _with_a_free_port(config, machine)
     command = agent_command(settled, python=machine.python, run_id=run_id, run_dir=run_dir, workers=workers)
@@ -220,7 +220,7 @@ def _chosen_gpus(config: Config, machine: NodeFacts) -> tuple[str, ...]:
     wanted = [item.strip() for item in config.gpu_ids.split(",") if item.strip()]
     missing = [item for item in wanted if item.isdigit() and int(item) >= machine.gpus]
     if missing and not config.use_cpu:
-        msg = f"gpu_ids names GPU {', '.join(missing)}, but this machine has {machine.gpus} visible GPUs"
+        msg = f"gpu_ids names GPU {', '.join(missing)}, but this node has {machine.gpus} visible GPUs"
         raise MachineError(msg, hint="set gpu_ids to numbers from 0, or leave it out to use all")
     return tuple(wanted)
 
@@ -237,7 +237,7 @@ def _notes(config: Config, machine: NodeFacts, target: LaunchTarget, device: str
     if device == "cpu" and not config.use_cpu:
         said.append("no GPU is visible: running on CPU with gloo")
     if config.num_machines == 1 and machine.port_holder is not None:
-        said.append(f"the port asked for is in use by {machine.port_holder}: another one is taken")
+        said.append(f"the configured port is in use by {machine.port_holder}: another one is taken")
     if not target.is_python and config.distributed_type == "FSDP":
         said.append(f"{target.name} runs as a program of its own: whether it shards its model is not checked")
     return said

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.errors import CheckpointError
+from fsdplaunch.errors import CheckpointError, MachineError
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
 from fsdplaunch.launch.ports import describe_process, find_holder, meeting_port, opens_port
 from fsdplaunch.probe import torch_version
@@ -38,6 +38,11 @@ class Finding:
     message: str
     hint: str
     fatal: bool = True
+
+    @property
+    def error(self) -> MachineError:
+        """Return it as an error."""
+        return MachineError(self.message, hint=self.hint)
 
 
 def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
@@ -173,4 +178,4 @@ def check_port(config: Config) -> Iterator[Finding]:
     port = meeting_port(config)
     if config.num_machines > 1 and opens_port(config) and (holder := find_holder(port)) is not None:
         message = f"port {port} is in use by {holder}"
-        yield Finding(message=message, hint="set main_process_port to a free one, the same on every machine")
+        yield Finding(message=message, hint="set main_process_port to a free one, the same on every node")

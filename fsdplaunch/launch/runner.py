@@ -5,9 +5,8 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,7 +28,9 @@ from fsdplaunch.run_dir import (
     LOST,
     PLAN,
     RESULT,
+    SHARDED,
     agent_record,
+    link_latest,
     rank_folder,
     read_json,
     read_tail,
@@ -45,7 +46,7 @@ def run_plan(
     *,
     output: int | None = None,
     on_signal: Callable[[int, int], None] = lambda *_: None,
-    link: RunControl | None = None,
+    control: RunControl | None = None,
 ) -> RunResult:
     """Start the plan's agent and wait for its end.
 
@@ -56,7 +57,7 @@ def run_plan(
         plan: What to run; its folder is created here.
         output: Descriptor for what the shown ranks write to their standard output; ours when left out.
         on_signal: Called with each signal that is passed on, and how many there have been.
-        link: The other machines, which end together and report one cause; None when this one is alone.
+        control: The other nodes, which end together and report one cause; None when this one is alone.
     """
     open_missing_streams()
     _prepare_run_dir(plan)
@@ -64,12 +65,12 @@ def run_plan(
     environ = {**os.environ, **plan.env, LAUNCHER: str(os.getpid())}
     agent = subprocess.Popen(plan.argv, env=environ, stdout=output, start_new_session=True)
     names = plan.config.launch.signals
-    is_new = attach(link, agent, plan.run_dir, names).came if link is not None else lambda _number: True
+    is_new = attach(control, agent, plan.run_dir, names).came if control is not None else lambda _number: True
     with _signals_passed_to(agent, names, on_signal, is_new) as received:
         code = agent.wait()
         status, record = _read_record(plan, code, received)
-        if link is not None:
-            status, record = conclude_run(link, status, record)
+        if control is not None:
+            status, record = conclude_run(control, status, record)
     result = _result(plan, status, record, round(time.monotonic() - start, 3))
     write_json(plan.run_dir / RESULT, result.to_dict())
     if result.failure is not None and result.failure.lost:
@@ -83,21 +84,8 @@ def _prepare_run_dir(plan: LaunchPlan) -> None:
     write_json(plan.run_dir / PLAN, plan.to_dict())
     write_job(plan.run_dir, route="here")
     (plan.run_dir / CONFIG).write_text(render(plan.config, full=True, comments=False), encoding="utf-8")
-    if plan.config.machine_rank and plan.nodes > 1:
-        return
-    with suppress(OSError):  # some file systems have no symbolic links; the run does without
-        _point_at(plan.run_dir)
-
-
-def _point_at(run_dir: Path) -> None:
-    """Have `latest` lead to this run."""
-    latest = run_dir.parent / "latest"
-    fresh = run_dir.parent / f".latest-{os.getpid()}"
-    fresh.symlink_to(run_dir.name)
-    if latest.is_symlink() or not latest.exists():
-        fresh.replace(latest)
-    else:  # a user's own file of that name is left alone
-        fresh.unlink()
+    if not plan.config.machine_rank or plan.nodes == 1:
+        link_latest(plan.run_dir)
 
 
 def _read_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> tuple[int, dict[str, Any]]:
@@ -133,7 +121,7 @@ def unsharded_ranks(plan: LaunchPlan, record: Mapping[str, Any]) -> list[int]:
     if not watched or ALLOW_UNSHARDED in plan.env:
         return []
     ranks = [worker["rank"] for attempt in record.get("attempts", [])[-1:] for worker in attempt["workers"]]
-    return [rank for rank in ranks if not (rank_folder(plan.run_dir, rank) / "sharded").exists()]
+    return [rank for rank in ranks if not (rank_folder(plan.run_dir, rank) / SHARDED).exists()]
 
 
 def with_unsharded_cause(record: Mapping[str, Any], plan: LaunchPlan, rank: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from fsdplaunch.config.environment import RUN_DIR
+from fsdplaunch.run_dir import rank_folder as folder_of
 
 
 def rank() -> int:
@@ -16,6 +17,6 @@ def rank_folder() -> Path | None:
     run_dir = os.environ.get(RUN_DIR)
     if not run_dir:
         return None
-    folder = Path(run_dir) / "ranks" / str(rank())
+    folder = folder_of(Path(run_dir), rank())
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -10,11 +10,9 @@ from typing import Any
 
 from fsdplaunch.config.environment import ALLOW_UNSHARDED
 from fsdplaunch.errors import NeverShardedError, ShardingError
+from fsdplaunch.run_dir import SHARDED
 from fsdplaunch.runtime.late_modules import PRETRAINED, if_imported
 from fsdplaunch.runtime.rank import rank_folder
-
-MARKER = "sharded"
-"""Name of the empty file in a rank's folder that says the rank sharded a model."""
 
 _seen: list[str] = []
 _copied: list[str] = []
@@ -36,7 +34,7 @@ def mark_sharded(how: str) -> None:
     The file serves scripts that leave through `os._exit`, where nothing of ours runs any more.
     """
     if not _seen and (folder := rank_folder()) is not None:
-        (folder / MARKER).touch()
+        (folder / SHARDED).touch()
     _seen.append(how)
 
 

@@ -55,7 +55,7 @@ class ForkServerProcess:
         die_with_parent(signal.SIGKILL, parent=parent)
         if os.getsid(0) != os.getpid():  # a fresh nursery has been through this before it was executed
             os.setsid()
-        show_as(("fsdplaunch", "nursery"))
+        show_as(("fsdplaunch", "fork-server"))
         for number in PASSED_ON:
             signal.signal(number, signal.SIG_IGN)
         loaded = preload()

@@ -1,11 +1,17 @@
-"""What the command line of `launch` asks for, beside the configuration."""
+"""What one `fsdplaunch launch` is asked to do: its own options, and these with configuration and script."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from fsdplaunch.config.load.load import LoadedConfig
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.launch.plan import LaunchTarget
+from fsdplaunch.launch.schedulers.launch_command import LaunchCommand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """What the command line asks for, beside the configuration.
+    """The command line's own options, beside the configuration.
 
     Attributes:
         module: The target is a module, as in `python -m`.
@@ -26,3 +32,48 @@ class LaunchOptions:
     as_json: bool = False
     route: str | None = None
     follow: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """One launch, as it was requested.
+
+    Attributes:
+        loaded: The configuration and where it comes from.
+        target: What every rank runs.
+        options: The command line's own options.
+        overrides: `KEY=VALUE` texts of the command line.
+    """
+
+    loaded: LoadedConfig
+    target: LaunchTarget
+    options: LaunchOptions
+    overrides: Sequence[str] = ()
+
+    @property
+    def config(self) -> Config:
+        """Return the configuration's values."""
+        return self.loaded.config
+
+    @property
+    def starts_nothing(self) -> bool:
+        """Whether the launch only shows or checks something."""
+        return self.options.dry_run or self.options.check_only
+
+    def command(
+        self, config: str | None, *, overrides: Sequence[str] = (), as_json: bool = False
+    ) -> LaunchCommand:
+        """Return the same launch as a command line for another launcher.
+
+        Args:
+            config: The file that it is to read; None for the default one.
+            overrides: `KEY=VALUE` texts.
+            as_json: It is to print JSON.
+        """
+        return LaunchCommand(
+            target=self.target,
+            config=config,
+            overrides=overrides,
+            allow_unsharded=self.options.allow_unsharded,
+            as_json=as_json,
+        )

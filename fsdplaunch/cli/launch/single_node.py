@@ -12,7 +12,8 @@ from fsdplaunch import __version__
 from fsdplaunch.cli.launch.options import LaunchOptions
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load.load import LoadedConfig
-from fsdplaunch.errors import EXIT_MACHINE, MachineError, UsageError
+from fsdplaunch.errors import EXIT_MACHINE, UsageError
+from fsdplaunch.launch.coordination.interfaces import RunControl
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan
 from fsdplaunch.launch.ports import find_holder, meeting_port
 from fsdplaunch.launch.preflight import Finding, find_obstacles
@@ -109,7 +110,7 @@ def pass_checks(plan: LaunchPlan, hardware: Hardware, launch_options: LaunchOpti
         )
     for finding in findings:
         if finding.fatal:
-            out.error(MachineError(finding.message, hint=finding.hint))
+            out.error(finding.error)
         else:
             out.note(f"{finding.message}; {finding.hint}")
     if launch_options.check_only and not fatal:
@@ -126,7 +127,7 @@ def announce(plan: LaunchPlan, loaded: LoadedConfig, out: Output) -> None:
     """Say what starts, with which file, and where its output goes."""
     fsdp = plan.config.fsdp_config
     place = "GPUs, nccl" if plan.device == "cuda" else "CPU, gloo"
-    nodes = f" of {plan.world_size} on {plan.nodes} machines" if plan.nodes > 1 else ""
+    nodes = f" of {plan.world_size} on {plan.nodes} nodes" if plan.nodes > 1 else ""
     out.say(f"fsdplaunch {__version__}  run {plan.run_id}  config {_source(loaded)}")
     if plan.config.distributed_type == "FSDP":
         how = f"FSDP{fsdp.fsdp_version} {fsdp.fsdp_sharding_strategy}, {fsdp.fsdp_auto_wrap_policy}"
@@ -153,13 +154,18 @@ def _source(loaded: LoadedConfig) -> str:
 
 def run_and_report(plan: LaunchPlan, loaded: LoadedConfig, *, as_json: bool, out: Output) -> int:
     """Run the plan, say how it began and ended, and return the status to exit with."""
-    from fsdplaunch.launch.runner import run_plan
-
     announce(plan, loaded, out)
-    output = sys.stderr.fileno() if as_json else None  # stdout is for the result alone
-    result = run_plan(plan, output=output, on_signal=signal_teller(plan, out))
+    result = run_shown(plan, as_json=as_json, out=out)
     report(result, plan, as_json=as_json, out=out)
     return result.exit_code
+
+
+def run_shown(plan: LaunchPlan, *, as_json: bool, out: Output, control: RunControl | None = None) -> RunResult:
+    """Run the plan and say which signals are passed on; with `as_json`, stdout is left to the result alone."""
+    from fsdplaunch.launch.runner import run_plan
+
+    output = sys.stderr.fileno() if as_json else None
+    return run_plan(plan, output=output, on_signal=signal_teller(plan, out), control=control)
 
 
 def signal_teller(plan: LaunchPlan, out: Output) -> Callable[[int, int], None]:
@@ -176,16 +182,28 @@ def signal_teller(plan: LaunchPlan, out: Output) -> Callable[[int, int], None]:
     return tell
 
 
-def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output) -> None:
-    """Say how the run ended."""
+def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output, is_part: bool = False) -> None:
+    """Say how the run ended.
+
+    Args:
+        result: The end of the run.
+        plan: What was run.
+        as_json: Print the result as JSON, too.
+        out: Where words go.
+        is_part: Node 0 tells the whole story; this node says in a line how it ended.
+    """
     if as_json:
         out.json({"run_id": plan.run_id, "run_dir": str(plan.run_dir), **result.to_dict()})
-    if result.failure is not None:
-        fixed_size = read_cluster(os.environ).kind in ("slurm", "kubernetes")
-        place = short_path(plan.run_dir)
-        out.failure(failure_lines(result, run_dir=place, folder=str(Path.cwd()), fixed_size=fixed_size))
-    else:
+    place = short_path(plan.run_dir)
+    if result.failure is None:
         out.say(end_line(result, workers=plan.world_size))
+    elif is_part:
+        head, *rest = failure_lines(result, run_dir=place)
+        where = next((line.strip() for line in rest if line.startswith("  on ")), "")
+        out.failure([f"{head} {where}".rstrip() + "; node 0 has the report"])
+    else:
+        fixed_size = read_cluster(os.environ).kind in ("slurm", "kubernetes")
+        out.failure(failure_lines(result, run_dir=place, folder=str(Path.cwd()), fixed_size=fixed_size))
 
 
 def short_path(path: Path) -> str:

@@ -50,7 +50,7 @@ class NodeSpec:
     fixed_run_id: bool = False
 
 
-def join_run(mine: NodeSpec, counter: JoinProgress, tell: Tell) -> RunControl:
+def join_run(mine: NodeSpec, progress: JoinProgress, tell: Tell) -> RunControl:
     """Meet the other machines; returns once all of them are ready to start.
 
     Raises:
@@ -58,14 +58,12 @@ def join_run(mine: NodeSpec, counter: JoinProgress, tell: Tell) -> RunControl:
     """
     place = mine.place
     if not is_coordinator(place):
-        return _as_node_client(mine, counter, tell)
+        return _as_node_client(mine, progress, tell)
     if place.host is not None and network.resolve(place.host) and network.own_address_of(place.host) is None:
         if network.answers(place.host, place.port):  # it is another machine: have it say so, to both
-            return _as_node_client(mine, counter, tell)
-        tell(
-            f"this is machine 0, but {place.host} is no address of its own: right behind address translation only"
-        )
-    return _as_host(mine, counter, tell)
+            return _as_node_client(mine, progress, tell)
+        tell(f"this is node 0, but {place.host} is no address of its own: right behind address translation only")
+    return _as_host(mine, progress, tell)
 
 
 def own_address(mine: NodeSpec) -> str:
@@ -79,14 +77,14 @@ def own_address(mine: NodeSpec) -> str:
     return network.address_towards(mine.place.host) or network.own_address()
 
 
-def _as_host(mine: NodeSpec, counter: JoinProgress, tell: Tell) -> RunControl:
+def _as_host(mine: NodeSpec, progress: JoinProgress, tell: Tell) -> RunControl:
     place, launch = mine.place, mine.config.launch
     try:
         listener = network.listen("", place.port)
     except OSError as error:
         holder = find_holder(place.port) or network.reason(error)
-        msg = f"the machines are to meet at port {place.port} of this machine, which is in use by {holder}"
-        hint = "set main_process_port to a free port, the same on every machine; or end that program"
+        msg = f"the nodes are to join at port {place.port} of this node, which is in use by {holder}"
+        hint = "set main_process_port to a free port, the same on every node; or end that program"
         raise MachineError(msg, hint=hint) from None
     address, said = own_address(mine), _said_address(mine.config) is not None
     reachability_probe = network.ReachabilityProbe(_bindable(address) if said else "")
@@ -101,11 +99,11 @@ def _as_host(mine: NodeSpec, counter: JoinProgress, tell: Tell) -> RunControl:
         grace=launch.shutdown_grace_seconds,
         store_port=store_port(place.port),
         expected=place.names,
-        address_said=said,
+        address_is_set=said,
     )
     host = Coordinator(listener, node_info, requirements, tell)
     try:
-        host.gather(counter)
+        host.gather(progress)
     except BaseException:
         host.close()
         raise
@@ -114,7 +112,7 @@ def _as_host(mine: NodeSpec, counter: JoinProgress, tell: Tell) -> RunControl:
     return host
 
 
-def _as_node_client(mine: NodeSpec, counter: JoinProgress, tell: Tell) -> RunControl:
+def _as_node_client(mine: NodeSpec, progress: JoinProgress, tell: Tell) -> RunControl:
     place, launch = mine.place, mine.config.launch
     client = NodeClient(
         place.host or "",
@@ -123,14 +121,14 @@ def _as_node_client(mine: NodeSpec, counter: JoinProgress, tell: Tell) -> RunCon
         grace=launch.shutdown_grace_seconds,
         tell=tell,
     )
-    address = _said_address(mine.config) or client.connect(counter)
+    address = _said_address(mine.config) or client.connect(progress)
     if _said_address(mine.config):
-        client.connect(counter)
+        client.connect(progress)
     reachability_probe = network.ReachabilityProbe(_bindable(address))
     try:
         client.join(
             describe_node(mine, address, reachability_probe),
-            counter,
+            progress,
             run_id=mine.run_id if mine.fixed_run_id else "",
         )
     finally:
@@ -203,10 +201,10 @@ def check_interface(config: Config) -> None:
     asked, address = config.launch.network_interface, config.launch.local_address
     present = ", ".join(f"{name} ({own})" for name, own in network.interfaces().items())
     if asked is not None and asked not in network.interfaces():
-        msg = f"launch.network_interface is {asked}, but this machine ({host_name()}) has {present}"
+        msg = f"launch.network_interface is {asked}, but this node ({host_name()}) has {present}"
         raise MachineError(msg, hint="name one of these, or leave it out")
     if address is not None and not network.is_own(address) and network.own_address_of(address) is None:
-        msg = f"launch.local_address is {address}, which this machine ({host_name()}) does not have: {present}"
+        msg = f"launch.local_address is {address}, which this node ({host_name()}) does not have: {present}"
         raise MachineError(msg, hint="set it to one of these, or leave it out")
 
 

@@ -6,7 +6,9 @@ import secrets
 import socket
 import struct
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 _SIOCGIFADDR = 0x8915
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
@@ -81,6 +83,16 @@ def own_address_of(host: str) -> str | None:
     return next((address for address in resolve(host) if is_own(address)), None)
 
 
+def endpoint(host: str, port: int) -> str:
+    """Return HOST:PORT, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def plain_address(place: Sequence[Any]) -> str:
+    """Return a socket's address; an IPv4 one in an IPv6 socket as what it is."""
+    return str(place[0]).removeprefix("::ffff:")
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens; on every address when `host` is empty.
 
@@ -139,7 +151,7 @@ def reach(address: str, port: int, word: str) -> str | None:
                 answer += part
     except OSError as error:
         return reason(error)
-    return None if answer.decode(errors="replace") == word else "another machine answers there"
+    return None if answer.decode(errors="replace") == word else "another node answers there"
 
 
 def answers(host: str, port: int) -> bool:

@@ -1,12 +1,12 @@
 """A run on several machines, this one's part: configuration and agreement -> the plan for this machine."""
 
 from dataclasses import replace
-from pathlib import Path
 
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.world_size import node_range
 from fsdplaunch.launch.coordination.interfaces import RunAssignment
 from fsdplaunch.launch.coordination.join import LAST_CALL_SECONDS
+from fsdplaunch.launch.coordination.network import endpoint
 from fsdplaunch.launch.coordination.placement import Placement
 
 ATTEMPTS = 3
@@ -21,9 +21,13 @@ def provisional_config(config: Config, place: Placement, *, address: str) -> Con
         place: This machine's.
         address: Machine 0's, or what stands for it.
     """
-    endpoint = f"{_bracketed(place.host or address)}:{place.port}"
     return _placed(
-        config, endpoint=endpoint, rank=place.rank or 0, machines=place.least, address=None, run_id=None
+        config,
+        endpoint=endpoint(place.host or address, place.port),
+        rank=place.rank or 0,
+        machines=place.least,
+        address=None,
+        run_id=None,
     )
 
 
@@ -76,15 +80,3 @@ def _options(config: Config) -> dict[str, str]:
         "keep_alive_max_attempt": str(ATTEMPTS),
     }
     return defaults | config.launch.rendezvous_options
-
-
-def node_folder(run_dir: Path, rank: int) -> Path:
-    """The folder of one machine's part: the run's own for machine 0, else one inside it.
-
-    On a file system that all machines share nothing collides; elsewhere each machine has its part.
-    """
-    return run_dir if rank == 0 else run_dir / f"node{rank}"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -129,7 +129,7 @@ def _obstacles(arrived: Sequence[NodeInfo]) -> Iterator[Incompatibility]:
         for obstacle in one.obstacles:
             message, _, hint = obstacle.partition("\n")
             yield Incompatibility(
-                message=f"{one.name} cannot start: {message}", hint=hint or "see that machine's output"
+                message=f"{one.name} cannot start: {message}", hint=hint or "see that node's output"
             )
 
 
@@ -139,14 +139,14 @@ def _ranks(arrived: Sequence[NodeInfo], most: int) -> Iterator[Incompatibility]:
         if count > 1:
             names = " and ".join(one.name for one in arrived if one.rank == rank)
             yield Incompatibility(
-                message=f"{names} both say that they are machine {rank}",
-                hint="give each machine a number of its own (--machine-rank), or none: it is then assigned",
+                message=f"{names} both say that they are node {rank}",
+                hint="give each node a rank of its own (--machine-rank), or none: it is then assigned",
             )
         elif rank >= most:
             name = next(one.name for one in arrived if one.rank == rank)
             yield Incompatibility(
-                message=f"{name} says that it is machine {rank}, but there are {most}",
-                hint="machines count from 0",
+                message=f"{name} says that it is node {rank}, but there are {most}",
+                hint="nodes count from 0",
             )
 
 
@@ -165,7 +165,7 @@ def _versions(first: NodeInfo, other: NodeInfo) -> Iterator[Incompatibility]:
             what = f"{there or 'missing'} on {other.name} and {here or 'missing'} on {first.name}"
             yield Incompatibility(
                 message=f"{program} is {what}",
-                hint="install the same versions on every machine",
+                hint="install the same versions on every node",
                 fatal=program != "python",
             )
 
@@ -182,12 +182,12 @@ def _config(first: NodeInfo, other: NodeInfo) -> Iterator[Incompatibility]:
         more = f"; and {len(names) - _NAMED} more keys differ" if len(names) > _NAMED else ""
         yield Incompatibility(
             message=f"{other.name} has another configuration: {', '.join(said)}{more}",
-            hint="use the same file, options and FSDPLAUNCH_ variables on every machine",
+            hint="use the same file, options and FSDPLAUNCH_ variables on every node",
         )
     if list(first.command) != list(other.command):
         yield Incompatibility(
             message=f"{other.name} would run {_command(other)}, and {first.host} {_command(first)}",
-            hint="give every machine the same script and arguments",
+            hint="give every node the same script and arguments",
         )
 
 

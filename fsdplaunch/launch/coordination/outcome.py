@@ -50,17 +50,22 @@ def workers_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda worker: int(worker["rank"]))
 
 
+def end_of_run(status: int, **known: Any) -> dict[str, Any]:
+    """Return how a run ended: `status`, `stopped_by`, `cause` (a worker), `error`, `lost`, `workers`."""
+    return {"status": status, "stopped_by": None, "cause": None, "error": None, "lost": [], "workers": []} | known
+
+
 def merge_outcomes(outcomes: Sequence[Outcome], *, lost: Sequence[str], stopped_by: str | None) -> dict[str, Any]:
-    """Return how the run ended: `status`, `stopped_by`, `cause` (a worker), `error`, `lost`, `workers`.
+    """Return how the run ended, as `end_of_run` does.
 
     Args:
-        outcomes: Of every machine that reported one, by number.
-        lost: What happened to machines that the run could not go on without.
+        outcomes: Of every node that reported one, by rank.
+        lost: What happened to nodes that the run could not go on without.
         stopped_by: The signal somebody sent from outside.
     """
     workers = workers_of(outcomes)
     cause = first_failure(workers)
-    final = {"status": 0, "stopped_by": None, "cause": None, "error": None, "lost": [], "workers": workers}
+    final = end_of_run(0, workers=workers)
     failed = [outcome for outcome in outcomes if has_failed(outcome)]
     if lost and (cause is None or is_consequence(cause)):
         return final | {"status": EXIT_MACHINE, "lost": list(lost)}

@@ -97,7 +97,7 @@ def find_placement(config: Config, environ: Mapping[str, str]) -> Placement:
     count = _machines_of(cluster, environ)
     if count is not None and not least <= count <= most:
         said = str(least) if least == most else f"{least} to {most}"
-        msg = f"the configuration asks for {said} machines, but {_source(cluster)} has {count}"
+        msg = f"the configuration asks for {said} nodes, but {_source(cluster)} has {count}"
         raise UsageError(msg, hint="leave num_machines out: the scheduler's number is then taken")
     if count is not None and cluster.kind == "slurm":
         most = least = count
@@ -119,11 +119,11 @@ def find_placement(config: Config, environ: Mapping[str, str]) -> Placement:
 
 def _check_rank(rank: int, most: int, host: str | None) -> None:
     if rank >= most:
-        msg = f"this is machine {rank}, but there are {most}"
-        raise UsageError(msg, hint=f"machines count from 0: see --machine-rank, {RANK_VARIABLE}, the scheduler")
+        msg = f"this is node {rank}, but there are {most}"
+        raise UsageError(msg, hint=f"nodes count from 0: see --machine-rank, {RANK_VARIABLE}, the scheduler")
     if host is None and rank > 0:
-        msg = f"this is machine {rank}, but nothing says where machine 0 is"
-        raise UsageError(msg, hint="set main_process_ip to machine 0's address")
+        msg = f"this is node {rank}, but nothing says where node 0 is"
+        raise UsageError(msg, hint="set main_process_ip to node 0's address")
 
 
 def is_coordinator(place: Placement) -> bool:
@@ -154,8 +154,8 @@ def _rank(config: Config, cluster: Cluster, environ: Mapping[str, str]) -> int |
 def _said_rank(text: str) -> int:
     rank = _decimal(text)
     if rank is None:
-        msg = f"{RANK_VARIABLE} is {text!r}, which is no machine's number"
-        raise UsageError(msg, hint="set it to 0, 1, ..., or unset it: the number is then assigned")
+        msg = f"{RANK_VARIABLE} is {text!r}, which is no node's rank"
+        raise UsageError(msg, hint="set it to 0, 1, ..., or unset it: the rank is then assigned")
     return rank
 
 
@@ -170,8 +170,8 @@ def _check_tasks(cluster: Cluster) -> None:
         many = max(many, -(-cluster.num_tasks // cluster.num_nodes))
     if cluster.kind in ("slurm", "mpi") and many > 1:
         flag = "--ntasks-per-node=1" if cluster.kind == "slurm" else "--npernode 1 (Open MPI) or -ppn 1"
-        msg = f"{_source(cluster)} started {many} launchers on each machine; each would start every worker"
-        raise UsageError(msg, hint=f"start one on each machine: {flag}")
+        msg = f"{_source(cluster)} started {many} launchers on each node; each would start every worker"
+        raise UsageError(msg, hint=f"start one on each node: {flag}")
 
 
 def _source(cluster: Cluster) -> str:
@@ -192,7 +192,7 @@ def slurm_names(environ: Mapping[str, str]) -> tuple[str, ...]:
             return tuple(done.stdout.split())
     if text and "[" not in text:
         return tuple(text.split(","))
-    msg = f"the machines of this job ({text or 'SLURM_JOB_NODELIST is not set'}) cannot be listed without scontrol"
+    msg = f"the nodes of this job ({text or 'SLURM_JOB_NODELIST is not set'}) cannot be listed without scontrol"
     raise UsageError(msg, hint="make scontrol available here, or set main_process_ip")
 
 

@@ -59,13 +59,11 @@ def unreachable(reached: Mapping[str, Sequence[str] | None]) -> list[Incompatibi
     found = []
     for name, failed in reached.items():
         if failed is None:
-            found.append(
-                Incompatibility(message=f"{name} did not answer any more", hint="see that machine's output")
-            )
+            found.append(Incompatibility(message=f"{name} did not answer any more", hint="see that node's output"))
         found += [
             Incompatibility(
                 message=f"{name} cannot reach {other}",
-                hint="the workers connect on free ports: a firewall, or the address of a network the machines do "
+                hint="the workers connect on free ports: a firewall, or the address of a network the nodes do "
                 "not share? set launch.local_address or launch.network_interface there",
             )
             for other in failed or ()

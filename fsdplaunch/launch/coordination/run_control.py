@@ -28,8 +28,8 @@ class SignalRelay:
     again so soon is that, and no impatience.
     """
 
-    def __init__(self, link: RunControl, agent: "subprocess.Popen[bytes]", allowed: Sequence[int]) -> None:
-        self._link, self._agent, self._allowed = link, agent, allowed
+    def __init__(self, control: RunControl, agent: "subprocess.Popen[bytes]", allowed: Sequence[int]) -> None:
+        self._control, self._agent, self._allowed = control, agent, allowed
         self._counts: dict[int, int] = {}
         self._heard: dict[int, float] = {}
 
@@ -38,7 +38,7 @@ class SignalRelay:
         if time.monotonic() - self._heard.get(number, -ECHO_SECONDS) < ECHO_SECONDS:
             return False
         self._counts[number] = self._counts.get(number, 0) + 1
-        self._link.stop(number, self._counts[number])
+        self._control.stop(number, self._counts[number])
         return True
 
     def heard(self, number: int, count: int) -> None:
@@ -54,17 +54,19 @@ def send(agent: "subprocess.Popen[bytes]", number: int) -> None:
         agent.send_signal(number)
 
 
-def attach(link: RunControl, agent: "subprocess.Popen[bytes]", run_dir: Path, names: Sequence[str]) -> SignalRelay:
+def attach(
+    control: RunControl, agent: "subprocess.Popen[bytes]", run_dir: Path, names: Sequence[str]
+) -> SignalRelay:
     """Let the other machines stop this one's agent, or have its workers start again.
 
     Args:
-        link: The other machines.
+        control: The other nodes.
         agent: This machine's agent.
         run_dir: The folder of this machine's part.
         names: The signals that are passed on.
     """
     changes = itertools.count(1)
-    signals = SignalRelay(link, agent, [getattr(signal, name) for name in names])
+    signals = SignalRelay(control, agent, [getattr(signal, name) for name in names])
 
     def end(at_once: bool) -> None:
         send(agent, signal.SIGTERM)
@@ -72,10 +74,10 @@ def attach(link: RunControl, agent: "subprocess.Popen[bytes]", run_dir: Path, na
             _later(INSIST_SECONDS, lambda: send(agent, signal.SIGTERM))
             _later(KILL_SECONDS, lambda: send(agent, signal.SIGKILL))
 
-    link.actions = RunActions(
+    control.actions = RunActions(
         stop=signals.heard, end=end, change=lambda: write_json(run_dir / MACHINES, {"changes": next(changes)})
     )
-    link.start()
+    control.start()
     return signals
 
 
@@ -85,14 +87,14 @@ def _later(seconds: float, action: Callable[[], None]) -> None:
     timer.start()
 
 
-def conclude_run(link: RunControl, status: int, record: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+def conclude_run(control: RunControl, status: int, record: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """Report how this machine's part ended; return the run's status, and the record with the run's cause.
 
     Args:
-        link: The other machines.
+        control: The other nodes.
         status: Of this machine's agent.
         record: The agent's.
     """
-    final = link.settle(outcome_of(record, status))
-    link.close()
-    return int(final["status"]), merged_record(record, final, whole=link.assignment.rank == 0)
+    final = control.conclude(outcome_of(record, status))
+    control.close()
+    return int(final["status"]), merged_record(record, final, whole=control.assignment.rank == 0)

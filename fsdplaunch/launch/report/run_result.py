@@ -3,10 +3,12 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fsdplaunch.launch.report.diagnosis import Diagnosis
 from fsdplaunch.launch.report.root_cause import Worker, brief, has_failed, own_signal, shell_status
+from fsdplaunch.run_dir import node_folder, rank_log
 
 _SOURCE = re.compile(r"\[\S+\.(cc|cpp|cu):\d+\] ?")
 """Where in torch's C++ code a message comes from, which helps nobody here."""
@@ -147,7 +149,6 @@ def _failure(record: Mapping[str, Any], exit_code: int, gpus: Sequence[str]) -> 
         return Failure(rank=None, exit_code=exit_code, message=record.get("error"), lost=lost)
     error, local_rank = cause["error"] or {}, cause["local_rank"]
     number, machine = attempts[-1]["attempt"], cause.get("machine")
-    folder = f"{f'node{machine}/' if machine else ''}ranks/{cause['rank']}"
     return Failure(
         rank=cause["rank"],
         exit_code=exit_code,
@@ -161,7 +162,7 @@ def _failure(record: Mapping[str, Any], exit_code: int, gpus: Sequence[str]) -> 
         seconds=_lifetime(cause),
         steps=cause.get("steps"),
         tail=tuple(cause["tail"]),
-        log=f"{folder}/stderr{f'.attempt{number}' if number else ''}.log",
+        log=str(rank_log(node_folder(Path(), machine or 0), cause["rank"], "stderr", number)),
         others=tuple(describe_others(cause, attempts[-1]["workers"])),
     )
 

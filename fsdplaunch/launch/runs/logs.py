@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fsdplaunch.launch.runs.registry import Run
+from fsdplaunch.run_dir import rank_folder
 
 
 def log_files(run: Run, *, rank: int | None, stream: str) -> list[Path]:
@@ -19,7 +20,7 @@ def log_files(run: Run, *, rank: int | None, stream: str) -> list[Path]:
         if run.task is not None:
             return list(run.dir.parent.glob(f"slurm-{run.job['job']}.out"))
         return sorted(run.dir.glob("slurm-*.out"), key=lambda path: (len(path.name), path.name))
-    found = run.dir.rglob(f"ranks/{rank or 0}/{stream}*.log")
+    found = run.dir.rglob(str(rank_folder(Path(), rank or 0) / f"{stream}*.log"))
     return sorted(found, key=lambda path: path.stat().st_mtime)
 
 

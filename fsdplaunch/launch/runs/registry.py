@@ -1,6 +1,5 @@
 """The runs in a folder: which there are, how each is doing, where its output is, how to end it."""
 
-import json
 import os
 import signal
 import socket
@@ -15,9 +14,8 @@ from fsdplaunch.launch.runs.states import State, ended_state, process_state, res
 from fsdplaunch.launch.schedulers.kubernetes import kubectl
 from fsdplaunch.launch.schedulers.kubernetes import status as kubernetes_status
 from fsdplaunch.launch.schedulers.slurm import commands as slurm
-from fsdplaunch.run_dir import PLAN, read_json
+from fsdplaunch.run_dir import JOB, LATEST, PLAN, read_json, write_json
 
-JOB = "job.json"
 _TASK = "task"
 """Folder of a task of an array inside its run's, with its number; RUN/task3 is also its name."""
 
@@ -66,7 +64,7 @@ def write_job(run_dir: Path, *, route: str, **what: Any) -> None:
     """Note how a run was started, and by which process."""
     pid = os.getpid()
     about = {"route": route, "host": socket.gethostname(), "pid": pid, "since": start_of(pid), **what}
-    (run_dir / JOB).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    write_json(run_dir / JOB, about)
 
 
 def read_runs(folder: Path, *, limit: int | None = None) -> list[Run]:
@@ -95,7 +93,7 @@ def find_run(folder: Path, name: str) -> Run:
     if not folder.is_dir():
         msg = f"there is no folder {folder}"
         raise UsageError(msg, hint="name the one with the runs: --log-dir DIR")
-    if name == "latest" and (folder / name).is_dir():
+    if name == LATEST and (folder / name).is_dir():
         name = (folder / name).resolve().name
     names = [path.name for path in folder.iterdir() if is_run(path)]
     chosen = [one for one in names if one == name] or [

@@ -1,4 +1,4 @@
-"""What a launcher on another machine is told to run: `fsdplaunch launch` with everything said. Pure.
+"""What a launcher on another node is to run: `fsdplaunch launch` with everything set. Pure.
 
 Every route builds its command here, as a list of words; each route quotes that list in its own way, or not at all.
 """
@@ -20,20 +20,23 @@ class LaunchCommand:
         config: The file to read; None for the default one.
         overrides: `KEY=VALUE` texts.
         allow_unsharded: Accept a script that never shards a model.
+        as_json: Print the result as JSON.
     """
 
     target: LaunchTarget
     config: str | None = None
     overrides: Sequence[str] = ()
     allow_unsharded: bool = False
+    as_json: bool = False
 
     def words(self, program: Sequence[str]) -> list[str]:
-        """The command line.
+        """Return the command line.
 
         Args:
             program: What starts fsdplaunch.
         """
         flags = [
+            *(["--json"] if self.as_json else []),
             *(["--config", self.config] if self.config else []),
             *(word for override in self.overrides for word in ("--set", override)),
             *(["--module"] if self.target.is_module else []),
@@ -52,5 +55,5 @@ class LaunchCommand:
 
 
 def shared_overrides(overrides: Sequence[str]) -> list[str]:
-    """Of what the command line says, what holds for every machine."""
+    """Return those of the command line's overrides that hold for every node."""
     return [one for one in overrides if one.partition("=")[0].strip() not in _OWN_KEYS]

@@ -55,7 +55,7 @@ def test_num_processes_is_the_total_over_machines():
 
 
 def test_more_workers_than_gpus_is_refused_with_exit_3():
-    with pytest.raises(MachineError, match="4 workers on this machine, but it has 2") as caught:
+    with pytest.raises(MachineError, match="4 workers on this node, but it has 2") as caught:
         make(Config(num_processes=4), gpus=2)
     assert caught.value.exit_code == 3
 

@@ -33,8 +33,8 @@ def lost_connection(scene: FailureFacts) -> Diagnosis | None:
     if not is_consequence(scene.cause):
         return None
     return Diagnosis(
-        why="the connection to another rank broke, and no rank of this machine says why",
-        remedies=("look at the other machines' logs; on one machine, at every rank's stderr.log",),
+        why="the connection to another rank broke, and no rank of this node says why",
+        remedies=("look at the other nodes' logs; on one node, at every rank's stderr.log",),
     )
 
 
@@ -53,7 +53,7 @@ def killed_from_outside(scene: FailureFacts) -> Diagnosis | None:
     if scene.died_of not in ("SIGKILL", "SIGTERM"):
         return None
     return Diagnosis(
-        why=f"something outside this run sent {scene.died_of}: a user, a scheduler, or the kernel of a machine"
+        why=f"something outside this run sent {scene.died_of}: a user, a scheduler, or the kernel of a node"
         " without memory",
         remedies=("the scheduler's log; as root: dmesg | grep -i 'killed process'",),
     )

@@ -93,6 +93,6 @@ def never_sharded(scene: FailureFacts) -> Diagnosis | None:
     if "ended without sharding a model" not in scene.text:
         return None
     return Diagnosis(
-        why="each worker would have trained a copy of its own",
+        why="each worker would have trained a replica of its own",
         remedies=("call fsdplaunch.prepare(model, ...) in the script", "--allow-unsharded, if that is meant"),
     )

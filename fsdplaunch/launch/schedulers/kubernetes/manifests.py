@@ -190,7 +190,7 @@ def _train_job(config: Config, words: Sequence[str], *, name: str, run_id: str) 
     """A TrainJob: the operator makes the pods and the service; meeting and rendezvous stay ours (c10d)."""
     kube = config.kubernetes
     if kube.secrets:
-        msg = "kubernetes.secrets cannot be said in a TrainJob"
+        msg = "kubernetes.secrets cannot be set in a TrainJob"
         raise UsageError(msg, hint="give them to the ClusterTrainingRuntime's pods, or use kind: job")
     container = _container(config, words, _group(run_id))
     trainer = {

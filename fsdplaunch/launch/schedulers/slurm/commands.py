@@ -100,7 +100,7 @@ def srun_words(config: Config, environ: Mapping[str, str], machines: int) -> lis
 def _ask(words: Sequence[str]) -> str:
     if shutil.which(words[0]) is None:
         msg = f"there is no {words[0]} here"
-        raise MachineError(msg, hint="run this on a machine of the SLURM cluster, or load its module")
+        raise MachineError(msg, hint="run this on a node of the SLURM cluster, or load its module")
     done = _run(words)
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"

@@ -37,13 +37,13 @@ def _contradictions(
         return origin.text if origin is not None and origin.layer in _HERE else None
 
     count, (least, most) = len(hosts), node_range(config)
-    named = f"ssh names {count} machine{'s' if count > 1 else ''}"
+    named = f"ssh names {count} node{'s' if count > 1 else ''}"
     if config.launch.nodes is not None and not least <= count <= most:
         yield f"launch.nodes is {config.launch.nodes}, but {named}", "make the two agree"
     if config.num_machines != count and (said("num_machines") or config.num_machines > 1):
         yield f"num_machines is {config.num_machines}, but {named}", "leave num_machines out"
     if who := said("machine_rank"):
-        yield f"machine_rank is set ({who}), but the list of machines numbers them", "leave machine_rank out"
+        yield f"machine_rank is set ({who}), but the list of nodes numbers them", "leave machine_rank out"
     slots = [host.slots for host in hosts if host.slots]
     if isinstance(config.num_processes, int) and len(slots) == count and config.num_processes != sum(slots):
         words = f"num_processes is {config.num_processes}, but the hostfile's slots are {sum(slots)}"
@@ -51,7 +51,7 @@ def _contradictions(
     asked = config.launch.workers_per_node
     if isinstance(config.num_processes, int) and not slots and asked is None and config.num_processes % count:
         words = f"num_processes is {config.num_processes}, which cannot be split evenly, but {named}"
-        yield words, "leave num_processes out, or say each machine's workers in a hostfile: NAME slots=N"
+        yield words, "leave num_processes out, or set each node's workers in a hostfile: NAME slots=N"
     other = next((host for host in hosts if host.slots and host.slots != asked), None)
     if other is not None and (who := said("launch", "workers_per_node")):
         words = f"launch.workers_per_node is {asked} ({who}), but {other.name} has slots={other.slots}"

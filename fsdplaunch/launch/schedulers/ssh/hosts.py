@@ -41,19 +41,19 @@ def read_hosts(section: SshSection) -> list[SshHost]:
         UsageError: Both or a wrong list, or a name that ssh would take for an option.
     """
     if section.hosts and section.hostfile:
-        msg = "ssh.hosts and ssh.hostfile both name machines"
+        msg = "ssh.hosts and ssh.hostfile both name nodes"
         raise UsageError(msg, hint="keep one of the two")
     hosts = [SshHost(name=name) for name in section.hosts]
     if section.hostfile:
         hosts = _read_hostfile(Path(section.hostfile))
     for host in hosts:
         if host.name.startswith("-") or not re.fullmatch(r"[^\s'\"`$;|&<>()\\]+", host.name):
-            msg = f"{host.name!r} is not a name of a machine"
-            raise UsageError(msg, hint="name machines as you would to ssh, for example node1 or me@10.0.0.2")
+            msg = f"{host.name!r} is not a name of a node"
+            raise UsageError(msg, hint="name nodes as you would to ssh, for example node1 or me@10.0.0.2")
     twice = {host.name for host in hosts if sum(other.name == host.name for other in hosts) > 1}
     if twice:
         msg = f"{', '.join(sorted(twice))} is named twice"
-        raise UsageError(msg, hint="name each machine once; slots=N or launch.workers_per_node says its workers")
+        raise UsageError(msg, hint="name each node once; slots=N or launch.workers_per_node says its workers")
     return hosts
 
 
@@ -74,7 +74,7 @@ def _read_hostfile(path: Path) -> list[SshHost]:
             raise UsageError(msg)
         hosts.append(SshHost(name=words[0], slots=int(slots[0]) if slots else None))
     if not hosts:
-        msg = f"ssh.hostfile: {path} names no machine"
+        msg = f"ssh.hostfile: {path} names no node"
         raise UsageError(msg)
     return hosts
 
@@ -86,8 +86,8 @@ def check_client() -> None:
         MachineError: There is none.
     """
     if shutil.which("ssh") is None:
-        msg = "this machine has no ssh, which would start the others"
-        raise MachineError(msg, hint="install OpenSSH's client, or type the same command on each machine")
+        msg = "this node has no ssh, which would start the others"
+        raise MachineError(msg, hint="install OpenSSH's client, or type the same command on each node")
 
 
 def client_words(
@@ -125,9 +125,9 @@ def network_name(host: str, section: SshSection) -> str:
     return found[1] if found else host.rpartition("@")[2]
 
 
-def to_line(order: Mapping[str, Any]) -> bytes:
-    """An order to the far side: one line, whatever it holds."""
-    return json.dumps(order).encode() + b"\n"
+def to_line(message: Mapping[str, Any]) -> bytes:
+    """Return a message to the remote side: one line, whatever it holds."""
+    return json.dumps(message).encode() + b"\n"
 
 
 def explain_end(status: int, *, was_ready: bool, said: Sequence[str], python: str) -> tuple[str, str]:
@@ -141,7 +141,7 @@ def explain_end(status: int, *, was_ready: bool, said: Sequence[str], python: st
     """
     words = " ".join(line.strip() for line in said if line.strip())[-200:] or f"ssh ended with {status}"
     if was_ready:
-        return (f"the connection was lost ({words})", "is the machine up?")
+        return (f"the connection was lost ({words})", "is the node up?")
     if status == SSH_FAILED:
         return (words, "does `ssh -o BatchMode=yes` reach it without a question? passwords are never asked for")
     if status in _NOT_FOUND:

@@ -21,13 +21,13 @@ class SessionSpec:
     Attributes:
         host: The machine.
         words: The ssh command.
-        order: What the far side is to do.
+        task: What the remote side is to do.
         output: Where its standard output goes, as `subprocess` says it; ours when None.
     """
 
     host: str
     words: Sequence[str]
-    order: Mapping[str, Any]
+    task: Mapping[str, Any]
     output: int | None = None
 
 
@@ -64,11 +64,11 @@ class SshSession:
             self.reader.join(timeout=1)
             self.reader = None
 
-    def send(self, order: Mapping[str, Any]) -> None:
-        """Give the far side an order."""
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send the remote side a message."""
         with suppress(OSError, ValueError):
             if self.process.stdin is not None:
-                self.process.stdin.write(to_line(order))
+                self.process.stdin.write(to_line(message))
                 self.process.stdin.flush()
 
     def hang_up(self) -> None:
@@ -96,7 +96,7 @@ class SshSessions:
         self._signals: list[int] = []
 
     def start(self, part: SessionSpec) -> None:
-        """Start a client and give its far side the first order."""
+        """Start a client and give its far side its task."""
         process = subprocess.Popen(
             part.words,
             stdin=subprocess.PIPE,
@@ -108,7 +108,7 @@ class SshSessions:
         client.reader = threading.Thread(target=self._read, args=(client,), daemon=True)
         client.reader.start()
         self.clients.append(client)
-        client.send(part.order)
+        client.send(part.task)
 
     def _read(self, client: SshSession) -> None:
         for line in client.process.stderr or ():
@@ -154,15 +154,15 @@ class SshSessions:
         return bad or self._look()
 
     def _speak(self, now: float) -> None:
-        orders: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         while self._signals:
-            orders.append({"signal": self._signals.pop(0)})
+            messages.append({"signal": self._signals.pop(0)})
         if now - self._last_beat > self._beat_seconds:
             self._last_beat = now
-            orders.append({})
+            messages.append({})
         for client in self.clients:
-            for order in orders:
-                client.send(order)
+            for message in messages:
+                client.send(message)
 
     def _give_up_late(self) -> None:
         for client in self.clients:
@@ -178,7 +178,7 @@ class SshSessions:
                 left = len(self.clients) - len(self._failed)
                 if client is self.clients[0] or left < self._needed:
                     return client
-                self._show(client.host, f"{_last_words(client)}; {left} machines go on")
+                self._show(client.host, f"{_last_words(client)}; {left} nodes go on")
         return None
 
     def hang_up(self) -> None:

@@ -73,7 +73,7 @@ def test_all_machines_agree_on_names_workers_and_numbers():
     others = {client.assignment.rank: client.assignment for client in place.ends}
     assert sorted(others) == [1, 2]
     assert all(other.names == assignment.names and other.world == 7 for other in others.values())
-    assert others[1].store == f"127.0.0.1:{place.host.requirements.store_port}"
+    assert others[1].store == f"127.0.0.1:{1}"
 
 
 def test_machine_that_comes_too_late_is_turned_away():
@@ -84,7 +84,7 @@ def test_machine_that_comes_too_late_is_turned_away():
     place.host.start()
     late = place.come(2)
     late.join(10)
-    assert "already runs r1 with 2 machines" in str(place.ends[-1])
+    assert "already runs r1 with 2 nodes" in str(place.ends[-1])
 
 
 def test_elastic_run_starts_with_the_least_and_takes_in_one_more():
@@ -99,7 +99,7 @@ def test_elastic_run_starts_with_the_least_and_takes_in_one_more():
         time.sleep(0.05)
     ranks = [one.assignment.rank for one in place.ends if isinstance(one, NodeClient)]
     assert sorted(ranks) == [1, 2]
-    assert any("host2" in line and "joins as machine 2" in line for line in place.told)
+    assert any("host2" in line and "joins as node 2" in line for line in place.told)
 
 
 def test_wait_is_counted_and_ends_in_time():
@@ -107,10 +107,10 @@ def test_wait_is_counted_and_ends_in_time():
     place = Place(3, seconds=1.5)
     place.come(1)
     started = time.monotonic()
-    with pytest.raises(MachineError, match=r"2 of 3 machines came within 2 s.*missing: machine 2"):
+    with pytest.raises(MachineError, match=r"2 of 3 nodes came within 2 s.*missing: node 2"):
         place.host.gather(counter(said))
     assert time.monotonic() - started < 5
-    assert any(line.startswith("2 of 3 machines here") for line in said)
+    assert any(line.startswith("2 of 3 nodes here") for line in said)
 
 
 def test_guest_that_cannot_reach_anybody_names_the_reason():
@@ -161,8 +161,8 @@ def test_signal_outcome_and_end_go_through():
     assert got == [(15, 1)]
     outcome = {"status": 75, "stopped_by": "SIGTERM", "error": None, "attempt": None}
     final: list[dict] = []
-    threading.Thread(target=lambda: final.append(client.settle(outcome)), daemon=True).start()
-    assert place.host.settle(outcome)["status"] == 75
+    threading.Thread(target=lambda: final.append(client.conclude(outcome)), daemon=True).start()
+    assert place.host.conclude(outcome)["status"] == 75
     while not final and time.monotonic() < deadline:
         time.sleep(0.02)
     assert (final[0]["status"], final[0]["stopped_by"]) == (75, "SIGTERM")
@@ -182,6 +182,6 @@ def test_silent_machine_is_lost_and_ends_the_run():
         time.sleep(0.05)
     assert ended == [True]
     outcome = {"status": 143, "stopped_by": "SIGTERM", "error": None, "attempt": None}
-    final = place.host.settle(outcome)
+    final = place.host.conclude(outcome)
     assert final["status"] == 3
-    assert "lost host1 (127.0.0.1): no word for" in final["lost"][0]
+    assert "lost host1 (127.0.0.1): no message for" in final["lost"][0]

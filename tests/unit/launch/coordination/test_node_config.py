@@ -10,9 +10,10 @@ from fsdplaunch.config.schema.config import Config, LaunchSection
 from fsdplaunch.errors import MachineError
 from fsdplaunch.launch.coordination import join
 from fsdplaunch.launch.coordination.interfaces import RunAssignment
-from fsdplaunch.launch.coordination.node_config import agreed_config, node_folder, provisional_config
+from fsdplaunch.launch.coordination.node_config import agreed_config, provisional_config
 from fsdplaunch.launch.coordination.placement import find_placement
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan
+from fsdplaunch.run_dir import node_folder
 
 
 def assignment(rank: int) -> RunAssignment:
@@ -110,10 +111,10 @@ def test_workers_talk_over_the_interface_of_the_machines(launch, environ, variab
 @pytest.mark.parametrize(
     ("launch", "said"),
     [
-        (LaunchSection(network_interface="ib0"), r"network_interface is ib0, but this machine .* has lo \(127"),
+        (LaunchSection(network_interface="ib0"), r"network_interface is ib0, but this node .* has lo \(127"),
         (
             LaunchSection(local_address="192.0.2.77"),
-            r"local_address is 192.0.2.77, which this machine .* not have",
+            r"local_address is 192.0.2.77, which this node .* not have",
         ),
     ],
 )

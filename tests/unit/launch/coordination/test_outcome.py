@@ -42,8 +42,8 @@ def test_clocks_that_differ_are_brought_together():
 
 def test_broken_connection_to_a_lost_machine_is_not_the_cause():
     blames = make_worker(0, code=1, message="RuntimeError: Connection closed by peer [10.0.0.2]")
-    final = end(outcome(0, blames, status=1), lost=("lost host1: no word for 10 s",))
-    assert (final["status"], final["lost"]) == (3, ["lost host1: no word for 10 s"])
+    final = end(outcome(0, blames, status=1), lost=("lost host1: no message for 10 s",))
+    assert (final["status"], final["lost"]) == (3, ["lost host1: no message for 10 s"])
 
 
 def test_failure_of_its_own_counts_before_a_lost_machine():

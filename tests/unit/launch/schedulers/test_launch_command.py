@@ -170,7 +170,7 @@ def test_order_to_the_far_side_is_one_line_whatever_it_holds():
 
 def test_machine_without_ssh_is_told_so(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(MachineError, match="this machine has no ssh"):
+    with pytest.raises(MachineError, match="this node has no ssh"):
         check_client()
 
 
@@ -187,9 +187,9 @@ def test_hostfile_is_read_with_its_slots(tmp_path: Path):
         ("node1 slots=x\n", "hosts:1: 'node1 slots=x' is not NAME"),
         ("node1 8\n", "hosts:1"),
         ("a\nb\na\n", "a is named twice"),
-        ("# nobody\n", "names no machine"),
-        ("-oProxyCommand=id\n", "is not a name of a machine"),
-        ("$(id)\n", "is not a name of a machine"),
+        ("# nobody\n", "names no node"),
+        ("-oProxyCommand=id\n", "is not a name of a node"),
+        ("$(id)\n", "is not a name of a node"),
     ],
 )
 def test_wrong_hostfile_is_refused_with_its_line(tmp_path: Path, text: str, said: str):
@@ -260,13 +260,13 @@ def test_inside_a_step_nothing_need_be_configured(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "environ", "said"),
     [
-        (Config(num_machines=3), STEP, "asks for 3 machines, but SLURM has 2"),
-        (Config(launch=LaunchSection(nodes="3:4")), STEP, "asks for 3 to 4 machines, but SLURM has 2"),
+        (Config(num_machines=3), STEP, "asks for 3 nodes, but SLURM has 2"),
+        (Config(launch=LaunchSection(nodes="3:4")), STEP, "asks for 3 to 4 nodes, but SLURM has 2"),
         (Config(num_machines=2), STEP | {"SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2"}, "started 4 launchers"),
-        (Config(num_machines=2, machine_rank=1), {}, "nothing says where machine 0 is"),
-        (Config(num_machines=2), {"FSDPLAUNCH_NODE_RANK": "2"}, "this is machine 2, but there are 2"),
-        (Config(num_machines=2), {"FSDPLAUNCH_NODE_RANK": ""}, "NODE_RANK is '', which is no machine's number"),
-        (Config(num_machines=2, main_process_ip="n1"), POD | {"JOB_COMPLETION_INDEX": "3"}, "this is machine 3"),
+        (Config(num_machines=2, machine_rank=1), {}, "nothing says where node 0 is"),
+        (Config(num_machines=2), {"FSDPLAUNCH_NODE_RANK": "2"}, "this is node 2, but there are 2"),
+        (Config(num_machines=2), {"FSDPLAUNCH_NODE_RANK": ""}, "NODE_RANK is '', which is no node's rank"),
+        (Config(num_machines=2, main_process_ip="n1"), POD | {"JOB_COMPLETION_INDEX": "3"}, "this is node 3"),
     ],
 )
 def test_place_that_cannot_be_is_refused(monkeypatch, config, environ, said):

@@ -33,7 +33,7 @@ def run(
         lambda host, text: shown.append(f"{host}: {text}"), needed=needed or len(scripts), beat_seconds=0.1
     )
     for host, script in zip("abc", scripts, strict=False):
-        sessions.start(SessionSpec(host=host, words=["sh", "-c", script], order={}))
+        sessions.start(SessionSpec(host=host, words=["sh", "-c", script], task={}))
     try:
         return sessions.wait(start_seconds=start, end_seconds=0.3), sessions, shown
     finally:
@@ -71,7 +71,7 @@ def test_machine_that_says_nothing_is_given_up_in_time():
 def test_elastic_run_goes_on_without_a_machine_while_enough_are_left():
     bad, _, shown = run(f"{UP} sleep 1", f"{UP} sleep 1", f"{UP} exit 255", needed=2)
     assert bad is None
-    assert shown == ["c: the connection was lost; 2 machines go on"]
+    assert shown == ["c: the connection was lost; 2 nodes go on"]
 
 
 @pytest.mark.parametrize("dead", [(0,), (1, 2)], ids=["first", "too-few"])
@@ -85,9 +85,7 @@ def test_elastic_run_ends_without_its_first_machine_or_with_too_few(dead: tuple[
 def test_far_side_hears_signals_and_that_we_are_there(tmp_path: Path):
     heard = tmp_path / "heard"
     sessions = SshSessions(lambda _host, _text: None, needed=1, beat_seconds=0.1)
-    sessions.start(
-        SessionSpec(host="a", words=["sh", "-c", f"{UP} head -n 4 > {heard}"], order={"argv": ["a\nb"]})
-    )
+    sessions.start(SessionSpec(host="a", words=["sh", "-c", f"{UP} head -n 4 > {heard}"], task={"argv": ["a\nb"]}))
     sessions.signal(signal.SIGTERM)
     assert sessions.wait(start_seconds=10, end_seconds=1) is None
     assert [json.loads(line) for line in heard.read_text().splitlines()] == [
@@ -148,15 +146,15 @@ FLAG, FILE = ValueOrigin(layer="flag", text="command line"), ValueOrigin(layer="
 @pytest.mark.parametrize(
     ("config", "origins", "said"),
     [
-        (Config(num_machines=3), {("num_machines",): FILE}, "num_machines is 3, but ssh names 2 machines"),
-        (Config(num_machines=1), {("num_machines",): FLAG}, "num_machines is 1, but ssh names 2 machines"),
+        (Config(num_machines=3), {("num_machines",): FILE}, "num_machines is 3, but ssh names 2 nodes"),
+        (Config(num_machines=1), {("num_machines",): FLAG}, "num_machines is 1, but ssh names 2 nodes"),
         (Config(machine_rank=0), {("machine_rank",): FLAG}, "machine_rank is set"),
         (
             Config(num_processes=4),
             {("num_processes",): FILE},
             "num_processes is 4, but the hostfile's slots are 3",
         ),
-        (Config(launch=LaunchSection(nodes="3:4")), {}, "launch.nodes is 3:4, but ssh names 2 machines"),
+        (Config(launch=LaunchSection(nodes="3:4")), {}, "launch.nodes is 3:4, but ssh names 2 nodes"),
     ],
 )
 def test_list_of_machines_overrules_nothing_in_silence(config, origins, said):
