@@ -59,7 +59,7 @@ def _main_thread(dump: str) -> list[str]:
 
 
 def find_behind(positions: Sequence[Position]) -> list[Position]:
-    """The ranks that the others wait for: those with fewer steps, else those that are not in a collective.
+    """Return the ranks that the others wait for: those with fewer steps, else those that are not in a collective.
 
     Empty when all are alike.
     """

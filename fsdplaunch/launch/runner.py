@@ -79,7 +79,7 @@ def run_plan(
 
 
 def _prepare_run_dir(plan: LaunchPlan) -> None:
-    # On a file system that machines share, another machine's part may have made it.
+    # On a file system that nodes share, another node's part may have made it.
     plan.run_dir.mkdir(parents=True, exist_ok=plan.nodes > 1)
     write_json(plan.run_dir / PLAN, plan.to_dict())
     write_job(plan.run_dir, route="here")
@@ -89,7 +89,7 @@ def _prepare_run_dir(plan: LaunchPlan) -> None:
 
 
 def _read_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> tuple[int, dict[str, Any]]:
-    """This machine's status and its agent's record."""
+    """This node's status and its agent's record."""
     status = shell_status(code)
     record = read_json(agent_record(plan.run_dir)) or _without_record(plan, code, received)
     if status == 0 and (missing := unsharded_ranks(plan, record)):
@@ -99,12 +99,12 @@ def _read_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> tuple[
 
 def _result(plan: LaunchPlan, status: int, record: Mapping[str, Any], seconds: float) -> RunResult:
     result = read_result(record, exit_code=status, seconds=seconds, gpus=plan.gpus)
-    scene = failure_facts(record, plan.config, plan.argv[0]) if result.failure else None
-    return replace(result, diagnosis=diagnose(scene)) if scene is not None else result
+    facts = failure_facts(record, plan.config, plan.argv[0]) if result.failure else None
+    return replace(result, diagnosis=diagnose(facts)) if facts is not None else result
 
 
 def _without_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> dict[str, Any]:
-    """What to make of an agent that could not write down how it ended."""
+    """Return what to make of an agent that could not write down how it ended."""
     if received:  # it was ended while it was starting
         return {"stopped_by": signal_name(received[0])}
     if code < 0:
@@ -125,7 +125,7 @@ def unsharded_ranks(plan: LaunchPlan, record: Mapping[str, Any]) -> list[int]:
 
 
 def with_unsharded_cause(record: Mapping[str, Any], plan: LaunchPlan, rank: int) -> dict[str, Any]:
-    """The agent's record, with the rank that did not shard as the failure it is."""
+    """Return the agent's record, with the rank that did not shard as the failure it is."""
     attempts = [*record.get("attempts", [])]
     if not attempts:
         return dict(record)
@@ -145,7 +145,7 @@ def _signals_passed_to(
 ) -> Iterator[list[int]]:
     """Pass signals on; the agent knows what a second one means. At the third, kill it, and with it its workers.
 
-    Signals that are not new, because they have come through another machine, are left out.
+    Signals that are not new, because they have come through another node, are left out.
     """
     received: list[int] = []
 

@@ -31,12 +31,12 @@ def worker_variables(
     Args:
         config: Resolved configuration.
         environ: The caller's variables; what the user has set there is not overridden by a default of ours.
-        cpus: Usable cores of this machine.
-        workers: Workers on this machine.
+        cpus: Usable cores of this node.
+        workers: Workers on this node.
         torch_version: Of the installed torch, major and minor.
         run_dir: The run's folder.
         allow_unsharded: Let a script end without having sharded a model.
-        ranks: Workers over all machines, where they are known.
+        ranks: Workers over all nodes, where they are known.
     """
     world = workers * config.num_machines if ranks is None else ranks
     env = encode(with_mesh(config, world))  # other libraries want sizes as numbers

@@ -8,7 +8,7 @@ from fsdplaunch.cli.launch.options import LaunchOptions, LaunchRequest
 from fsdplaunch.cli.launch.single_node import (
     check_script,
     pass_checks,
-    plan_for_this_machine,
+    plan_for_this_node,
     run_and_report,
     show_plan,
 )
@@ -62,7 +62,7 @@ def launch_script(
         from fsdplaunch.cli.launch.multi_node import NodeLaunch, launch_on_node
 
         return launch_on_node(NodeLaunch(request=request, place=place, hardware=hardware), out)
-    plan = plan_for_this_machine(loaded, hardware, target, allow_unsharded=launch_options.allow_unsharded)
+    plan = plan_for_this_node(loaded, hardware, target, allow_unsharded=launch_options.allow_unsharded)
     if launch_options.dry_run:
         show_plan(plan, loaded, as_json=launch_options.as_json, out=out)
         return 0

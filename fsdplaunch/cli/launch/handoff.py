@@ -56,11 +56,11 @@ class Handoff:
             launch=replace(config.launch, workers_per_node=workers if gpus or workers != "gpu" else 1),
         )
         target = self._request.target
-        plan = build_plan(placed, machine=node, target=target, run_id=self.run_id, run_dir=self.run_dir)
+        plan = build_plan(placed, node=node, target=target, run_id=self.run_id, run_dir=self.run_dir)
         return replace(plan, argv=tuple(argv), env={}, config=config, notes=loaded.notes, sent=sent)
 
     def is_only_shown(self, plan: LaunchPlan) -> bool:
-        """Where nothing is to be started, print exactly what would be sent, and what would send it."""
+        """Print exactly what would be sent, and what would send it, where nothing is to be started."""
         if not self._request.starts_nothing:
             return False
         path = self._request.loaded.path

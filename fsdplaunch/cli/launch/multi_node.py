@@ -14,7 +14,7 @@ from fsdplaunch.errors import EXIT_MACHINE, MachineError, UsageError
 from fsdplaunch.launch.coordination import join, network
 from fsdplaunch.launch.coordination.interfaces import JoinProgress, RunAssignment, RunControl
 from fsdplaunch.launch.coordination.node_config import agreed_config, provisional_config
-from fsdplaunch.launch.coordination.placement import Placement, is_coordinator, is_step
+from fsdplaunch.launch.coordination.placement import NodePlacement, is_coordinator, is_step
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.launch.preflight import find_obstacles
 from fsdplaunch.launch.run_id import GROUP_RUN, has_fixed_name, run_name
@@ -38,7 +38,7 @@ class NodeLaunch:
     """
 
     request: LaunchRequest
-    place: Placement
+    place: NodePlacement
     hardware: Hardware
 
 
@@ -70,7 +70,7 @@ def launch_on_node(part: NodeLaunch, out: Output) -> int:
 
 
 def _start_on_every_node(part: NodeLaunch, out: Output) -> int:
-    """In a batch script or an interactive allocation: have srun start a launcher on each node."""
+    """Have srun start a launcher on each node, in a batch script or an interactive allocation."""
     request = part.request
     command = request.command(
         _file(request), overrides=shared_overrides(request.overrides), as_json=request.options.as_json
@@ -93,7 +93,7 @@ def _plan(
     if assignment:
         run_id = assignment.run_id
         home = home if has_fixed_name(os.environ) else home.with_name(run_id)
-    plan = single_node.plan_for_this_machine(
+    plan = single_node.plan_for_this_node(
         loaded,
         part.hardware,
         part.request.target,
@@ -131,7 +131,7 @@ def _join(part: NodeLaunch, plan: LaunchPlan, *, is_first: bool, out: Output) ->
     if obstacles:  # try to tell the others, but not for long
         launch = replace(config.launch, rendezvous_timeout_seconds=HOPELESS_SECONDS)
         config = replace(config, launch=launch)
-    mine = join.NodeSpec(
+    spec = join.NodeSpec(
         config=config,
         place=part.place,
         target=part.request.target,
@@ -141,9 +141,9 @@ def _join(part: NodeLaunch, plan: LaunchPlan, *, is_first: bool, out: Output) ->
         fixed_run_id=has_fixed_name(os.environ),
     )
     if is_first:
-        _invite(part, mine, out)
+        _invite(part, spec, out)
     try:
-        return join.join_run(mine, _progress(out), out.note)
+        return join.join_run(spec, _progress(out), out.note)
     except MachineError:
         if obstacles:
             raise obstacles[0] from None
@@ -166,12 +166,12 @@ def _obstacles(part: NodeLaunch, plan: LaunchPlan, *, is_first: bool) -> list[Ma
     return found
 
 
-def _invite(part: NodeLaunch, mine: join.NodeSpec, out: Output) -> None:
+def _invite(part: NodeLaunch, spec: join.NodeSpec, out: Output) -> None:
     """Say what to run on the other nodes, unless a scheduler or a driver starts them."""
     place, request = part.place, part.request
     if place.source != "the configuration" or GROUP_RUN in os.environ:
         return
-    config, address = request.config, join.own_address(mine)
+    config, address = request.config, join.own_address(spec)
     is_set = config.main_process_ip or config.launch.rendezvous_endpoint
     where = [] if is_set else [f"main_process_ip={address}"]
     if not is_set and config.main_process_port is None and place.port:

@@ -57,7 +57,7 @@ class LaunchRequest:
 
     @property
     def starts_nothing(self) -> bool:
-        """Whether the launch only shows or checks something."""
+        """Return whether the launch only shows or checks something."""
         return self.options.dry_run or self.options.check_only
 
     def command(

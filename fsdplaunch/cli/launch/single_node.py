@@ -15,7 +15,7 @@ from fsdplaunch.config.load.load import LoadedConfig
 from fsdplaunch.errors import EXIT_MACHINE, UsageError
 from fsdplaunch.launch.coordination.interfaces import RunControl
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan
-from fsdplaunch.launch.ports import find_holder, meeting_port
+from fsdplaunch.launch.ports import find_holder, join_port
 from fsdplaunch.launch.preflight import Finding, find_obstacles
 from fsdplaunch.launch.report.failure_report import end_line, failure_lines
 from fsdplaunch.launch.report.run_result import RunResult
@@ -36,7 +36,7 @@ def check_script(script: str) -> None:
         raise UsageError(msg, hint=f"looked in {Path.cwd()}")
 
 
-def plan_for_this_machine(
+def plan_for_this_node(
     loaded: LoadedConfig,
     hardware: Hardware,
     target: LaunchTarget,
@@ -46,29 +46,29 @@ def plan_for_this_machine(
     folder: Path | None = None,
     ranks: int | None = None,
 ) -> LaunchPlan:
-    """Build the plan with this machine's facts and an absolute run folder.
+    """Build the plan with this node's facts and an absolute run folder.
 
     Args:
         loaded: The configuration.
-        hardware: This machine.
+        hardware: This node.
         target: What every rank runs.
         allow_unsharded: Let a script end without having sharded a model.
         run_id: The run's name; a fresh one when left out.
-        folder: This machine's folder inside launch.log_dir; named after the run when left out.
-        ranks: Workers over all machines, where they are known.
+        folder: This node's folder inside launch.log_dir; named after the run when left out.
+        ranks: Workers over all nodes, where they are known.
     """
     name, home = run_name(os.environ)
     run_id, folder = run_id or name, folder or home
-    machine = NodeFacts(
+    node = NodeFacts(
         gpus=len(hardware.gpus),
         cpus=hardware.cpu_count,
         torch_version=torch_version.installed_numbers() or torch_version.NEWEST,
-        port_holder=find_holder(meeting_port(loaded.config)) if loaded.config.num_machines == 1 else None,
+        port_holder=find_holder(join_port(loaded.config)) if loaded.config.num_machines == 1 else None,
         environ=os.environ,
     )
     return build_plan(
         loaded.config,
-        machine=machine,
+        node=node,
         target=target,
         run_id=run_id,
         run_dir=Path(loaded.config.launch.log_dir).absolute() / (folder or run_id),
@@ -91,7 +91,7 @@ def show_plan(plan: LaunchPlan, loaded: LoadedConfig, *, as_json: bool, out: Out
 
 
 def torch_notes() -> list[str]:
-    """What is to be said of a torch outside of the tested range, where no check of this machine says it."""
+    """Return what is to be said of a torch outside of the tested range, where no check of this node says it."""
     found = torch_version.installed_mismatch()
     return [found.note] if found else []
 
@@ -144,7 +144,7 @@ def announce(plan: LaunchPlan, loaded: LoadedConfig, out: Output) -> None:
 
 
 def _source(loaded: LoadedConfig) -> str:
-    """The file, and how many keys other layers have changed."""
+    """Return the file, and how many keys other layers have changed."""
     layers = [origin.layer for origin in loaded.origins.values()]
     words = {"env": "the environment", "flag": "the command line"}
     changed = [f"{layers.count(layer)} from {name}" for layer, name in words.items() if layer in layers]
@@ -207,7 +207,7 @@ def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output, i
 
 
 def short_path(path: Path) -> str:
-    """The path as seen from here, when that is shorter."""
+    """Return the path as seen from here, when that is shorter."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

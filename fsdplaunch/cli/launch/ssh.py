@@ -1,4 +1,4 @@
-"""`fsdplaunch launch` on machines over ssh: one launcher on each, one report here."""
+"""`fsdplaunch launch` on nodes over ssh: one launcher on each, one report here."""
 
 import os
 import shlex
@@ -35,9 +35,9 @@ from fsdplaunch.launch.schedulers.ssh.sessions import SessionSpec, SshSessions
 from fsdplaunch.run_dir import CONFIG
 
 START_SECONDS = 30.0
-"""How long a machine's login and Python may take to start."""
+"""How long a node's login and Python may take to start."""
 SILENCES = 3
-"""A machine ends its part when it has not heard from us for so many times launch.machine_timeout_seconds."""
+"""A node ends its part when it has not heard from us for so many times launch.machine_timeout_seconds."""
 _FIRST_PORT, _PORTS = 20000, 5000
 
 

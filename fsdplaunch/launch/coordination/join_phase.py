@@ -10,7 +10,7 @@ from fsdplaunch.launch.coordination.interfaces import JoinProgress, RunAssignmen
 from fsdplaunch.launch.coordination.network import is_loopback
 from fsdplaunch.launch.coordination.node_info import Incompatibility, assign_ranks, find_incompatibilities
 from fsdplaunch.launch.coordination.protocol import Message
-from fsdplaunch.launch.coordination.reachability import check_reach, reachability_targets, unreachable
+from fsdplaunch.launch.coordination.reachability import reachability_targets, try_to_reach, unreachable
 from fsdplaunch.launch.coordination.server import CoordinatorServer, NodeConnection
 
 REACH_SECONDS = 15.0
@@ -96,7 +96,7 @@ class JoinPhase:
 
     def _try_own(self, targets: list[Message]) -> None:
         own = self._server.own
-        own.reached = check_reach(targets, own=own.rank)
+        own.reached = try_to_reach(targets, own=own.rank)
 
     def _refuse(self, incompatibilities: Sequence[Incompatibility]) -> MachineError:
         """Tell every node what is wrong, and return it."""

@@ -20,19 +20,19 @@ from fsdplaunch.launch.coordination.protocol import (
     text_of,
     wait_for,
 )
-from fsdplaunch.launch.coordination.reachability import check_reach
+from fsdplaunch.launch.coordination.reachability import try_to_reach
 
 TURN_SECONDS = 0.5
 RETRY_SECONDS = 0.5
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 5.0
-"""How long machine 0 may take to say its first word; another program says none, or the wrong one."""
+"""How long the coordinator may take to answer first; another program never does, or says something else."""
 FINAL_SECONDS = 20.0
 """How long to wait, after the grace, to hear how the run ended."""
 
 
 class NodeClient:
-    """The launcher of one machine, for machine 0."""
+    """The launcher of a node other than node 0."""
 
     def __init__(self, host: str, port: int, *, seconds: float, grace: float, tell: Tell) -> None:
         self.actions = RunActions()
@@ -53,10 +53,10 @@ class NodeClient:
     def _address(self) -> str:
         return f"{self._place[0]}:{self._place[1]}"
 
-    # -- the meeting ------------------------------------------------------------------------------------------
+    # -- joining ------------------------------------------------------------------------------------------
 
     def connect(self, progress: JoinProgress) -> str:
-        """Connect to machine 0, however long it takes to start; return this machine's address on the way there.
+        """Connect to node 0, however long it takes to start; return this node's address on the way there.
 
         Raises:
             MachineError: Nothing answered in time.
@@ -81,15 +81,15 @@ class NodeClient:
         )
 
     def join(self, node_info: NodeInfo, progress: JoinProgress, *, run_id: str = "") -> RunAssignment:
-        """Present this machine and wait until machine 0 lets it go.
+        """Present this node and wait until node 0 lets it go.
 
         Args:
-            node_info: This machine.
+            node_info: This node.
             progress: Shows how far the wait has come.
             run_id: The run it belongs to; empty for any.
 
         Raises:
-            MachineError: Machine 0 refused, vanished, or is another program.
+            MachineError: Node 0 refused, vanished, or is another program.
         """
         self._connection.send(
             kind="hello", protocol=PROTOCOL, greeting=node_info.to_message(), time_ns=time.time_ns(), run_id=run_id
@@ -126,7 +126,7 @@ class NodeClient:
             progress.show(f"{message.get('here')} of {message.get('of')} nodes here")
         if kind == "roster":
             own = next((one["rank"] for one in message["machines"] if one["word"] == node_info.probe[1]), -1)
-            self._connection.send(kind="reached", failed=check_reach(message["machines"], own=own))
+            self._connection.send(kind="reached", failed=try_to_reach(message["machines"], own=own))
         if kind != "go":
             return None
         self._silence = float(message.get("silence") or self._silence)
@@ -140,14 +140,14 @@ class NodeClient:
         threading.Thread(target=self._attend, daemon=True).start()
 
     def stop(self, number: int, count: int) -> None:
-        """Have every machine pass a signal on to its workers."""
+        """Have every node pass a signal on to its workers."""
         self._mail.post(lambda: self._connection.send(kind="stop", number=number, count=count))
 
     def conclude(self, outcome: Mapping[str, Any]) -> Message:
-        """Report how this machine's part ended, and return how the run ended."""
+        """Report how this node's part ended, and return how the run ended."""
         self._reported = True
         self._mail.post(lambda: self._connection.send(kind="outcome", outcome=dict(outcome)))
-        # After success the others may go on for as long as they like, and machine 0 says when it is over.
+        # After success the others may go on for as long as they like, and node 0 says when it is over.
         self._done.wait(None if outcome["status"] == 0 else self._grace + FINAL_SECONDS)
         attempt = outcome.get("attempt") or {}
         known = {name: outcome[name] for name in ("status", "stopped_by", "error")}
@@ -159,7 +159,7 @@ class NodeClient:
         self._mail.post(lambda: None)
 
     def _attend(self) -> None:
-        said = 0.0
+        last_ping = 0.0
         while not self._closing and not self._done.is_set():
             try:
                 messages = self._turn()
@@ -171,8 +171,8 @@ class NodeClient:
             for action in self._mail.collect():
                 action()
             now = time.monotonic()
-            if now - said > min(2.0, self._silence / 4):
-                said = now
+            if now - last_ping > min(2.0, self._silence / 4):
+                last_ping = now
                 self._connection.send(kind="ping")
             silent = now - self._heard > self._silence
             if (silent or not self._connection.open) and not self._done.is_set():
@@ -180,7 +180,7 @@ class NodeClient:
         self._connection.close()
 
     def _lose(self, why: str) -> None:
-        """Without machine 0 there is no store, and nothing can go on."""
+        """End this node: without the coordinator there is no store, and nothing can go on."""
         lost = f"lost the coordinator at {self._address}: {why}"
         self._final = end_of_run(EXIT_MACHINE, lost=[lost])
         self._done.set()

@@ -1,4 +1,4 @@
-"""What each machine says of itself when it arrives, and what keeps machines from running together. Pure."""
+"""What each node says of itself when it arrives, and what keeps nodes from running together. Pure."""
 
 import hashlib
 from collections import Counter
@@ -25,14 +25,14 @@ _OWN_VALUES = frozenset(
         "ssh.hostfile",
     }
 )
-"""Keys that may differ from machine to machine."""
+"""Keys that may differ from node to node."""
 _NAMED = 3
 """How many differing keys to name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeInfo:
-    """One machine, as it presents itself.
+    """One node, as it presents itself.
 
     Attributes:
         host: Its name.
@@ -40,11 +40,11 @@ class NodeInfo:
         rank: The number it was given; None when it is to be assigned one.
         workers: Worker processes it will start.
         versions: Of fsdplaunch, torch and Python.
-        config: Its configuration as texts, by key; what may differ between machines left out.
+        config: Its configuration as texts, by key; what may differ between nodes left out.
         command: What its workers run.
         script: Digest of the script's text; empty for modules and programs.
         obstacles: What keeps it from starting.
-        probe: Port and word of its beacon.
+        probe: Port and word of its probe.
         folder: Where it keeps the run's files.
     """
 
@@ -61,12 +61,12 @@ class NodeInfo:
     folder: str = ""
 
     def to_message(self) -> Message:
-        """As it is sent."""
+        """Return it as it is sent."""
         return asdict(self)
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> "NodeInfo":
-        """Read what another machine sent.
+        """Read what another node sent.
 
         Raises:
             TypeError: Something is missing.
@@ -76,7 +76,7 @@ class NodeInfo:
 
     @property
     def name(self) -> str:
-        """How people know the machine: its name, and its address where that says more."""
+        """Return how people know the node: its name, and its address where that says more."""
         return self.host if self.host == self.address else f"{self.host} ({self.address})"
 
 
@@ -90,20 +90,20 @@ class Incompatibility:
 
 
 def shared_values(values: Mapping[str, str]) -> dict[str, str]:
-    """Of a configuration's texts by key, those that all machines must agree on."""
+    """Return those of a configuration's texts, by key, that all nodes must agree on."""
     return {name: value for name, value in values.items() if name not in _OWN_VALUES}
 
 
 def digest(data: bytes) -> str:
-    """A short fingerprint."""
+    """Return a short fingerprint."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def assign_ranks(arrived: Sequence[NodeInfo]) -> list[int]:
-    """Give every machine its number: the one it asked for, else the lowest that is free, in order of arrival.
+    """Return every node's rank: the one it was configured with, else the lowest that is free, in order of arrival.
 
     Args:
-        arrived: The machines; the first one is the one the others came to, and becomes 0 when it asked for none.
+        arrived: The nodes; the first one is the one the others came to, and becomes 0 when it has none.
     """
     taken = {one.rank for one in arrived if one.rank is not None}
     free = (number for number in range(len(arrived) + len(taken)) if number not in taken)
@@ -111,10 +111,10 @@ def assign_ranks(arrived: Sequence[NodeInfo]) -> list[int]:
 
 
 def find_incompatibilities(arrived: Sequence[NodeInfo], *, most: int) -> list[Incompatibility]:
-    """Return everything that keeps these machines from running together.
+    """Return everything that keeps these nodes from running together.
 
     Args:
-        arrived: The machines; the first one is what the others are compared with.
+        arrived: The nodes; the first one is what the others are compared with.
         most: How many may take part.
     """
     first, others = arrived[0], arrived[1:]
@@ -175,13 +175,13 @@ def _config(first: NodeInfo, other: NodeInfo) -> Iterator[Incompatibility]:
         names = sorted(
             name for name in {*first.config, *other.config} if first.config.get(name) != other.config.get(name)
         )
-        said = [
+        differences = [
             f"{name} is {_text(other.config.get(name))} there and {_text(first.config.get(name))} on {first.host}"
             for name in names[:_NAMED]
         ]
         more = f"; and {len(names) - _NAMED} more keys differ" if len(names) > _NAMED else ""
         yield Incompatibility(
-            message=f"{other.name} has another configuration: {', '.join(said)}{more}",
+            message=f"{other.name} has another configuration: {', '.join(differences)}{more}",
             hint="use the same file, options and FSDPLAUNCH_ variables on every node",
         )
     if list(first.command) != list(other.command):

@@ -1,8 +1,8 @@
-"""How a run on several machines ended: one cause out of every machine's record. Pure.
+"""How a run on several nodes ended: one cause out of every node's record. Pure.
 
-An outcome is what a launcher reports of its machine: status, stopped_by, error, attempt (the last one, with its
-workers). On arrival `host`, `rank`, `offset_ns` (its clock against machine 0's) are added, and `ended` where it
-was asked to end because another machine had failed.
+An outcome is what a launcher reports of its node: status, stopped_by, error, attempt (the last one, with its
+workers). On arrival `host`, `rank`, `offset_ns` (its clock against node 0's) are added, and `ended` where it
+was asked to end because another node had failed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ Outcome = Mapping[str, Any]
 
 
 def outcome_of(record: Mapping[str, Any], status: int) -> dict[str, Any]:
-    """What to report of this machine.
+    """Return what to report of this node.
 
     Args:
         record: The agent's.
@@ -31,12 +31,12 @@ def outcome_of(record: Mapping[str, Any], status: int) -> dict[str, Any]:
 
 
 def has_failed(outcome: Outcome) -> bool:
-    """Whether a machine's part ended badly of its own accord."""
+    """Return whether a node's part ended badly of its own accord."""
     return outcome["status"] != 0 and not outcome["stopped_by"] and not outcome.get("ended")
 
 
 def workers_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Every machine's workers of its last attempt, with machine 0's clock."""
+    """Return every node's workers of its last attempt, with node 0's clock."""
     found = []
     for outcome in outcomes:
         attempt, offset = outcome.get("attempt") or {}, int(outcome.get("offset_ns") or 0)
@@ -80,23 +80,23 @@ def merge_outcomes(outcomes: Sequence[Outcome], *, lost: Sequence[str], stopped_
 
 
 def _has_own_status(outcome: Outcome) -> bool:
-    """Whether workers of a machine that was asked to stop ended in a way of their own."""
+    """Return whether workers of a node that was asked to stop ended in a way of their own."""
     return has_failed(outcome) and outcome["status"] != EXIT_SAVED
 
 
 def _stop_status(outcomes: Sequence[Outcome]) -> int:
-    """75 when every machine's workers ended well; else what the first other machine says."""
+    """75 when every node's workers ended well; else what the first other node says."""
     statuses = [outcome["status"] for outcome in outcomes]
     return next((status for status in statuses if status not in (0, EXIT_SAVED)), EXIT_SAVED)
 
 
 def merged_record(record: Mapping[str, Any], final: Mapping[str, Any], *, whole: bool) -> dict[str, Any]:
-    """This machine's record with the run's end in place of its own.
+    """This node's record with the run's end in place of its own.
 
     Args:
         record: The agent's.
         final: As `merge_outcomes` returns it.
-        whole: Put every machine's workers into it.
+        whole: Put every node's workers into it.
     """
     attempts = [*(record.get("attempts") or [])]
     if attempts:

@@ -55,7 +55,7 @@ class NodeConnection:
 
     @property
     def is_closed(self) -> bool:
-        """Whether its connection has ended."""
+        """Return whether its connection has ended."""
         return self.connection is not None and not self.connection.open
 
 

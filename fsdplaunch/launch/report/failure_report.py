@@ -14,7 +14,7 @@ _MINUTE, _HOUR = 60, 3600
 
 
 def duration(seconds: float) -> str:
-    """`0.4 s`, `12 s`, `4 m 12 s`, `2 h 04 m`."""
+    """Return `0.4 s`, `12 s`, `4 m 12 s`, `2 h 04 m`."""
     if seconds < 10:  # noqa: PLR2004
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -32,7 +32,7 @@ def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_si
         result: The end of the run.
         run_dir: The run's folder as it is to be shown.
         folder: The current folder.
-        fixed_size: A scheduler says how many machines the run has; it cannot go on with fewer.
+        fixed_size: A scheduler says how many nodes the run has; it cannot go on with fewer.
     """
     failure = result.failure
     if failure is None:
@@ -96,7 +96,7 @@ def end_line(result: RunResult, *, workers: int) -> str:
 
     Args:
         result: The end of the run.
-        workers: Workers over all machines.
+        workers: Workers over all nodes.
     """
     if result.stopped_by is not None:
         saved = ": every worker ended well, start it again to go on" if result.exit_code == 75 else ""  # noqa: PLR2004

@@ -25,16 +25,16 @@ class Failure:
         signal: Name of the signal it died of, or None.
         message: `Type: text` of its exception, or None when it left no record.
         traceback: The exception's traceback, or None.
-        local_rank: Its rank on its machine.
+        local_rank: Its rank on its node.
         pid: Its process id.
-        host: Its machine's name.
+        host: Its node's name.
         gpu: Its GPU, by number or name; None on CPU.
         seconds: From its start to its failure.
         steps: Optimizer steps it had made; None when it kept no count.
         tail: The last lines of its error output, where there was no exception.
         log: The file with all of its error output, inside the run's folder.
         others: What became of the other workers, in words.
-        lost: The machines the run could not go on without, in words.
+        lost: The nodes the run could not go on without, in words.
     """
 
     rank: int | None
@@ -77,7 +77,7 @@ class RunResult:
     notes: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain data."""
+        """Return the result as plain data."""
         failure = None
         if self.failure is not None:
             failure = {name: getattr(self.failure, name) for name in Failure.__dataclass_fields__}
@@ -94,7 +94,7 @@ class RunResult:
 
 
 def attempt_summary(attempt: Mapping[str, Any]) -> dict[str, Any]:
-    """One attempt in a few values: when, how long, how each rank ended, which failure explains the others."""
+    """Return one attempt in a few values: how long, how each rank ended, which failure explains the others."""
     start, end, cause = attempt["started_ns"], attempt["ended_ns"], attempt["cause"]
     return {
         "attempt": attempt["attempt"],
@@ -168,7 +168,7 @@ def _failure(record: Mapping[str, Any], exit_code: int, gpus: Sequence[str]) -> 
 
 
 def _lifetime(worker: Worker) -> float | None:
-    """Seconds from a worker's start to its exception, or else to its end."""
+    """Return the seconds from a worker's start to its exception, or else to its end."""
     end = (worker["error"] or {}).get("time_ns") or worker["ended_ns"]
     return round((end - worker["started_ns"]) / 1e9, 3) if end else None
 

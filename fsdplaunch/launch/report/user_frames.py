@@ -10,7 +10,7 @@ _INSTALLED = ("site-packages/", "dist-packages/", "/fsdplaunch/", "<frozen", "/l
 
 
 def user_frames(traceback: str, *, folder: str = "") -> list[str]:
-    """The traceback's last frames outside installed libraries and this package, `file:line in name   code`.
+    """Return the traceback's last frames outside installed libraries and this package, `file:line in name   code`.
 
     Where there are none, the innermost of all.
 
@@ -31,5 +31,5 @@ def _frame(match: re.Match[str], code: str, folder: str) -> str:
 
 
 def is_installed(file: str) -> bool:
-    """Whether a file belongs to an installed library, to Python or to this package."""
+    """Return whether a file belongs to an installed library, to Python or to this package."""
     return any(part in file for part in _INSTALLED)

@@ -9,7 +9,7 @@ from fsdplaunch.run_dir import rank_folder
 
 
 def log_files(run: Run, *, rank: int | None, stream: str) -> list[Path]:
-    """The files with a run's output, oldest first.
+    """Return the files with a run's output, oldest first.
 
     Args:
         run: Which.
@@ -37,7 +37,7 @@ class LogTail:
         self._last: Path | None = None
 
     def read(self, files: Sequence[Path]) -> bytes:
-        """The new bytes, file by file."""
+        """Return the new bytes, file by file."""
         return b"".join(self._header(path) + part for path in files if (part := self._part(path)))
 
     def _part(self, path: Path) -> bytes:

@@ -47,7 +47,7 @@ class Run:
     tasks: Sequence["Run"] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The run as plain data."""
+        """Return the run as plain data."""
         return {
             "run_id": self.id,
             "run_dir": str(self.dir),
@@ -68,7 +68,7 @@ def write_job(run_dir: Path, *, route: str, **what: Any) -> None:
 
 
 def read_runs(folder: Path, *, limit: int | None = None) -> list[Run]:
-    """The runs in a folder, newest first."""
+    """Return the runs in a folder, newest first."""
     found = [path for path in folder.iterdir() if is_run(path)] if folder.is_dir() else []
     found.sort(key=lambda path: (path / PLAN).stat().st_mtime, reverse=True)
     chosen = found[:limit]
@@ -79,12 +79,12 @@ def read_runs(folder: Path, *, limit: int | None = None) -> list[Run]:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is a run's; `latest` is another name of one."""
+    """Return whether a folder is a run's; `latest` is another name of one."""
     return not path.is_symlink() and (path / PLAN).is_file()
 
 
 def find_run(folder: Path, name: str) -> Run:
-    """The run of this name, or of which this is the beginning or the end; with /task3 behind it, that task.
+    """Return the run of this name, or of which this is the beginning or the end; with /task3 behind it, that task.
 
     Raises:
         UsageError: There is none, or more than one.
@@ -119,48 +119,48 @@ def _task_of(run: Run, name: str) -> Run:
     return found
 
 
-def _read(path: Path, job: Mapping[str, Any], said: Mapping[str, str]) -> Run:
-    """A run out of its folder.
+def _read(path: Path, job: Mapping[str, Any], reported: Mapping[str, str]) -> Run:
+    """Return a run out of its folder.
 
     Args:
         path: The folder.
         job: What the route knows it by.
-        said: States of its tasks that SLURM knows; its own is under "".
+        reported: States of its tasks that SLURM knows; its own is under "".
     """
     route = str(job.get("route") or "here")
     script = str(read_json(path / PLAN).get("script") or "")
     run = Run(id=path.name, dir=path, route=route, job=job, script=script, state="", unfinished=False)
-    if route == "slurm" and (tasks := _tasks(run, said)):
+    if route == "slurm" and (tasks := _tasks(run, reported)):
         counts = Counter(task.state for task in tasks)
         words = ", ".join(f"{count} {state}" for state, count in counts.items())
         return replace(run, state=words, unfinished=any(task.unfinished for task in tasks), tasks=tasks)
-    state, unfinished = _state(run, said.get(""))
+    state, unfinished = _state(run, reported.get(""))
     return replace(run, state=state, unfinished=unfinished)
 
 
-def _state(run: Run, said: str | None) -> State:
+def _state(run: Run, reported: str | None) -> State:
     ended = result_of(run.dir)
     if run.route == "slurm":
-        return slurm_state(said, ended)
+        return slurm_state(reported, ended)
     if ended is not None:
         return ended_state(ended), False
     return kubernetes_status.state_of(run.job) if run.route == "kubernetes" else process_state(run.job)
 
 
-def _tasks(run: Run, said: Mapping[str, str]) -> list[Run]:
-    """The tasks of an array that have started, or of which SLURM knows."""
+def _tasks(run: Run, reported: Mapping[str, str]) -> list[Run]:
+    """Return the tasks of an array that have started, or of which SLURM knows."""
     started = (path.name.removeprefix(_TASK) for path in run.dir.glob(f"{_TASK}*"))
     tasks = []
-    for number in sorted(int(text) for text in {*started, *said} if text.isdecimal()):
+    for number in sorted(int(text) for text in {*started, *reported} if text.isdecimal()):
         name, job = f"{_TASK}{number}", {**run.job, "job": f"{run.job['job']}_{number}"}
         task = replace(run, id=f"{run.id}/{name}", dir=run.dir / name, job=job, task=number)
-        state, unfinished = slurm_state(said.get(str(number)), result_of(task.dir))
+        state, unfinished = slurm_state(reported.get(str(number)), result_of(task.dir))
         tasks.append(replace(task, state=state, unfinished=unfinished))
     return tasks
 
 
 def status_of(run: Run) -> int:
-    """The exit status of a run that has ended: its workers' own; of an array, of the first task that failed."""
+    """Return the status of a run that has ended: its workers' own; of an array, of the first task that failed."""
     if run.tasks:
         return next((status for task in run.tasks if (status := status_of(task))), 0)
     if run.route == "kubernetes":

@@ -22,7 +22,7 @@ def make(
 ) -> LaunchPlan:
     machine = NodeFacts(gpus=gpus, cpus=8, python="/usr/bin/python3", environ=environ or {}, **(facts or {}))
     options = {"target": LaunchTarget(name="train.py"), "run_id": "r1", "run_dir": Path("/runs/r1"), **kwargs}
-    return build_plan(resolve(config or Config()), machine=machine, **options)
+    return build_plan(resolve(config or Config()), node=machine, **options)
 
 
 @pytest.mark.parametrize(

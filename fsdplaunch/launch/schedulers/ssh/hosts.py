@@ -1,4 +1,4 @@
-"""Machines over ssh: which there are, the command for each, and what a client's end says about its machine."""
+"""Nodes over ssh: which there are, the command for each, and what a client's end says about its node."""
 
 import json
 import re
@@ -14,8 +14,8 @@ from fsdplaunch.config.schema.config import SshSection
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.entry_points import SSH_REMOTE
 
-READY = "fsdplaunch: far side ready"
-"""What the far side says on its error output once it runs; everything before is ssh's or the shell's."""
+READY = "fsdplaunch: remote side ready"
+"""What the remote side says on its error output once it runs; everything before is ssh's or the shell's."""
 SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
 _ALIVE_TIMES, _CONNECT_SECONDS = 3, 10
@@ -23,7 +23,7 @@ _ALIVE_TIMES, _CONNECT_SECONDS = 3, 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshHost:
-    """One machine.
+    """One node.
 
     Attributes:
         name: As ssh knows it; may begin with `user@`.
@@ -35,7 +35,7 @@ class SshHost:
 
 
 def read_hosts(section: SshSection) -> list[SshHost]:
-    """The machines that a configuration names, machine 0 first.
+    """Return the nodes that a configuration names, node 0 first.
 
     Raises:
         UsageError: Both or a wrong list, or a name that ssh would take for an option.
@@ -80,7 +80,7 @@ def _read_hostfile(path: Path) -> list[SshHost]:
 
 
 def check_client() -> None:
-    """There is an ssh to start the machines with.
+    """Check that there is an ssh to start the nodes with.
 
     Raises:
         MachineError: There is none.
@@ -93,14 +93,14 @@ def check_client() -> None:
 def client_words(
     host: str, section: SshSection, *, python: str, module_path: str | None, silence: float
 ) -> list[str]:
-    """The ssh command for one machine. It holds nothing of the run: that goes through its input.
+    """Return the ssh command for one node. It holds nothing of the run: that goes through its input.
 
     Args:
-        host: The machine.
+        host: The node.
         section: The configuration's.
         python: Interpreter there, its whole path: a shell that is not interactive finds no environment.
         module_path: PYTHONPATH of this process, for a package that is not installed.
-        silence: Seconds without an answer after which a machine counts as lost.
+        silence: Seconds without an answer after which a node counts as lost.
     """
     far = [*(["env", f"PYTHONPATH={module_path}"] if module_path else []), python, "-P", "-m", SSH_REMOTE]
     return [
@@ -118,7 +118,7 @@ def client_words(
 
 
 def network_name(host: str, section: SshSection) -> str:
-    """The network's name for a machine: ssh's may be an alias of its own configuration."""
+    """Return the network's name for a node: ssh's may be an alias of its own configuration."""
     asked = ["ssh", "-G", *section.options, "--", host]
     done = subprocess.run(asked, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     found = re.search(r"^hostname (\S+)$", done.stdout, re.MULTILINE)
@@ -131,11 +131,11 @@ def to_line(message: Mapping[str, Any]) -> bytes:
 
 
 def explain_end(status: int, *, was_ready: bool, said: Sequence[str], python: str) -> tuple[str, str]:
-    """Say in words why a machine's client ended before its run did, and what to try.
+    """Say in words why a node's client ended before its run did, and what to try.
 
     Args:
         status: The client's.
-        was_ready: The far side had started.
+        was_ready: The remote side had started.
         said: What came on its error output before.
         python: The interpreter that was to run there.
     """

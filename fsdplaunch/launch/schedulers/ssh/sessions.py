@@ -16,10 +16,10 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
-    """What is started for one machine.
+    """What is started for one node.
 
     Attributes:
-        host: The machine.
+        host: The node.
         words: The ssh command.
         task: What the remote side is to do.
         output: Where its standard output goes, as `subprocess` says it; ours when None.
@@ -33,12 +33,12 @@ class SessionSpec:
 
 @dataclass(slots=True, eq=False)
 class SshSession:
-    """One machine's ssh client.
+    """One node's ssh client.
 
     Attributes:
-        host: The machine.
+        host: The node.
         process: The client.
-        ready: The far side has started.
+        ready: The remote side has started.
         said: The last lines of its error output before it was.
         late: It took too long to start, and was ended.
     """
@@ -52,7 +52,7 @@ class SshSession:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended, and not well."""
+        """Return whether it has ended, and not well."""
         status = self.process.poll()
         if status is not None:
             self.hear_out()
@@ -72,7 +72,7 @@ class SshSession:
                 self.process.stdin.flush()
 
     def hang_up(self) -> None:
-        """Close the far side's input: it ends what it has started."""
+        """Close the remote side's input: it ends what it has started."""
         with suppress(OSError):
             if self.process.stdin is not None:
                 self.process.stdin.close()
@@ -85,9 +85,9 @@ class SshSessions:
         """Begin with none.
 
         Args:
-            show: Gets each line of a machine's error output, with the machine's name.
-            needed: Machines without which the run cannot go on; the first one is among them.
-            beat_seconds: How often the far sides hear that we are there.
+            show: Gets each line of a node's error output, with the node's name.
+            needed: Nodes without which the run cannot go on; the first one is among them.
+            beat_seconds: How often the remote sides hear that we are there.
         """
         self.clients: list[SshSession] = []
         self._show, self._needed = show, needed
@@ -96,7 +96,7 @@ class SshSessions:
         self._signals: list[int] = []
 
     def start(self, part: SessionSpec) -> None:
-        """Start a client and give its far side its task."""
+        """Start a client and give its remote side its task."""
         process = subprocess.Popen(
             part.words,
             stdin=subprocess.PIPE,
@@ -121,14 +121,14 @@ class SshSessions:
                 client.said = [*client.said, text][-_KEPT_LINES:]
 
     def signal(self, number: int) -> None:
-        """Have every machine's launcher get a signal; may be called in a signal handler."""
+        """Have every node's launcher get a signal; may be called in a signal handler."""
         self._signals.append(number)
 
     def wait(self, *, start_seconds: float, end_seconds: float) -> SshSession | None:
         """Wait for all clients to end.
 
         Args:
-            start_seconds: How long the far sides may take to start.
+            start_seconds: How long the remote sides may take to start.
             end_seconds: How long the others may take once the run has ended badly.
 
         Returns:
@@ -171,7 +171,7 @@ class SshSessions:
                 client.process.kill()
 
     def _look(self) -> SshSession | None:
-        """The failure that ends the run: the first machine's, or the one that leaves too few."""
+        """Return the failure that ends the run: the first node's, or the one that leaves too few."""
         for client in self.clients:
             if client.has_failed and client not in self._failed:
                 self._failed.append(client)
@@ -182,7 +182,7 @@ class SshSessions:
         return None
 
     def hang_up(self) -> None:
-        """End every machine's part; machines that have not started are not waited for."""
+        """End every node's part; nodes that have not started are not waited for."""
         for client in self.clients:
             client.hang_up()
             if not client.ready:

@@ -88,7 +88,7 @@ def test_batch_script_goes_back_into_the_queue_after_saving(tmp_path: Path, code
 
 
 @pytest.mark.parametrize(("part", "asked"), [("try0", True), ("try0/node1", True), ("other", False)])
-def test_batch_script_goes_back_into_the_queue_when_a_machine_was_lost(tmp_path: Path, part: str, asked: bool):
+def test_batch_script_goes_back_into_the_queue_when_a_node_was_lost(tmp_path: Path, part: str, asked: bool):
     place = tmp_path / "runs dir" / "r1" / part
     place.mkdir(parents=True)
     (place / "lost").write_text("lost host1\n")
@@ -153,7 +153,7 @@ def test_ssh_command_holds_nothing_of_the_run():
     assert "StrictHostKeyChecking" not in " ".join(words)
 
 
-def test_lost_connection_is_noticed_when_a_machine_counts_as_lost_unless_said_otherwise():
+def test_lost_connection_is_noticed_when_a_node_counts_as_lost_unless_said_otherwise():
     section = SshSection(options=("-oServerAliveInterval=60",))
     words = client_words("host1", section, python="python", module_path=None, silence=30)
     first = {word.partition("=")[0]: word for word in reversed(words)}  # of two, ssh takes the first
@@ -168,7 +168,7 @@ def test_order_to_the_far_side_is_one_line_whatever_it_holds():
     assert json.loads(line)["argv"] == list(ODD)
 
 
-def test_machine_without_ssh_is_told_so(monkeypatch):
+def test_node_without_ssh_is_told_so(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(MachineError, match="this node has no ssh"):
         check_client()
@@ -239,7 +239,7 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
     ],
     ids=["slurm", "kubernetes", "open-mpi", "mpich", "variable", "variable-first", "none"],
 )
-def test_number_of_a_machine_comes_from_whoever_knows_it(monkeypatch, environ, rank):
+def test_number_of_a_node_comes_from_whoever_knows_it(monkeypatch, environ, rank):
     monkeypatch.setenv("PATH", "")  # no scontrol
     place = find_placement(Config(num_machines=2, main_process_ip="n1"), environ)
     assert (place.rank, place.least, place.host) == (rank, 2, "n1")
