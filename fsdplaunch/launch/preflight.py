@@ -9,11 +9,11 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.errors import CheckpointError, MachineError
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.launch.finding import Finding
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
 from fsdplaunch.launch.ports import describe_process, find_holder, join_port, opens_port
 from fsdplaunch.probe import torch_version
@@ -23,26 +23,6 @@ MIB = 1024**2
 GIB = 1024**3
 LITTLE_SPACE = GIB
 NO_SPACE = 64 * MIB
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that is in the way.
-
-    Attributes:
-        message: What is wrong, in one line.
-        hint: What to do about it.
-        fatal: The launch cannot work; otherwise it may, and the user should know.
-    """
-
-    message: str
-    hint: str
-    fatal: bool = True
-
-    @property
-    def error(self) -> MachineError:
-        """Return it as an error."""
-        return MachineError(self.message, hint=self.hint)
 
 
 def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
@@ -146,7 +126,7 @@ def check_space(folders: Sequence[Path]) -> Iterator[Finding]:
         folders: Where files will be written; they need not exist yet.
     """
     places = (
-        next(path for path in (folder, *folder.parents) if path.exists()) for folder in map(_absolute, folders)
+        next(path for path in (folder, *folder.parents) if path.exists()) for folder in map(Path.absolute, folders)
     )
     for place in dict.fromkeys(places):
         if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
@@ -169,10 +149,6 @@ def check_weights(config: Config) -> Iterator[Finding]:
     except CheckpointError as error:
         hint = error.hint or "see checkpoint.weights"
         yield Finding(message=f"checkpoint.weights: {error.message}", hint=hint)
-
-
-def _absolute(folder: Path) -> Path:
-    return folder.absolute()
 
 
 def check_port(config: Config) -> Iterator[Finding]:

@@ -28,7 +28,7 @@ def launch_on_kubernetes(request: LaunchRequest, out: Output) -> int:
     config, kube, handoff = request.config, request.config.kubernetes, Handoff(request, out)
     run_id, name = handoff.run_id, object_name(handoff.run_id)
     text = snapshot(config, log_dir=Path(config.launch.log_dir))
-    words = request.command(f"{CONFIG_FOLDER}/{CONFIG_KEY}").words(PROGRAM)
+    words = request.words(PROGRAM, f"{CONFIG_FOLDER}/{CONFIG_KEY}")
     sent = yaml.safe_dump_all(objects(config, words, run_id=run_id, snapshot=text), sort_keys=False, width=10**6)
     plan = handoff.plan(words_for(["apply", "-f", "-"], kube.namespace), sent=sent)
     if handoff.is_only_shown(plan):

@@ -72,14 +72,12 @@ def launch_on_node(part: NodeLaunch, out: Output) -> int:
 def _start_on_every_node(part: NodeLaunch, out: Output) -> int:
     """Have srun start a launcher on each node, in a batch script or an interactive allocation."""
     request = part.request
-    command = request.command(
-        _file(request), overrides=shared_overrides(request.overrides), as_json=request.options.as_json
-    )
     starter = srun_words(request.config, os.environ, part.place.least)
     out.say(f"starting a launcher on each of {part.place.least} nodes: {shlex.join(starter)} ...")
     sys.stderr.flush()
-    words = [*starter, *command.words([sys.executable, *PROGRAM])]
-    os.execvp(words[0], words)  # noqa: S606  (no shell; our words)
+    program, overrides = [sys.executable, *PROGRAM], shared_overrides(request.overrides)
+    words = request.words(program, _file(request), overrides=overrides, as_json=request.options.as_json)
+    os.execvp(starter[0], [*starter, *words])  # noqa: S606  (no shell; our words)
 
 
 def _file(request: LaunchRequest) -> str | None:
@@ -176,11 +174,11 @@ def _invite(part: NodeLaunch, spec: join.NodeSpec, out: Output) -> None:
     where = [] if is_set else [f"main_process_ip={address}"]
     if not is_set and config.main_process_port is None and place.port:
         where.append(f"main_process_port={place.port}")
-    command = request.command(_file(request), overrides=[*where, *shared_overrides(request.overrides)])
+    overrides = [*where, *shared_overrides(request.overrides)]
     count = place.least - 1
     nodes = "the other node" if count == 1 else f"each of the {count} other nodes"
     out.say(f"node 0 waits at {address}:{place.port}; on {nodes} run, in the same folder:")
-    out.say(f"  {shlex.join(command.words(['fsdplaunch']))}")
+    out.say(f"  {shlex.join(request.words(['fsdplaunch'], _file(request), overrides=overrides))}")
 
 
 def _progress(out: Output) -> JoinProgress:

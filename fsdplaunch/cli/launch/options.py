@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fsdplaunch.config.load.load import LoadedConfig
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.launch.plan import LaunchTarget
-from fsdplaunch.launch.schedulers.launch_command import LaunchCommand
+from fsdplaunch.launch.schedulers.launch_command import launch_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,20 +60,11 @@ class LaunchRequest:
         """Return whether the launch only shows or checks something."""
         return self.options.dry_run or self.options.check_only
 
-    def command(
-        self, config: str | None, *, overrides: Sequence[str] = (), as_json: bool = False
-    ) -> LaunchCommand:
-        """Return the same launch as a command line for another launcher.
-
-        Args:
-            config: The file that it is to read; None for the default one.
-            overrides: `KEY=VALUE` texts.
-            as_json: It is to print JSON.
-        """
-        return LaunchCommand(
-            target=self.target,
-            config=config,
-            overrides=overrides,
-            allow_unsharded=self.options.allow_unsharded,
-            as_json=as_json,
+    def words(
+        self, program: Sequence[str], config: str | None, *, overrides: Sequence[str] = (), as_json: bool = False
+    ) -> list[str]:
+        """Return the same launch as a command line for another launcher; see `launch_words`."""
+        loose = self.options.allow_unsharded
+        return launch_words(
+            program, self.target, config=config, overrides=overrides, allow_unsharded=loose, as_json=as_json
         )

@@ -5,7 +5,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from fsdplaunch import __version__
@@ -16,7 +16,7 @@ from fsdplaunch.errors import EXIT_MACHINE, UsageError
 from fsdplaunch.launch.coordination.interfaces import RunControl
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan
 from fsdplaunch.launch.ports import find_holder, join_port
-from fsdplaunch.launch.preflight import Finding, find_obstacles
+from fsdplaunch.launch.preflight import find_obstacles
 from fsdplaunch.launch.report.failure_report import end_line, failure_lines
 from fsdplaunch.launch.report.run_result import RunResult
 from fsdplaunch.launch.run_id import run_name
@@ -105,7 +105,7 @@ def pass_checks(plan: LaunchPlan, hardware: Hardware, launch_options: LaunchOpti
             {
                 "stage": "preflight",
                 "exit_code": EXIT_MACHINE if fatal else 0,
-                "findings": [_as_data(finding) for finding in findings],
+                "findings": [asdict(finding) for finding in findings],
             }
         )
     for finding in findings:
@@ -117,10 +117,6 @@ def pass_checks(plan: LaunchPlan, hardware: Hardware, launch_options: LaunchOpti
         place = f"{len(plan.gpus)} GPUs" if plan.gpus else "the CPU"
         out.say(f"ready: {plan.script} can start with {plan.workers} workers on {place}")
     return not fatal
-
-
-def _as_data(finding: Finding) -> dict[str, object]:
-    return {"message": finding.message, "hint": finding.hint, "fatal": finding.fatal}
 
 
 def announce(plan: LaunchPlan, loaded: LoadedConfig, out: Output) -> None:

@@ -20,7 +20,7 @@ def launch_on_slurm(request: LaunchRequest, out: Output) -> int:
     config, handoff = request.config, Handoff(request, out)
     run_id, run_dir = handoff.run_id, handoff.run_dir
     python = "python3" if config.slurm.container_image else sys.executable
-    words = request.command(str(run_dir / CONFIG)).words([python, *PROGRAM])
+    words = request.words([python, *PROGRAM], str(run_dir / CONFIG))
     text = batch_script(config, words, run_id=run_id, run_dir=run_dir, folder=Path.cwd())
     plan = handoff.plan(("sbatch", "--parsable", str(run_dir / SCRIPT)), sent=text)
     if handoff.is_only_shown(plan):

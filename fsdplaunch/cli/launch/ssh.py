@@ -100,7 +100,7 @@ def _task(config: Config, host: SshHost, rank: int, request: LaunchRequest, run_
     if host.slots:
         env[variable_of("launch.workers_per_node")] = str(host.slots)
     return {
-        "argv": request.command(file, as_json=request.options.as_json).words([]),
+        "argv": request.words([], file, as_json=request.options.as_json),
         "folder": config.ssh.remote_dir or str(Path.cwd()),
         "env": env,
         "config_file": file,

@@ -8,10 +8,11 @@ from dataclasses import replace
 from fsdplaunch.errors import MachineError
 from fsdplaunch.launch.coordination.interfaces import JoinProgress, RunAssignment
 from fsdplaunch.launch.coordination.network import is_loopback
-from fsdplaunch.launch.coordination.node_info import Incompatibility, assign_ranks, find_incompatibilities
+from fsdplaunch.launch.coordination.node_info import assign_ranks, find_incompatibilities
 from fsdplaunch.launch.coordination.protocol import Message
 from fsdplaunch.launch.coordination.reachability import reachability_targets, try_to_reach, unreachable
 from fsdplaunch.launch.coordination.server import CoordinatorServer, NodeConnection
+from fsdplaunch.launch.finding import Finding
 
 REACH_SECONDS = 15.0
 """How long nodes may take to try each other."""
@@ -66,12 +67,12 @@ class JoinPhase:
         if found and own.node_info and not self._requirements.address_is_set:
             own.node_info = replace(own.node_info, address=found)
 
-    def _missing(self) -> Incompatibility:
+    def _missing(self) -> Finding:
         required, infos = self._requirements, self._server.node_infos
         names, taken = ", ".join(one.name for one in infos), set(assign_ranks(infos))
         known = dict(enumerate(required.expected))
         missing = [known.get(rank, f"node {rank}") for rank in range(required.least) if rank not in taken]
-        return Incompatibility(
+        return Finding(
             message=f"{len(taken)} of {required.least} nodes came within {required.seconds:.0f} s: {names}; "
             f"missing: {', '.join(missing)}",
             hint=f"start the same command there; can they reach port {self._server.port} of "
@@ -83,7 +84,7 @@ class JoinPhase:
             node.rank = rank
         self._server.nodes.sort(key=lambda node: node.rank)
 
-    def _try_each_other(self) -> list[Incompatibility]:
+    def _try_each_other(self) -> list[Finding]:
         """Have every node connect to others, as the workers will."""
         present = self._server.present
         targets = reachability_targets([(node.rank, node.node_info) for node in present if node.node_info])
@@ -98,10 +99,10 @@ class JoinPhase:
         own = self._server.own
         own.reached = try_to_reach(targets, own=own.rank)
 
-    def _refuse(self, incompatibilities: Sequence[Incompatibility]) -> MachineError:
+    def _refuse(self, findings: Sequence[Finding]) -> MachineError:
         """Tell every node what is wrong, and return it."""
-        message = "; ".join(one.message for one in incompatibilities)
-        hint = incompatibilities[0].hint
+        message = "; ".join(one.message for one in findings)
+        hint = findings[0].hint
         self._server.broadcast(kind="refused", message=message, hint=hint)
         self._server.flush()
         self._server.shut()

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from fsdplaunch.launch.coordination.protocol import Message
+from fsdplaunch.launch.finding import Finding
 
 _OWN_VALUES = frozenset(
     {
@@ -80,15 +81,6 @@ class NodeInfo:
         return self.host if self.host == self.address else f"{self.host} ({self.address})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Incompatibility:
-    """One thing in the way of running together; not fatal: worth saying."""
-
-    message: str
-    hint: str
-    fatal: bool = True
-
-
 def shared_values(values: Mapping[str, str]) -> dict[str, str]:
     """Return those of a configuration's texts, by key, that all nodes must agree on."""
     return {name: value for name, value in values.items() if name not in _OWN_VALUES}
@@ -110,7 +102,7 @@ def assign_ranks(arrived: Sequence[NodeInfo]) -> list[int]:
     return [next(free) if one.rank is None else one.rank for one in arrived]
 
 
-def find_incompatibilities(arrived: Sequence[NodeInfo], *, most: int) -> list[Incompatibility]:
+def find_incompatibilities(arrived: Sequence[NodeInfo], *, most: int) -> list[Finding]:
     """Return everything that keeps these nodes from running together.
 
     Args:
@@ -124,53 +116,49 @@ def find_incompatibilities(arrived: Sequence[NodeInfo], *, most: int) -> list[In
     return found
 
 
-def _obstacles(arrived: Sequence[NodeInfo]) -> Iterator[Incompatibility]:
+def _obstacles(arrived: Sequence[NodeInfo]) -> Iterator[Finding]:
     for one in arrived:
         for obstacle in one.obstacles:
             message, _, hint = obstacle.partition("\n")
-            yield Incompatibility(
-                message=f"{one.name} cannot start: {message}", hint=hint or "see that node's output"
-            )
+            yield Finding(message=f"{one.name} cannot start: {message}", hint=hint or "see that node's output")
 
 
-def _ranks(arrived: Sequence[NodeInfo], most: int) -> Iterator[Incompatibility]:
+def _ranks(arrived: Sequence[NodeInfo], most: int) -> Iterator[Finding]:
     counts = Counter(one.rank for one in arrived if one.rank is not None)
     for rank, count in sorted(counts.items()):
         if count > 1:
             names = " and ".join(one.name for one in arrived if one.rank == rank)
-            yield Incompatibility(
+            yield Finding(
                 message=f"{names} both say that they are node {rank}",
                 hint="give each node a rank of its own (--machine-rank), or none: it is then assigned",
             )
         elif rank >= most:
             name = next(one.name for one in arrived if one.rank == rank)
-            yield Incompatibility(
+            yield Finding(
                 message=f"{name} says that it is node {rank}, but there are {most}",
                 hint="nodes count from 0",
             )
 
 
-def _workers(arrived: Sequence[NodeInfo]) -> Iterator[Incompatibility]:
+def _workers(arrived: Sequence[NodeInfo]) -> Iterator[Finding]:
     idle = [one.name for one in arrived if one.workers < 1]
     if idle:
-        yield Incompatibility(
-            message=f"{', '.join(idle)} would start no workers", hint="set launch.workers_per_node"
-        )
+        yield Finding(message=f"{', '.join(idle)} would start no workers", hint="set launch.workers_per_node")
 
 
-def _versions(first: NodeInfo, other: NodeInfo) -> Iterator[Incompatibility]:
+def _versions(first: NodeInfo, other: NodeInfo) -> Iterator[Finding]:
     for program in ("fsdplaunch", "torch", "python"):
         here, there = first.versions.get(program), other.versions.get(program)
         if here != there:
             what = f"{there or 'missing'} on {other.name} and {here or 'missing'} on {first.name}"
-            yield Incompatibility(
+            yield Finding(
                 message=f"{program} is {what}",
                 hint="install the same versions on every node",
                 fatal=program != "python",
             )
 
 
-def _config(first: NodeInfo, other: NodeInfo) -> Iterator[Incompatibility]:
+def _config(first: NodeInfo, other: NodeInfo) -> Iterator[Finding]:
     if first.config != other.config:
         names = sorted(
             name for name in {*first.config, *other.config} if first.config.get(name) != other.config.get(name)
@@ -180,12 +168,12 @@ def _config(first: NodeInfo, other: NodeInfo) -> Iterator[Incompatibility]:
             for name in names[:_NAMED]
         ]
         more = f"; and {len(names) - _NAMED} more keys differ" if len(names) > _NAMED else ""
-        yield Incompatibility(
+        yield Finding(
             message=f"{other.name} has another configuration: {', '.join(differences)}{more}",
             hint="use the same file, options and FSDPLAUNCH_ variables on every node",
         )
     if list(first.command) != list(other.command):
-        yield Incompatibility(
+        yield Finding(
             message=f"{other.name} would run {_command(other)}, and {first.host} {_command(first)}",
             hint="give every node the same script and arguments",
         )
@@ -202,9 +190,9 @@ def _command(one: NodeInfo) -> str:
     return text if len(text) <= 120 else text[:117] + "..."  # noqa: PLR2004
 
 
-def _script(first: NodeInfo, other: NodeInfo) -> Iterator[Incompatibility]:
+def _script(first: NodeInfo, other: NodeInfo) -> Iterator[Finding]:
     if first.script and other.script and first.script != other.script:
-        yield Incompatibility(
+        yield Finding(
             message=f"the script on {other.name} is not the same text as on {first.name}",
             hint="copy it there again",
             fatal=False,

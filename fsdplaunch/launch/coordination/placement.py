@@ -186,10 +186,8 @@ def slurm_names(environ: Mapping[str, str]) -> tuple[str, ...]:
         UsageError: The list cannot be expanded.
     """
     text = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
-    if shutil.which("scontrol"):
-        done = subprocess.run(["scontrol", "show", "hostnames", text], capture_output=True, text=True, check=False)
-        if done.returncode == 0 and done.stdout.split():
-            return tuple(done.stdout.split())
+    if names := _scontrol("show", "hostnames", text).split():
+        return tuple(names)
     if text and "[" not in text:
         return tuple(text.split(","))
     msg = f"the nodes of this job ({text or 'SLURM_JOB_NODELIST is not set'}) cannot be listed without scontrol"
@@ -198,13 +196,16 @@ def slurm_names(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def slurm_address(name: str) -> str:
     """Return where SLURM itself reaches a node, which works where its name does not resolve; else the name."""
-    if shutil.which("scontrol"):
-        done = subprocess.run(
-            ["scontrol", "show", "node", "-o", name], capture_output=True, text=True, check=False
-        )
-        if found := re.search(r"\bNodeAddr=(\S+)", done.stdout):
-            return found[1]
-    return name
+    found = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", "-o", name))
+    return found[1] if found else name
+
+
+def _scontrol(*words: str) -> str:
+    """Return what SLURM's command prints; nothing where there is none, or it fails."""
+    if shutil.which("scontrol") is None:
+        return ""
+    done = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
+    return "" if done.returncode else done.stdout
 
 
 def slurm_port(environ: Mapping[str, str]) -> int:

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from fsdplaunch.launch.coordination.network import reach
-from fsdplaunch.launch.coordination.node_info import Incompatibility, NodeInfo
+from fsdplaunch.launch.coordination.node_info import NodeInfo
 from fsdplaunch.launch.coordination.protocol import Message
+from fsdplaunch.launch.finding import Finding
 
 FULL_MESH = 16
 """Up to so many nodes, every one tries every other; beyond, the one after it and node 0."""
@@ -50,7 +51,7 @@ def try_to_reach(nodes: Sequence[Message], *, own: int) -> list[str]:
     return [f"{one['name']}: {wrong}" for one, wrong in zip(chosen, answers, strict=True) if wrong]
 
 
-def unreachable(reached: Mapping[str, Sequence[str] | None]) -> list[Incompatibility]:
+def unreachable(reached: Mapping[str, Sequence[str] | None]) -> list[Finding]:
     """Return what is in the way, by what each node found.
 
     Args:
@@ -59,9 +60,9 @@ def unreachable(reached: Mapping[str, Sequence[str] | None]) -> list[Incompatibi
     found = []
     for name, failed in reached.items():
         if failed is None:
-            found.append(Incompatibility(message=f"{name} did not answer any more", hint="see that node's output"))
+            found.append(Finding(message=f"{name} did not answer any more", hint="see that node's output"))
         found += [
-            Incompatibility(
+            Finding(
                 message=f"{name} cannot reach {other}",
                 hint="the workers connect on free ports: a firewall, or the address of a network the nodes do "
                 "not share? set launch.local_address or launch.network_interface there",

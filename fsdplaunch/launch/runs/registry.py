@@ -71,8 +71,11 @@ def read_runs(folder: Path, *, limit: int | None = None) -> list[Run]:
     """Return the runs in a folder, newest first."""
     found = [path for path in folder.iterdir() if is_run(path)] if folder.is_dir() else []
     found.sort(key=lambda path: (path / PLAN).stat().st_mtime, reverse=True)
-    chosen = found[:limit]
-    jobs = {path: read_json(path / JOB) for path in chosen}
+    return _read_all(found[:limit])
+
+
+def _read_all(folders: Sequence[Path]) -> list[Run]:
+    jobs = {path: read_json(path / JOB) for path in folders}
     numbers = [job["job"] for job in jobs.values() if job.get("route") == "slurm"]
     states = slurm.job_states(numbers)
     return [_read(path, job, states.get(str(job.get("job")), {})) for path, job in jobs.items()]
@@ -103,10 +106,7 @@ def find_run(folder: Path, name: str) -> Run:
         count = f"{len(chosen)} runs" if chosen else "no run"
         msg = f"{count} in {folder} by the name {name}"
         raise UsageError(msg, hint="fsdplaunch runs lists them")
-    path = folder / chosen[0]
-    job = read_json(path / JOB)
-    states = slurm.job_states([job["job"]]) if job.get("route") == "slurm" else {}
-    run = _read(path, job, states.get(str(job.get("job")), {}))
+    (run,) = _read_all([folder / chosen[0]])
     return _task_of(run, task) if task else run
 
 

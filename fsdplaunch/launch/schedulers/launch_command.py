@@ -4,54 +4,41 @@ Every route builds its command here, as a list of words; each route quotes that 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fsdplaunch.launch.plan import LaunchTarget
 
 _OWN_KEYS = ("machine_rank", "local_address", "launch.local_address")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchCommand:
-    """One `fsdplaunch launch` command line.
+def launch_words(
+    program: Sequence[str],
+    target: LaunchTarget,
+    *,
+    config: str | None = None,
+    overrides: Sequence[str] = (),
+    allow_unsharded: bool = False,
+    as_json: bool = False,
+) -> list[str]:
+    """Return one `fsdplaunch launch` command line.
 
-    Attributes:
+    Args:
+        program: What starts fsdplaunch.
         target: What every rank runs.
         config: The file to read; None for the default one.
         overrides: `KEY=VALUE` texts.
         allow_unsharded: Accept a script that never shards a model.
         as_json: Print the result as JSON.
     """
-
-    target: LaunchTarget
-    config: str | None = None
-    overrides: Sequence[str] = ()
-    allow_unsharded: bool = False
-    as_json: bool = False
-
-    def words(self, program: Sequence[str]) -> list[str]:
-        """Return the command line.
-
-        Args:
-            program: What starts fsdplaunch.
-        """
-        flags = [
-            *(["--json"] if self.as_json else []),
-            *(["--config", self.config] if self.config else []),
-            *(word for override in self.overrides for word in ("--set", override)),
-            *(["--module"] if self.target.is_module else []),
-            *([] if self.target.is_python else ["--no-python"]),
-            *(["--allow-unsharded"] if self.allow_unsharded else []),
-        ]
-        script = self.target.name
-        return [
-            *program,
-            "launch",
-            *flags,
-            *(["--"] if script.startswith("-") else []),
-            script,
-            *self.target.arguments,
-        ]
+    flags = [
+        *(["--json"] if as_json else []),
+        *(["--config", config] if config else []),
+        *(word for override in overrides for word in ("--set", override)),
+        *(["--module"] if target.is_module else []),
+        *([] if target.is_python else ["--no-python"]),
+        *(["--allow-unsharded"] if allow_unsharded else []),
+    ]
+    end = ["--"] if target.name.startswith("-") else []
+    return [*program, "launch", *flags, *end, target.name, *target.arguments]
 
 
 def shared_overrides(overrides: Sequence[str]) -> list[str]:

@@ -12,25 +12,27 @@ from fsdplaunch.config.schema.config import Config, LaunchSection, SlurmSection,
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.coordination.placement import assumed_settings, find_placement
 from fsdplaunch.launch.plan import LaunchTarget
-from fsdplaunch.launch.schedulers.launch_command import LaunchCommand
+from fsdplaunch.launch.schedulers.launch_command import launch_words
 from fsdplaunch.launch.schedulers.slurm.batch_script import batch_script
 from fsdplaunch.launch.schedulers.ssh.hosts import check_client, client_words, explain_end, read_hosts, to_line
 
 ODD = ("a b", "$(touch evaluated)", 'it\'s "quoted"', "two\nlines", "`id`", "$HOME", "\\", "*", "", "--x=1;2", "&")
 SCRIPT = "my 'odd' $(touch evaluated).py"
-ORDER = LaunchCommand(
-    target=LaunchTarget(name=SCRIPT, arguments=ODD), config="a config.yaml", overrides=("launch.env.A=$B c",)
-)
+TARGET = LaunchTarget(name=SCRIPT, arguments=ODD)
 
 
-def test_order_gives_every_word_back():
-    words = ORDER.words(["fsdplaunch"])
+def words_of(program: list[str]) -> list[str]:
+    return launch_words(program, TARGET, config="a config.yaml", overrides=("launch.env.A=$B c",))
+
+
+def test_command_gives_every_word_back():
+    words = words_of(["fsdplaunch"])
     assert words[:6] == ["fsdplaunch", "launch", "--config", "a config.yaml", "--set", "launch.env.A=$B c"]
     assert words[6:] == [SCRIPT, *ODD]
 
 
 def test_script_that_looks_like_an_option_is_kept_apart():
-    assert LaunchCommand(target=LaunchTarget(name="-x.py")).words(["f"]) == ["f", "launch", "--", "-x.py"]
+    assert launch_words(["f"], LaunchTarget(name="-x.py")) == ["f", "launch", "--", "-x.py"]
 
 
 def written(tmp_path: Path, config: Config, words: list[str], folder: Path | None = None) -> Path:
@@ -60,7 +62,7 @@ def run_script(file: Path, *, code: int = 0, **env: str) -> tuple[int, dict]:
 def test_batch_script_hands_every_word_to_srun(tmp_path: Path):
     folder = tmp_path / "an 'odd' $(touch evaluated) folder"
     folder.mkdir()
-    words = ORDER.words([sys.executable, "-m", "fsdplaunch"])
+    words = words_of([sys.executable, "-m", "fsdplaunch"])
     status, got = run_script(written(tmp_path, Config(), words, folder))
     assert status == 0
     assert got["words"] == ["--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=60", *words]
@@ -162,7 +164,7 @@ def test_lost_connection_is_noticed_when_a_node_counts_as_lost_unless_said_other
     assert first["-oServerAliveCountMax"] == "-oServerAliveCountMax=3"
 
 
-def test_order_to_the_far_side_is_one_line_whatever_it_holds():
+def test_message_to_the_remote_side_is_one_line_whatever_it_holds():
     line = to_line({"argv": list(ODD)})
     assert line.count(b"\n") == 1
     assert json.loads(line)["argv"] == list(ODD)
