@@ -266,7 +266,7 @@ class WorkerGroup:
 
 
 def read_error(path: Path) -> dict[str, Any] | None:
-    """Read the exception a worker recorded; None when there is no whole record."""
+    """Read the exception a worker recorded; None when there is no complete record."""
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
         extra = message["extraInfo"]

@@ -199,7 +199,7 @@ def workers_on_node(config: Config, *, gpus: int, cpus: int) -> int:
         cpus: Usable cores.
 
     Raises:
-        MachineError: One worker per GPU is asked for, and there is none.
+        MachineError: One worker per GPU is configured, and there is none.
     """
     auto = gpus or CPU_WORKERS
     asked = config.launch.workers_per_node

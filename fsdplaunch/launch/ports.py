@@ -11,7 +11,7 @@ DEFAULT_PORT = 29500
 
 
 def join_port(config: Config) -> int:
-    """Return the port that was asked for; 0 when any will do."""
+    """Return the configured port; 0 when any will do."""
     if config.launch.rendezvous_endpoint:
         return int(config.launch.rendezvous_endpoint.rpartition(":")[2])
     return config.main_process_port or (DEFAULT_PORT if config.num_machines > 1 else 0)

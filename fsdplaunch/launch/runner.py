@@ -162,7 +162,7 @@ def _signals_passed_to(
     numbers = [getattr(signal, name) for name in names]
     before = {number: signal.getsignal(number) for number in numbers}
     for number in numbers:
-        if before[number] is not signal.SIG_IGN:  # nohup, for example, has been told to ignore it
+        if before[number] is not signal.SIG_IGN:  # nohup, for example, has it ignored
             signal.signal(number, handle)
     try:
         yield received

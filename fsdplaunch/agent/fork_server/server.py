@@ -167,8 +167,8 @@ def fresh_command(channel: int, parent: int, *, obstacle: str | None, notes: Seq
         obstacle: Why it does not fork.
         notes: What the agent should tell the user.
     """
-    said = json.dumps({"obstacle": obstacle, "notes": list(notes)})
-    return [sys.executable, "-u", __file__, str(channel), str(parent), said]
+    about = json.dumps({"obstacle": obstacle, "notes": list(notes)})
+    return [sys.executable, "-u", __file__, str(channel), str(parent), about]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -177,11 +177,11 @@ def main(argv: Sequence[str]) -> None:
     Args:
         argv: What `fresh_command` adds to this file's name.
     """
-    said = json.loads(argv[2])
+    about = json.loads(argv[2])
     channel = Channel(socket.socket(fileno=int(argv[0])))
     os.set_inheritable(channel.fileno(), False)
-    loaded = Preloaded(notes=tuple(said["notes"]))
-    ForkServerProcess(channel).serve(lambda: loaded, parent=int(argv[1]), obstacle=said["obstacle"])
+    loaded = Preloaded(notes=tuple(about["notes"]))
+    ForkServerProcess(channel).serve(lambda: loaded, parent=int(argv[1]), obstacle=about["obstacle"])
 
 
 if __name__ == "__main__":

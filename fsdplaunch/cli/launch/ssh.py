@@ -147,8 +147,8 @@ def _run(sessions: SshSessions, parts: list[SessionSpec], config: Config, python
     status = bad.process.returncode
     lost = bad.ready and status == 255  # noqa: PLR2004  (ssh's own)
     if not bad.ready or lost or status < 0:
-        late = f"no answer within {START_SECONDS:.0f} s" if bad.late and not bad.said else ""
-        why, hint = explain_end(status, was_ready=bad.ready, said=bad.said, python=python)
+        late = f"no answer within {START_SECONDS:.0f} s" if bad.late and not bad.lines else ""
+        why, hint = explain_end(status, was_ready=bad.ready, lines=bad.lines, python=python)
         out.error(MachineError(f"{bad.host}: {late or why}", hint=hint))
         return EXIT_MACHINE if not received else 128 + received[0]
     codes = [shell_status(client.process.returncode) for client in sessions.clients]

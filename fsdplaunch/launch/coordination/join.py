@@ -29,7 +29,7 @@ LAST_CALL_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
-    """What this node brings to a meeting.
+    """What this node joins with.
 
     Attributes:
         config: Resolved.

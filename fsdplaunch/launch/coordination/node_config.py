@@ -36,7 +36,7 @@ def agreed_config(config: Config, assignment: RunAssignment) -> Config:
 
     Args:
         config: Resolved.
-        assignment: The meeting's.
+        assignment: As joining ended.
     """
     return _placed(
         config,

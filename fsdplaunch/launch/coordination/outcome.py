@@ -90,17 +90,17 @@ def _stop_status(outcomes: Sequence[Outcome]) -> int:
     return next((status for status in statuses if status not in (0, EXIT_SAVED)), EXIT_SAVED)
 
 
-def merged_record(record: Mapping[str, Any], final: Mapping[str, Any], *, whole: bool) -> dict[str, Any]:
+def merged_record(record: Mapping[str, Any], final: Mapping[str, Any], *, all_nodes: bool) -> dict[str, Any]:
     """This node's record with the run's end in place of its own.
 
     Args:
         record: The agent's.
         final: As `merge_outcomes` returns it.
-        whole: Put every node's workers into it.
+        all_nodes: Put every node's workers into it.
     """
     attempts = [*(record.get("attempts") or [])]
     if attempts:
-        workers = final["workers"] if whole and final.get("workers") else attempts[-1]["workers"]
+        workers = final["workers"] if all_nodes and final.get("workers") else attempts[-1]["workers"]
         attempts[-1] = {**attempts[-1], "workers": workers, "cause": final["cause"]}
     elif final["cause"] is not None:  # it had not started any
         attempts = [{"attempt": 0, "started_ns": None, "ended_ns": 0, "workers": [], "cause": final["cause"]}]

@@ -97,4 +97,4 @@ def conclude_run(control: RunControl, status: int, record: Mapping[str, Any]) ->
     """
     final = control.conclude(outcome_of(record, status))
     control.close()
-    return int(final["status"]), merged_record(record, final, whole=control.assignment.rank == 0)
+    return int(final["status"]), merged_record(record, final, all_nodes=control.assignment.rank == 0)

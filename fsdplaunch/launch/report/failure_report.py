@@ -17,12 +17,12 @@ def duration(seconds: float) -> str:
     """Return `0.4 s`, `12 s`, `4 m 12 s`, `2 h 04 m`."""
     if seconds < 10:  # noqa: PLR2004
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < _MINUTE:
-        return f"{whole} s"
-    if whole < _HOUR:
-        return f"{whole // _MINUTE} m {whole % _MINUTE:02} s"
-    return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE:02} m"
+    rounded = round(seconds)
+    if rounded < _MINUTE:
+        return f"{rounded} s"
+    if rounded < _HOUR:
+        return f"{rounded // _MINUTE} m {rounded % _MINUTE:02} s"
+    return f"{rounded // _HOUR} h {rounded % _HOUR // _MINUTE:02} m"
 
 
 def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_size: bool = False) -> list[str]:

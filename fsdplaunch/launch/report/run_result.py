@@ -63,7 +63,7 @@ class RunResult:
         seconds: Wall time of the whole run.
         failure: The cause, or None after success or a requested stop.
         diagnosis: Why, and what to try.
-        stopped_by: Name of the signal that was asked for from outside, or None.
+        stopped_by: Name of the signal that came from outside, or None.
         attempts: Every attempt as the agent recorded it.
         notes: What the agent said on the way.
     """
@@ -148,7 +148,7 @@ def _failure(record: Mapping[str, Any], exit_code: int, gpus: Sequence[str]) -> 
         lost = tuple(record.get("lost") or ())
         return Failure(rank=None, exit_code=exit_code, message=record.get("error"), lost=lost)
     error, local_rank = cause["error"] or {}, cause["local_rank"]
-    number, machine = attempts[-1]["attempt"], cause.get("machine")
+    number, node = attempts[-1]["attempt"], cause.get("machine")
     return Failure(
         rank=cause["rank"],
         exit_code=exit_code,
@@ -158,11 +158,11 @@ def _failure(record: Mapping[str, Any], exit_code: int, gpus: Sequence[str]) -> 
         local_rank=local_rank,
         pid=cause["pid"],
         host=cause.get("host") or record.get("host"),
-        gpu=gpus[local_rank] if local_rank < len(gpus) and not machine else None,
+        gpu=gpus[local_rank] if local_rank < len(gpus) and not node else None,
         seconds=_lifetime(cause),
         steps=cause.get("steps"),
         tail=tuple(cause["tail"]),
-        log=str(rank_log(node_folder(Path(), machine or 0), cause["rank"], "stderr", number)),
+        log=str(rank_log(node_folder(Path(), node or 0), cause["rank"], "stderr", number)),
         others=tuple(describe_others(cause, attempts[-1]["workers"])),
     )
 

@@ -51,7 +51,7 @@ def host_out_of_memory(facts: FailureFacts) -> Diagnosis | None:
     held = f"; this rank held up to {peak / GIB:.1f} GiB" if peak else ""
     remedies = ["more host memory, or fewer data loader workers"]
     if facts.config is not None and not facts.config.fsdp_config.fsdp_cpu_ram_efficient_loading:
-        remedies.insert(0, "--fsdp-cpu-ram-efficient-loading true, so that only rank 0 loads the whole model")
+        remedies.insert(0, "--fsdp-cpu-ram-efficient-loading true, so that only rank 0 loads the full model")
     return Diagnosis(
         why=f"the kernel killed it: the memory limit{limit} was reached{held}", remedies=tuple(remedies)
     )

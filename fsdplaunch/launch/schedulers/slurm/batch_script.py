@@ -47,7 +47,7 @@ done
 """
 _REQUEUE = """
 preempted() { scontrol show job -o "$job" | grep -q ' PreemptTime=[0-9]'; }
-lost() {  # the launchers notice a lost machine long before SLURM does; but not for ever
+lost() {  # the launchers notice a lost node long before SLURM does; but not for ever
     [ "${SLURM_RESTART_COUNT:-0}" -lt @TIMES@ ] || return
     find @RUNS@/"$@GROUP@" -maxdepth 2 -name @LOST@ | grep -q .
 }

@@ -130,16 +130,16 @@ def to_line(message: Mapping[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def explain_end(status: int, *, was_ready: bool, said: Sequence[str], python: str) -> tuple[str, str]:
+def explain_end(status: int, *, was_ready: bool, lines: Sequence[str], python: str) -> tuple[str, str]:
     """Say in words why a node's client ended before its run did, and what to try.
 
     Args:
         status: The client's.
         was_ready: The remote side had started.
-        said: What came on its error output before.
+        lines: What came on its error output before.
         python: The interpreter that was to run there.
     """
-    words = " ".join(line.strip() for line in said if line.strip())[-200:] or f"ssh ended with {status}"
+    words = " ".join(line.strip() for line in lines if line.strip())[-200:] or f"ssh ended with {status}"
     if was_ready:
         return (f"the connection was lost ({words})", "is the node up?")
     if status == SSH_FAILED:

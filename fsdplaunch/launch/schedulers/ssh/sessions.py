@@ -39,14 +39,14 @@ class SshSession:
         host: The node.
         process: The client.
         ready: The remote side has started.
-        said: The last lines of its error output before it was.
+        lines: The last lines of its error output before it was.
         late: It took too long to start, and was ended.
     """
 
     host: str
     process: "subprocess.Popen[bytes]"
     ready: bool = False
-    said: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     late: bool = False
     reader: threading.Thread | None = None
 
@@ -59,7 +59,7 @@ class SshSession:
         return self.late or (status is not None and (status != 0 or not self.ready))
 
     def hear_out(self) -> None:
-        """Read the last of what it said, READY perhaps among it. Once: a shared connection may keep it open."""
+        """Read the rest of its error output, READY perhaps in it. Once: a shared connection may keep it open."""
         if self.reader is not None:
             self.reader.join(timeout=1)
             self.reader = None
@@ -118,7 +118,7 @@ class SshSessions:
             elif client.ready:
                 self._show(client.host, text)
             else:
-                client.said = [*client.said, text][-_KEPT_LINES:]
+                client.lines = [*client.lines, text][-_KEPT_LINES:]
 
     def signal(self, number: int) -> None:
         """Have every node's launcher get a signal; may be called in a signal handler."""
@@ -197,4 +197,4 @@ class SshSessions:
 def _last_words(client: SshSession) -> str:
     if client.ready and client.process.returncode == SSH_FAILED:
         return "the connection was lost"
-    return client.said[-1] if client.said else f"ended with {client.process.returncode}"
+    return client.lines[-1] if client.lines else f"ended with {client.process.returncode}"

@@ -71,7 +71,7 @@ def test_record_of_another_node_tells_the_common_cause():
     cause = make_worker(3, code=7) | {"host": "host1", "machine": 1}
     final = {"status": 7, "stopped_by": None, "cause": cause, "error": None, "lost": [], "workers": []}
     own = outcome(0, WELL)
-    record = merged_record({"attempts": [own["attempt"]], "stopped_by": "SIGTERM"}, final, whole=False)
+    record = merged_record({"attempts": [own["attempt"]], "stopped_by": "SIGTERM"}, final, all_nodes=False)
     assert record["attempts"][-1]["cause"]["rank"] == 3
     assert record["attempts"][-1]["workers"] == [WELL]
     assert record["stopped_by"] is None

@@ -211,7 +211,7 @@ def test_wrong_hostfile_is_refused_with_its_line(tmp_path: Path, text: str, said
     ],
 )
 def test_end_of_a_client_is_explained(status, ready, said, words):
-    why, hint = explain_end(status, was_ready=ready, said=said, python="/x/python")
+    why, hint = explain_end(status, was_ready=ready, lines=said, python="/x/python")
     assert words in why
     assert hint
 

@@ -56,7 +56,7 @@ def test_first_failure_is_the_runs_and_the_others_are_hung_up():
 def test_node_that_refuses_ends_the_start_of_the_others():
     bad, sessions, _ = run("sleep 60", "echo 'ssh: no route' >&2; exit 255")
     assert bad is sessions.clients[1]
-    assert bad.said == ["ssh: no route"]
+    assert bad.lines == ["ssh: no route"]
     assert sessions.clients[0].process.returncode == -signal.SIGKILL
 
 
