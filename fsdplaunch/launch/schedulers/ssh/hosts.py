@@ -14,8 +14,8 @@ from fsdplaunch.config.schema.config import SshSection
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.entry_points import SSH_REMOTE
 
-READY = "fsdplaunch: remote side ready"
-"""What the remote side says on its error output once it runs; everything before is ssh's or the shell's."""
+READY = "fsdplaunch: far side ready"
+"""What the remote side, of any version, prints once it runs; everything before is ssh's or the shell's."""
 SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
 _ALIVE_TIMES, _CONNECT_SECONDS = 3, 10
