@@ -34,7 +34,7 @@ class LaunchError(Exception):
 
 
 class UsageError(LaunchError):
-    """The command line or a call asks for something that cannot be asked for."""
+    """The command line or a call asks for something that is not possible."""
 
     exit_code = EXIT_USAGE
 

@@ -1,6 +1,6 @@
 """Torch's elastic agent with our workers: rendezvous, restarts and membership are torch's, processes are ours.
 
-The only module of this package that imports torch. Runs in the agent, after the nursery has been forked.
+One of the two modules of this package that import torch. Runs in the agent, after the fork server has been forked.
 """
 
 import os
@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
-from fsdplaunch.agent.rendezvous import Membership, order_machines
+from fsdplaunch.agent.rendezvous import Membership, order_nodes
 from fsdplaunch.agent.worker_group import WorkerGroup
 from fsdplaunch.runtime.torch_internals import leave_out_random_delay, log_root
 
@@ -29,7 +29,7 @@ __all__ = ["ChildFailedError", "RendezvousError", "SignalException", "run_elasti
 
 
 class RunFolderLogs(LogsSpecs):
-    """Tells torch that there is nothing to redirect: the crew does that."""
+    """Tells torch that there is nothing to redirect: the worker group does that."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Give every stream "as it is"."""
@@ -38,7 +38,7 @@ class RunFolderLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Where torch may say its logs are."""
+        """Return where torch may say its logs are."""
         return log_root(self)
 
 
@@ -102,12 +102,12 @@ class WorkerGroupContext(PContext):
         )
 
     def _failure(self, worker: Any) -> ProcessFailure:
-        # Torch reads the file by itself and stumbles over half a record; ours is read by the crew.
+        # Torch reads the file by itself and stumbles over half a record; ours is read by the worker group.
         return ProcessFailure(
             local_rank=worker.local_rank, pid=worker.pid, exitcode=worker.ended.code, error_file=""
         )
 
-    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:  # noqa: ARG002  (the crew knows its own)
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:  # noqa: ARG002  (the worker group knows its own)
         self._worker_group.finish(number=death_sig)
 
 
@@ -136,12 +136,12 @@ def run_elastic(options: Sequence[str], worker_group: WorkerGroup, *, nodes_vary
     Args:
         options: As torchrun takes them.
         worker_group: Starts and watches the workers.
-        nodes_vary: More than one machine takes part, or may.
+        nodes_vary: More than one node takes part, or may.
 
     Raises:
         ChildFailedError: Workers failed and no restart is left.
         SignalException: The run was stopped.
-        RendezvousError: The machines did not find each other.
+        RendezvousError: The nodes did not find each other.
     """
     config = read_options(options)
     config.logs_specs = RunFolderLogs(log_dir=str(worker_group.spec.run_dir))
@@ -163,7 +163,7 @@ def run_elastic(options: Sequence[str], worker_group: WorkerGroup, *, nodes_vary
     if not nodes_vary:
         leave_out_random_delay()  # 0 to 0.3 s
     if nodes_vary:
-        order_machines(worker_group.spec.machine)
+        order_nodes(worker_group.spec.node)
     if membership is not None:
         membership.watch()
     elastic_launch(config, "worker")()

@@ -87,7 +87,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def preload_lists(config: Config, command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What to import before the fork server is forked, and in it."""
+    """Return what to import before the fork server is forked, and in it."""
     if not is_warm(config, command):
         return (), ()
     sharding = PRELOADED if config.distributed_type == "FSDP" else ()
@@ -104,7 +104,7 @@ def run_workers(
         spec: What they are to do.
         options: torchrun's.
         launcher: Process id of our parent.
-        nodes_vary: More than one machine takes part, or may.
+        nodes_vary: More than one node takes part, or may.
     """
     relay = OutputRelay(_take_over_output(spec.run_dir / AGENT_LOG))
     worker_group = WorkerGroup(spec, fork_server, relay, StopRequest(spec.launch.shutdown_grace_seconds))
@@ -159,7 +159,7 @@ def _run(worker_group: WorkerGroup, options: list[str], record: AgentRecord, *, 
         return _stop_status(worker_group)
     except elastic_agent.RendezvousError as error:
         record.error = f"{type(error).__name__}: {error}"
-        logging.getLogger("torch.distributed.elastic").exception("the machines did not meet")
+        logging.getLogger("torch.distributed.elastic").exception("the nodes did not join")
         return EXIT_MACHINE
     except Exception as error:  # torch's agent may fail in any way; the report names it
         record.error = f"{type(error).__name__}: {error}"

@@ -47,7 +47,7 @@ def _node_processors(root: Path) -> dict[int, set[int]]:
 
 
 def _home(gpu: str, place: int, count: int, nodes: Sequence[int], root: Path) -> int:
-    """The node a worker belongs to: its GPU's, or, where that is unknown, one of them in turn."""
+    """Return the node a worker belongs to: its GPU's, or, where that is unknown, one of them in turn."""
     text = _read(root / "sys/bus/pci/devices" / gpu / "numa_node").strip() if gpu else ""
     if text.lstrip("-").isdigit() and int(text) in nodes:
         return int(text)
@@ -55,7 +55,7 @@ def _home(gpu: str, place: int, count: int, nodes: Sequence[int], root: Path) ->
 
 
 def _socket(nodes: Mapping[int, set[int]], home: int, root: Path) -> set[int]:
-    """All processors of the nodes on the same socket."""
+    """Return all processors of the nodes on the same socket."""
 
     def package(node: int) -> str:
         return _read(root / _CPUS / f"cpu{min(nodes[node])}/topology/physical_package_id")
@@ -64,7 +64,7 @@ def _socket(nodes: Mapping[int, set[int]], home: int, root: Path) -> set[int]:
 
 
 def _cores(cpus: set[int], root: Path) -> list[set[int]]:
-    """Processors by core, the two threads of one together."""
+    """Return the processors by core, the two threads of one together."""
     groups = {
         cpu: parse_list(_read(root / _CPUS / f"cpu{cpu}/topology/thread_siblings_list")) & cpus for cpu in cpus
     }
@@ -72,7 +72,7 @@ def _cores(cpus: set[int], root: Path) -> list[set[int]]:
 
 
 def _complexes(cpus: set[int], root: Path) -> list[set[int]]:
-    """Processors by the largest cache they share, those with the most processors first."""
+    """Return the processors by the largest cache they share, those with the most processors first."""
     groups = {frozenset(_cache_mates(cpu, root) & cpus or {cpu}) for cpu in cpus}
     return [set(group) for group in sorted(groups, key=lambda group: (-len(group), min(group)))]
 
@@ -83,7 +83,7 @@ def _cache_mates(cpu: int, root: Path) -> set[int]:
 
 
 def _share(cores: list[set[int]], homes: Sequence[int], place: int) -> set[int]:
-    """An even part of a node's cores; the first workers get the odd ones, and nobody gets none."""
+    """Return an even part of a node's cores; the first workers get the odd ones, and nobody gets none."""
     mates = [other for other, home in enumerate(homes) if home == homes[place]]
     turn = mates.index(place)
     if len(cores) < len(mates):

@@ -6,7 +6,7 @@ _BITS = {"stdout": 1, "stderr": 2}
 
 
 def is_shown(launch: LaunchSection, *, rank: int, local_rank: int, stream: str) -> bool:
-    """Whether a stream is shown; every stream goes to its file besides.
+    """Return whether a stream is shown; every stream goes to its file besides.
 
     What torchrun's options say goes first: a teed stream is shown, a redirected one is not, and of those only the
     filtered ranks'. Where they say nothing, `show_ranks` decides.
@@ -14,7 +14,7 @@ def is_shown(launch: LaunchSection, *, rank: int, local_rank: int, stream: str) 
     Args:
         launch: The configuration.
         rank: Global rank.
-        local_rank: Rank on its machine.
+        local_rank: Rank on its node.
         stream: `stdout` or `stderr`.
     """
     teed = _names(launch.tee, local_rank, stream)
@@ -26,12 +26,12 @@ def is_shown(launch: LaunchSection, *, rank: int, local_rank: int, stream: str) 
 
 
 def ranks_in(text: str, *, at_least: int) -> set[int]:
-    """The numbers a list of ranks names; `all` names those up to `at_least`."""
+    """Return the numbers a list of ranks names; `all` names those up to `at_least`."""
     return set(range(at_least + 1)) if text == "all" else {int(part) for part in text.split(",")}
 
 
 def _names(streams: str | None, local_rank: int, stream: str) -> bool:
-    """Whether torchrun's notation (`3`, or `0:3,1:1`) names this stream of this worker."""
+    """Return whether torchrun's notation (`3`, or `0:3,1:1`) names this stream of this worker."""
     if streams is None:
         return False
     if ":" not in streams:

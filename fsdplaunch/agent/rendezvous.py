@@ -1,4 +1,4 @@
-"""Which machines take part, as torch's rendezvous sees it: numbered as we number them, restarted when one is lost.
+"""Which nodes take part, as torch's rendezvous sees it: numbered as we number them, restarted when one is lost.
 
 In the agent, beside `elastic`. Every replaced name is looked for first: a torch without it keeps its own ways.
 """
@@ -12,39 +12,39 @@ from typing import Any
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from fsdplaunch.agent.worker_group import WorkerGroup
-from fsdplaunch.run_dir import MACHINES, read_json
+from fsdplaunch.run_dir import MEMBERSHIP, read_json
 from fsdplaunch.runtime.torch_internals import node_description_class, set_node_descriptions
 
 HOLD_SECONDS = 2.0
-"""How long an end of workers is held back in an elastic run: a machine that goes takes its peers' connections."""
+"""How long an end of workers is held back in an elastic run: a node that goes takes its peers' connections."""
 _Node: Any = node_description_class() or object
 _Handler: Any = DynamicRendezvousHandler
 
 
 class NumberedNode(_Node):  # type: ignore[misc]
-    """A machine that sorts by its number; torch sorts by the text of the address, where 10.0.0.10 < 10.0.0.2.
+    """A node that sorts by its number; torch sorts by the text of the address, where 10.0.0.10 < 10.0.0.2.
 
-    Ranks follow that order, so rank 0 runs on machine 0, and neighbouring ranks on neighbouring machines.
+    Ranks follow that order, so rank 0 runs on node 0, and neighbouring ranks on neighbouring nodes.
     """
 
     def __lt__(self, other: Any) -> bool:
-        """Lower numbers first; the number is kept in `local_id`."""
+        """Sort lower ranks first; the rank is kept in `local_id`."""
         return bool((self.local_id, self.addr, self.pid) < (other.local_id, other.addr, other.pid))
 
 
 class _Numbering:
-    """Stands in for torch's generator of machine descriptions."""
+    """Stands in for torch's generator of node descriptions."""
 
     def __init__(self, number: int) -> None:
         self._number = number
 
     def generate(self, local_addr: str | None = None) -> Any:
-        """Describe this machine."""
+        """Describe this node."""
         return NumberedNode(local_addr or socket.getfqdn(), os.getpid(), self._number)
 
 
-def order_machines(number: int | None) -> None:
-    """Have the rendezvous rank this machine by its number.
+def order_nodes(number: int | None) -> None:
+    """Have the rendezvous rank this node by its number.
 
     Args:
         number: None leaves the order to torch.
@@ -54,10 +54,10 @@ def order_machines(number: int | None) -> None:
 
 
 class Membership:
-    """Whether the machines that take part are changing; only elastic runs, whose machines may, have one.
+    """Whether the nodes that take part are changing; only elastic runs, whose nodes may, have one.
 
-    When machines come or go, every machine's workers start again, and that counts as no failure. The workers are
-    killed: their peers on a lost machine will never answer, and those that left well after a signal on one machine
+    When nodes come or go, every node's workers start again, and that counts as no failure. The workers are
+    killed: their peers on a lost node will never answer, and those that left well after a signal on one node
     would look finished on another.
     """
 
@@ -67,11 +67,11 @@ class Membership:
         self._held_since: float | None = None
 
     def begin(self) -> None:
-        """New workers start."""
+        """Note that new workers start."""
         self._held_since = None
 
     def holds(self) -> bool:
-        """Whether an end of workers may be a change's doing, which will be known in a moment."""
+        """Return whether an end of workers may be a change's doing, which will be known in a moment."""
         if self._reported() > self._seen:
             return True
         now = time.monotonic()
@@ -79,9 +79,9 @@ class Membership:
         return now - self._held_since < HOLD_SECONDS
 
     def watch(self) -> None:
-        """Have torch's agent start the workers again when the launcher reports a lost machine.
+        """Have torch's agent start the workers again when the launcher reports a lost node.
 
-        The agent asks the rendezvous, at every look at its workers, how many machines wait to join.
+        The agent asks the rendezvous, at every look at its workers, how many nodes wait to join.
         """
         ask = _Handler.num_nodes_waiting
 
@@ -97,5 +97,5 @@ class Membership:
         _Handler.num_nodes_waiting = num_nodes_waiting
 
     def _reported(self) -> int:
-        """How often the launcher has seen a machine go."""
-        return int(read_json(self._worker_group.spec.run_dir / MACHINES).get("changes", 0))
+        """Return how often the launcher has seen a node go."""
+        return int(read_json(self._worker_group.spec.run_dir / MEMBERSHIP).get("changes", 0))

@@ -47,21 +47,21 @@ class StopRequest:
 
     @property
     def is_warning(self) -> bool:
-        """Whether the request only announces an end."""
+        """Return whether the request only announces an end."""
         return self.number in WARNINGS
 
     @property
     def is_over(self) -> bool:
-        """Whether the grace has been used up."""
+        """Return whether the grace has been used up."""
         return self.number is not None and time.monotonic() - self.since > self.grace
 
     def forget(self) -> None:
-        """The run has outlived a warning."""
+        """Forget a warning that the run has outlived."""
         self.number = None
 
 
 def stop_status(number: int, codes: list[int | None]) -> int | None:
-    """The launcher's status after a request to stop.
+    """Return the launcher's status after a request to stop.
 
     Args:
         number: The signal that asked for it.

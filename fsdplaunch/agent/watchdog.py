@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdplaunch.launch.report.user_frames import is_installed
+from fsdplaunch.run_dir import rank_folder
 from fsdplaunch.worker_status import STACK, STACK_SIGNAL, Heartbeat, read_heartbeat
 
 ANSWER_SECONDS = 2.0
@@ -42,7 +44,7 @@ def read_position(rank: int, beat: Heartbeat | None, dump: str) -> Position:
     """Make out where a rank is from the stack its faulthandler has written; the main thread's comes last."""
     frames = [match.groupdict() for line in _main_thread(dump) if (match := _FRAME.fullmatch(line))]
     innermost = frames[0]["file"] if frames else ""
-    own = next((frame for frame in frames if not _is_installed(frame["file"])), frames[0] if frames else None)
+    own = next((frame for frame in frames if not is_installed(frame["file"])), frames[0] if frames else None)
     return Position(
         rank=rank,
         steps=beat.steps if beat is not None else None,
@@ -56,12 +58,8 @@ def _main_thread(dump: str) -> list[str]:
     return blocks[-1].splitlines() if blocks else []
 
 
-def _is_installed(file: str) -> bool:
-    return any(part in file for part in ("site-packages/", "/fsdplaunch/", "<frozen", "/lib/python3"))
-
-
 def find_behind(positions: Sequence[Position]) -> list[Position]:
-    """The ranks that the others wait for: those with fewer steps, else those that are not in a collective.
+    """Return the ranks that the others wait for: those with fewer steps, else those that are not in a collective.
 
     Empty when all are alike.
     """
@@ -85,7 +83,7 @@ def describe_stall(positions: Sequence[Position], seconds: float, *, run_dir: st
     else:
         first = positions[0]
         found = f"all ranks are alike (rank {first.rank}: {_where(first)})"
-    return f"no rank has got on for {seconds:.0f} s: {found}; stacks in {run_dir}/ranks/*/{STACK}"
+    return f"no rank has got on for {seconds:.0f} s: {found}; stacks in {rank_folder(Path(run_dir), '*')}/{STACK}"
 
 
 def _where(position: Position) -> str:
@@ -127,7 +125,7 @@ class Watchdog:
         return None
 
     def _traces(self, rank: int) -> tuple[int, ...]:
-        folder = self._folder(rank)
+        folder = rank_folder(self._run_dir, rank)
         beat = read_heartbeat(folder)
         return (beat.steps if beat else 0, *(_size(file) for file in sorted(folder.glob("std*.log"))))
 
@@ -135,8 +133,8 @@ class Watchdog:
         """Have every rank that can write its stack; return how long their files were before."""
         before = {}
         for rank, pid in self._pids.items():
-            before[rank] = _size(self._folder(rank) / STACK)
-            beat = read_heartbeat(self._folder(rank))
+            before[rank] = _size(rank_folder(self._run_dir, rank) / STACK)
+            beat = read_heartbeat(rank_folder(self._run_dir, rank))
             if beat is not None and beat.pid == pid and STACK_SIGNAL is not None:
                 with suppress(ProcessLookupError):
                     os.kill(pid, STACK_SIGNAL)
@@ -148,19 +146,16 @@ class Watchdog:
             return None
         self._asked, self._told = None, True
         positions = [
-            read_position(rank, read_heartbeat(self._folder(rank)), self._dump(rank, before[rank]))
+            read_position(rank, read_heartbeat(rank_folder(self._run_dir, rank)), self._dump(rank, before[rank]))
             for rank in sorted(self._pids)
         ]
         return describe_stall(positions, now - self._since, run_dir=str(self._run_dir))
 
     def _dump(self, rank: int, start: int) -> str:
-        with suppress(OSError), (self._folder(rank) / STACK).open("rb") as file:
+        with suppress(OSError), (rank_folder(self._run_dir, rank) / STACK).open("rb") as file:
             file.seek(start)
             return file.read().decode(errors="replace")
         return ""
-
-    def _folder(self, rank: int) -> Path:
-        return self._run_dir / "ranks" / str(rank)
 
 
 def _size(file: Path) -> int:

@@ -1,4 +1,4 @@
-"""One machine's workers: start them together, watch them, signal them, record how each one ended. In the agent.
+"""One node's workers: start them together, watch them, signal them, record how each one ended. In the agent.
 
 Free of torch: `fsdplaunch.agent.elastic_agent` makes torch's elastic agent use it.
 """
@@ -87,7 +87,7 @@ class WorkerGroup:
         self.is_replaced = False
         self.workers = []
         self._open = True
-        self._wait_for_nursery()
+        self._wait_for_fork_server()
         cold = self.spec.cold or self._fork_server.obstacle is not None
         self._prefixed = len(self._shown_ranks(variables)) > 1
         for local_rank in sorted(variables):
@@ -97,7 +97,7 @@ class WorkerGroup:
                 worker.send(self.stop.number)
         self._watchdog.watch({worker.rank: worker.pid for worker in self.workers})
 
-    def _wait_for_nursery(self) -> None:
+    def _wait_for_fork_server(self) -> None:
         if self._attempt == 0:
             self._fork_server.wait_until_ready()
             obstacle = self._fork_server.obstacle
@@ -106,10 +106,10 @@ class WorkerGroup:
                 self.say(note)
 
     def _again(self) -> str:
-        """Why the workers are started anew."""
+        """Return why the workers are started anew."""
         cause = self.attempts[-1]["cause"]
         if cause is None:
-            return "the machines that take part have changed: all workers start again"
+            return "the nodes that take part have changed: all workers start again"
         failed = sum(attempt["cause"] is not None for attempt in self.attempts)
         return f"attempt {failed + 1} of {self.spec.launch.max_restarts + 1} ({brief(cause)})"
 
@@ -137,7 +137,7 @@ class WorkerGroup:
         return Worker(rank=rank, local_rank=local_rank, pid=pid, started_ns=started)
 
     def _shown_ranks(self, variables: Mapping[int, Mapping[str, str]]) -> set[int]:
-        """The local ranks that the terminal has to tell apart."""
+        """Return the local ranks that the terminal has to tell apart."""
         return {
             local_rank
             for local_rank, own in variables.items()
@@ -177,17 +177,17 @@ class WorkerGroup:
 
     @property
     def running(self) -> list[Worker]:
-        """The workers that have not ended, as far as `look` has seen."""
+        """Return the workers that have not ended, as far as `look` has seen."""
         return [worker for worker in self.workers if worker.ended is None]
 
     @property
     def failed(self) -> list[Worker]:
-        """The workers that have ended with anything but 0."""
+        """Return the workers that have ended with anything but 0."""
         return [worker for worker in self.workers if worker.ended is not None and worker.ended.code != 0]
 
     @property
     def is_done(self) -> bool:
-        """Whether the present attempt has ended well."""
+        """Return whether the present attempt has ended well."""
         return bool(self.attempts) and not self._open and self.attempts[-1]["cause"] is None
 
     def send(self, number: int) -> None:
@@ -236,7 +236,7 @@ class WorkerGroup:
             "started_ns": min((worker.started_ns for worker in self.workers), default=None),
             "ended_ns": time.time_ns(),
             "workers": workers,
-            # Workers that make way for others, because machines have come or gone, have not failed.
+            # Workers that make way for others, because nodes have come or gone, have not failed.
             "cause": None if self.is_replaced else first_failure(workers),
         }
 
@@ -266,7 +266,7 @@ class WorkerGroup:
 
 
 def read_error(path: Path) -> dict[str, Any] | None:
-    """Read the exception a worker recorded; None when there is no whole record."""
+    """Read the exception a worker recorded; None when there is no complete record."""
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
         extra = message["extraInfo"]

@@ -1,4 +1,4 @@
-"""What an agent starts on its machine: the configuration, turned into what each worker gets. In the agent."""
+"""What an agent starts on its node: the configuration, turned into what each worker gets. In the agent."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ _BOOTSTRAP = ("-m", BOOTSTRAP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What to start on this machine, as often as it takes.
+    """What to start on this node, as often as it takes.
 
     Attributes:
         run_dir: The run's folder.
@@ -25,7 +25,7 @@ class WorkerSpec:
         cpus: By local rank, the processors it may use; empty for no change.
         variables: By local rank, variables that only that worker gets.
         is_reported: A launcher waits that will report the failure.
-        machine: This machine's number; None where torch numbers the machines.
+        node: This node's number; None where torch numbers the nodes.
     """
 
     run_dir: Path
@@ -35,28 +35,28 @@ class WorkerSpec:
     cpus: Mapping[int, Sequence[int]] = field(default_factory=dict)
     variables: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     is_reported: bool = True
-    machine: int | None = None
+    node: int | None = None
 
     @property
     def cold_command(self) -> tuple[str, ...]:
-        """The command line of a worker that is executed."""
+        """Return the command line of a worker that is executed."""
         return self.command if self.cold else python_command(self.command)
 
     def is_shown(self, rank: int, local_rank: int, stream: str) -> bool:
-        """Whether a stream reaches the terminal."""
+        """Return whether a stream reaches the terminal."""
         return is_shown(self.launch, rank=rank, local_rank=local_rank, stream=stream)
 
 
 def make_worker_spec(
     config: Config, command: Sequence[str], *, run_dir: Path, workers: int, is_reported: bool
 ) -> WorkerSpec:
-    """Decide what each worker of this machine gets.
+    """Decide what each worker of this node gets.
 
     Args:
         config: Resolved configuration.
         command: The workers' command, from the agent's own command line.
         run_dir: The run's folder.
-        workers: Workers on this machine.
+        workers: Workers on this node.
         is_reported: A launcher waits that will report the failure.
     """
     rest = tuple(command[2:]) if is_python(command) else tuple(command)
@@ -68,28 +68,28 @@ def make_worker_spec(
         cold=not warm,
         cpus=_bind(config, workers),
         is_reported=is_reported,
-        machine=config.machine_rank,
+        node=config.machine_rank,
         variables=_own_gpus(workers) if config.launch.virtual_local_rank else {},
     )
 
 
 def is_python(command: Sequence[str]) -> bool:
-    """Whether workers run the bootstrap, and not a program of its own."""
+    """Return whether workers run the bootstrap, and not a program of its own."""
     return tuple(command[:2]) == _BOOTSTRAP
 
 
 def is_warm(config: Config, command: Sequence[str]) -> bool:
-    """Whether workers are to be forked from a preloaded interpreter."""
+    """Return whether workers are to be forked from a preloaded interpreter."""
     return bool(config.launch.preload) and is_python(command)
 
 
 def python_command(arguments: Sequence[str]) -> tuple[str, ...]:
-    """The command line that runs the bootstrap in an interpreter of its own."""
+    """Return the command line that runs the bootstrap in an interpreter of its own."""
     return (sys.executable, "-u", *_BOOTSTRAP, *arguments)
 
 
 def _own_gpus(workers: int) -> dict[int, dict[str, str]]:
-    """Each worker's own GPU, by the place it has among those visible here, as torchrun's option does it."""
+    """Return each worker's own GPU, by the place it has among those visible here, as torchrun's option does it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(number) for number in range(workers)]
     return {

@@ -13,7 +13,7 @@ from fsdplaunch.cli.launch.single_node import (
     announce,
     check_script,
     pass_checks,
-    plan_for_this_machine,
+    plan_for_this_node,
     report,
     signal_teller,
 )
@@ -80,7 +80,7 @@ def check(
     loaded = replace(loaded, config=small, notes=(*loaded.notes, *changed))
     hardware = replace(read_hardware(os.environ), gpus=(), notes=())
     target = LaunchTarget(name=script, arguments=tuple(arguments), is_module=module)
-    plan = plan_for_this_machine(loaded, hardware, target, allow_unsharded=False)
+    plan = plan_for_this_node(loaded, hardware, target, allow_unsharded=False)
     plan = replace(plan, env={**plan.env, REHEARSAL_STEPS: str(steps)})
     if not pass_checks(plan, hardware, LaunchOptions(as_json=as_json), out):
         return EXIT_MACHINE

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fsdplaunch.cli.launch.single_node import plan_for_this_machine
+from fsdplaunch.cli.launch.single_node import plan_for_this_node
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load.load import LoadedConfig
 from fsdplaunch.doctor.checks.bandwidth import check_connections
@@ -42,7 +42,7 @@ def measure_network(
         config = replace(config, distributed_type="FSDP")  # so that the workers get a process group
     hardware = read_hardware(os.environ)
     target = LaunchTarget(name=NETWORK_TEST, is_module=True)
-    plan = plan_for_this_machine(replace(loaded, config=config), hardware, target, allow_unsharded=True)
+    plan = plan_for_this_node(replace(loaded, config=config), hardware, target, allow_unsharded=True)
     if plan.nodes > 1:
         out.say(
             f"waiting for the other {plan.nodes - 1} machines: run fsdplaunch doctor --network on each of them"

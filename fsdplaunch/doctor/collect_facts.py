@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdplaunch.config.load.load import LoadedConfig
 from fsdplaunch.doctor.facts import Disk, DriverFacts, MachineFacts, NetworkInterface, TorchFacts
-from fsdplaunch.launch.ports import find_holder, meeting_port, opens_port
+from fsdplaunch.launch.ports import find_holder, join_port, opens_port
 from fsdplaunch.launch.preflight import check_gpus
 from fsdplaunch.probe.gpus import driver_is_installed
 from fsdplaunch.probe.hardware import read_hardware
@@ -44,7 +44,7 @@ def collect_facts(
     """
     config = loaded.config if loaded else None
     hardware = read_hardware(environ)
-    port = meeting_port(config) if config else 0
+    port = join_port(config) if config else 0
     folders = {"run folders": config.launch.log_dir if config else "runs"}
     folders["checkpoints"] = config.checkpoint.dir if config else "checkpoints"
     obstacles = []

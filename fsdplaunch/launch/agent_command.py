@@ -17,10 +17,10 @@ def agent_command(config: Config, *, python: str, run_id: str, run_dir: Path, wo
         python: The interpreter that agent and workers run in.
         run_id: Unique per run and attempt.
         run_dir: The run's folder.
-        workers: Workers on this machine.
+        workers: Workers on this node.
 
     Raises:
-        UsageError: Nothing says where the machines meet, or which one this is.
+        UsageError: Nothing says where the nodes meet, or which one this is.
     """
     launch = config.launch
     return [
@@ -39,7 +39,7 @@ def agent_command(config: Config, *, python: str, run_id: str, run_dir: Path, wo
 
 
 def _rendezvous(config: Config, name: str) -> list[str]:
-    """Where the agents meet. `is_host` and the local address are always said: torchrun's guesses hang."""
+    """Return where the agents meet. `is_host` and the local address are always given: torchrun's guesses hang."""
     endpoint = config.launch.rendezvous_endpoint
     if config.num_machines == 1:
         address = config.launch.local_address or "127.0.0.1"
@@ -53,12 +53,12 @@ def _rendezvous(config: Config, name: str) -> list[str]:
     if endpoint is None and config.main_process_ip:
         endpoint = f"{config.main_process_ip}:{config.main_process_port or DEFAULT_PORT}"
     if endpoint is None:
-        msg = f"num_machines is {config.num_machines}, but nothing says where the machines meet"
-        raise UsageError(msg, hint="set main_process_ip (and main_process_port) to machine 0's address")
+        msg = f"num_machines is {config.num_machines}, but nothing says where the nodes meet"
+        raise UsageError(msg, hint="set main_process_ip (and main_process_port) to node 0's address")
     if config.machine_rank is None:
-        msg = f"num_machines is {config.num_machines}, but nothing says which machine this is"
+        msg = f"num_machines is {config.num_machines}, but nothing says which node this is"
         raise UsageError(
-            msg, hint=f"set {variable_of('machine_rank')} on each machine: 0 on the first, 1 on the next"
+            msg, hint=f"set {variable_of('machine_rank')} on each node: 0 on the first, 1 on the next"
         )
     local = [f"--local-addr={config.launch.local_address}"] if config.launch.local_address else []
     if config.rdzv_backend == "static":
@@ -82,7 +82,7 @@ def _rendezvous(config: Config, name: str) -> list[str]:
 
 
 def _settings(config: Config, *, limit: str = "join_timeout", **fixed: str) -> str:
-    """Torch's rendezvous settings; what the configuration says of them goes last and wins."""
+    """Torch's rendezvous settings; what the configuration sets goes last and wins."""
     timeout = max(1, round(config.launch.rendezvous_timeout_seconds))
     settings = fixed | {limit: str(timeout)} | config.launch.rendezvous_options
     return ",".join(f"{name}={value}" for name, value in settings.items())

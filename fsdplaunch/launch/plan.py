@@ -1,7 +1,7 @@
 """Config -> LaunchPlan: everything a launch will do, as data, before anything is done.
 
 `--dry-run` prints the very object that `fsdplaunch.launch.runner.run_plan` takes. Nothing here reads the disk, the
-clock or the machine; what has to be known is passed in.
+clock or the node; what has to be known is passed in.
 """
 
 import sys
@@ -18,7 +18,7 @@ from fsdplaunch.launch.worker_env import worker_variables
 from fsdplaunch.probe.torch_version import NEWEST, Numbers
 
 CPU_WORKERS = 2
-"""Workers for `auto` on a machine without GPUs: the smallest number that really shards."""
+"""Workers for `auto` on a node without GPUs: the smallest number that really shards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class LaunchTarget:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What follows the agent's options on its command line."""
+        """Return what follows the agent's options on its command line."""
         flags = ("-m", BOOTSTRAP, *(("-m",) if self.is_module else ())) if self.is_python else ()
         return (*flags, self.name, *self.arguments)
 
@@ -55,12 +55,12 @@ class LaunchPlan:
         env: Variables added to the caller's environment, all texts.
         target: What every rank runs.
         workers: Worker processes on this node.
-        nodes: Machines that take part.
+        nodes: Nodes that take part.
         device: `cuda` or `cpu`.
         gpus: The GPU of each local rank, by number or name; empty on CPU.
         config: The resolved configuration.
         notes: What the user should be told once.
-        ranks: Workers over all machines, where they are known; machines may have different numbers of them.
+        ranks: Workers over all nodes, where they are known; nodes may have different numbers of them.
         sent: What the command is given to read, where it hands the run to a scheduler.
     """
 
@@ -80,7 +80,7 @@ class LaunchPlan:
 
     @property
     def script(self) -> str:
-        """The script (or module) as the user wrote it."""
+        """Return the script (or module) as the user wrote it."""
         return self.target.name
 
     @property
@@ -89,7 +89,7 @@ class LaunchPlan:
         return self.workers * self.nodes if self.ranks is None else self.ranks
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain data, for `--json` and the run's folder."""
+        """Return the plan as plain data, for `--json` and the run's folder."""
         return {
             "run_id": self.run_id,
             "run_dir": str(self.run_dir),
@@ -107,7 +107,7 @@ class LaunchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """What a plan needs to know about the machine it is for.
+    """What a plan needs to know about the node it is for.
 
     Attributes:
         gpus: Visible GPUs.
@@ -129,7 +129,7 @@ class NodeFacts:
 def build_plan(
     config: Config,
     *,
-    machine: NodeFacts,
+    node: NodeFacts,
     target: LaunchTarget,
     run_id: str,
     run_dir: Path,
@@ -141,35 +141,35 @@ def build_plan(
 
     Args:
         config: Resolved configuration.
-        machine: Facts about this node.
+        node: Facts about this node.
         target: What every rank runs.
         run_id: Unique per run and attempt.
         run_dir: The run's folder; must be absolute, workers may change directory.
         allow_unsharded: Let a script end without having sharded a model.
         notes: Notes gathered before, kept first.
-        ranks: Workers over all machines, where they are known.
+        ranks: Workers over all nodes, where they are known.
 
     Raises:
         UsageError: The configuration contradicts itself or lacks an address.
-        MachineError: This machine has not what the configuration asks for.
+        MachineError: This node has not what the configuration asks for.
     """
     if target.is_module and not target.is_python:
         msg = "-m names a Python module, and --no-python says that there is no Python to run"
         raise UsageError(msg, hint="leave one of them out")
-    gpus = _chosen_gpus(config, machine)
+    gpus = _chosen_gpus(config, node)
     device = "cpu" if config.use_cpu or not gpus else "cuda"
-    workers = workers_on_node(config, gpus=len(gpus) if device == "cuda" else 0, cpus=machine.cpus)
+    workers = workers_on_node(config, gpus=len(gpus) if device == "cuda" else 0, cpus=node.cpus)
     if device == "cuda" and workers > len(gpus):
-        msg = f"the configuration asks for {workers} workers on this machine, but it has {len(gpus)} visible GPUs"
+        msg = f"the configuration asks for {workers} workers on this node, but it has {len(gpus)} visible GPUs"
         raise MachineError(msg, hint="lower num_processes, or set use_cpu: true to run on CPU with gloo")
-    settled = _with_a_free_port(config, machine)
-    command = agent_command(settled, python=machine.python, run_id=run_id, run_dir=run_dir, workers=workers)
+    with_port = _with_a_free_port(config, node)
+    command = agent_command(with_port, python=node.python, run_id=run_id, run_dir=run_dir, workers=workers)
     env = worker_variables(
         config,
-        environ=machine.environ,
-        cpus=machine.cpus,
+        environ=node.environ,
+        cpus=node.cpus,
         workers=workers,
-        torch_version=machine.torch_version,
+        torch_version=node.torch_version,
         run_dir=run_dir,
         allow_unsharded=allow_unsharded,
         ranks=ranks,
@@ -185,13 +185,13 @@ def build_plan(
         device=device,
         gpus=gpus[:workers] if device == "cuda" else (),
         config=config,
-        notes=(*notes, *_notes(config, machine, target, device)),
+        notes=(*notes, *_notes(config, node, target, device)),
         ranks=ranks,
     )
 
 
 def workers_on_node(config: Config, *, gpus: int, cpus: int) -> int:
-    """How many workers run on each machine.
+    """Return how many workers run on each node.
 
     Args:
         config: Resolved configuration.
@@ -199,7 +199,7 @@ def workers_on_node(config: Config, *, gpus: int, cpus: int) -> int:
         cpus: Usable cores.
 
     Raises:
-        MachineError: One worker per GPU is asked for, and there is none.
+        MachineError: One worker per GPU is configured, and there is none.
     """
     auto = gpus or CPU_WORKERS
     asked = config.launch.workers_per_node
@@ -213,31 +213,31 @@ def workers_on_node(config: Config, *, gpus: int, cpus: int) -> int:
     return config.num_processes // config.num_machines
 
 
-def _chosen_gpus(config: Config, machine: NodeFacts) -> tuple[str, ...]:
+def _chosen_gpus(config: Config, node: NodeFacts) -> tuple[str, ...]:
     """GPUs left to this run: those `gpu_ids` names, or all visible ones."""
     if config.gpu_ids is None or config.gpu_ids.strip().lower() == "all":
-        return tuple(map(str, range(machine.gpus)))
+        return tuple(map(str, range(node.gpus)))
     wanted = [item.strip() for item in config.gpu_ids.split(",") if item.strip()]
-    missing = [item for item in wanted if item.isdigit() and int(item) >= machine.gpus]
+    missing = [item for item in wanted if item.isdigit() and int(item) >= node.gpus]
     if missing and not config.use_cpu:
-        msg = f"gpu_ids names GPU {', '.join(missing)}, but this machine has {machine.gpus} visible GPUs"
+        msg = f"gpu_ids names GPU {', '.join(missing)}, but this node has {node.gpus} visible GPUs"
         raise MachineError(msg, hint="set gpu_ids to numbers from 0, or leave it out to use all")
     return tuple(wanted)
 
 
-def _with_a_free_port(config: Config, machine: NodeFacts) -> Config:
-    """One machine can meet itself on any port; several cannot agree on another one here."""
-    if config.num_machines > 1 or machine.port_holder is None:
+def _with_a_free_port(config: Config, node: NodeFacts) -> Config:
+    """Return the configuration with any free port for a lone node; several cannot agree on another one here."""
+    if config.num_machines > 1 or node.port_holder is None:
         return config
     return replace(config, main_process_port=0, launch=replace(config.launch, rendezvous_endpoint=None))
 
 
-def _notes(config: Config, machine: NodeFacts, target: LaunchTarget, device: str) -> list[str]:
-    said = []
+def _notes(config: Config, node: NodeFacts, target: LaunchTarget, device: str) -> list[str]:
+    notes = []
     if device == "cpu" and not config.use_cpu:
-        said.append("no GPU is visible: running on CPU with gloo")
-    if config.num_machines == 1 and machine.port_holder is not None:
-        said.append(f"the port asked for is in use by {machine.port_holder}: another one is taken")
+        notes.append("no GPU is visible: running on CPU with gloo")
+    if config.num_machines == 1 and node.port_holder is not None:
+        notes.append(f"the configured port is in use by {node.port_holder}: another one is taken")
     if not target.is_python and config.distributed_type == "FSDP":
-        said.append(f"{target.name} runs as a program of its own: whether it shards its model is not checked")
-    return said
+        notes.append(f"{target.name} runs as a program of its own: whether it shards its model is not checked")
+    return notes

@@ -1,4 +1,4 @@
-"""Which port the machines meet at, whether it is free here, and who holds it otherwise. In the command line."""
+"""Which port the nodes meet at, whether it is free here, and who holds it otherwise. In the command line."""
 
 import socket
 from collections.abc import Iterator
@@ -10,20 +10,20 @@ from fsdplaunch.config.schema.config import Config
 DEFAULT_PORT = 29500
 
 
-def meeting_port(config: Config) -> int:
-    """The port that was asked for; 0 when any will do."""
+def join_port(config: Config) -> int:
+    """Return the configured port; 0 when any will do."""
     if config.launch.rendezvous_endpoint:
         return int(config.launch.rendezvous_endpoint.rpartition(":")[2])
     return config.main_process_port or (DEFAULT_PORT if config.num_machines > 1 else 0)
 
 
 def opens_port(config: Config) -> bool:
-    """Whether this machine is the one that listens there."""
+    """Return whether this node is the one that listens there."""
     return config.num_machines == 1 or config.machine_rank == 0
 
 
 def find_holder(port: int) -> str | None:
-    """Who listens on a port, in words; None when it is free.
+    """Return who listens on a port, in words; None when it is free.
 
     Args:
         port: 0 is always free.
@@ -32,7 +32,7 @@ def find_holder(port: int) -> str | None:
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen on all addresses now, as torch's store does."""
+    """Return whether a server could listen on all addresses now, as torch's store does."""
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):  # noqa: S104  (see above)
         with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -43,7 +43,7 @@ def is_free(port: int) -> bool:
 
 
 def describe_process(pid: int) -> str:
-    """A process's number, user and program, as far as they can be seen."""
+    """Return a process's number, user and program, as far as they can be seen."""
     folder = Path(f"/proc/{pid}")
     words = []
     with suppress(OSError, KeyError, ImportError):
@@ -66,7 +66,7 @@ def _holder(port: int) -> str:
 
 
 def _listeners(name: str, port: int) -> Iterator[str]:
-    """The kernel's numbers of the sockets that listen on a port."""
+    """Return the kernel's numbers of the sockets that listen on a port."""
     with suppress(OSError):
         for line in Path(f"/proc/net/{name}").read_text(encoding="ascii").splitlines()[1:]:
             words = line.split()

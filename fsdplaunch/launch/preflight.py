@@ -1,4 +1,4 @@
-"""What would stop a launch on this machine, found in milliseconds, before torch is imported. In the command line.
+"""What would stop a launch on this node, found in milliseconds, before torch is imported. In the command line.
 
 Each check looks at one thing and yields findings; none raises, prints or starts anything.
 """
@@ -9,13 +9,13 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.launch.finding import Finding
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
-from fsdplaunch.launch.ports import describe_process, find_holder, meeting_port, opens_port
+from fsdplaunch.launch.ports import describe_process, find_holder, join_port, opens_port
 from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.gpus import Gpu
 
@@ -23,21 +23,6 @@ MIB = 1024**2
 GIB = 1024**3
 LITTLE_SPACE = GIB
 NO_SPACE = 64 * MIB
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that is in the way.
-
-    Attributes:
-        message: What is wrong, in one line.
-        hint: What to do about it.
-        fatal: The launch cannot work; otherwise it may, and the user should know.
-    """
-
-    message: str
-    hint: str
-    fatal: bool = True
 
 
 def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
@@ -60,7 +45,7 @@ def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
 
 
 def check_target(target: LaunchTarget) -> Iterator[Finding]:
-    """What is to run can be found, and compiled or executed."""
+    """Check that what is to run can be found, and compiled or executed."""
     name = target.name
     if not target.is_python:
         if shutil.which(name) is None:
@@ -79,7 +64,7 @@ def check_target(target: LaunchTarget) -> Iterator[Finding]:
 
 
 def _is_module(name: str) -> bool:
-    """Whether a top-level module can be found; looking for it imports nothing."""
+    """Return whether a top-level module can be found; looking for it imports nothing."""
     sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.util.find_spec(name) is not None
@@ -106,7 +91,7 @@ def _check_source(file: Path) -> Iterator[Finding]:
 
 
 def check_torch() -> Iterator[Finding]:
-    """There is a torch to import, and it is in the tested range."""
+    """Check that there is a torch to import, and that it is in the tested range."""
     version = torch_version.installed()
     if version is None:
         hint = f"pip install '{torch_version.requirement()}', or use the environment that has it"
@@ -116,7 +101,7 @@ def check_torch() -> Iterator[Finding]:
 
 
 def check_gpus(config: Config, gpus: Sequence[Gpu], chosen: Sequence[str]) -> Iterator[Finding]:
-    """The GPUs the workers get can compute in the asked format, and are not in use.
+    """Check that the GPUs the workers get can compute in the configured dtype, and are not in use.
 
     Args:
         config: Resolved configuration.
@@ -135,12 +120,14 @@ def check_gpus(config: Config, gpus: Sequence[Gpu], chosen: Sequence[str]) -> It
 
 
 def check_space(folders: Sequence[Path]) -> Iterator[Finding]:
-    """There is room, and permission, to write where the run and its checkpoints go.
+    """Check that there is room, and permission, to write where the run and its checkpoints go.
 
     Args:
         folders: Where files will be written; they need not exist yet.
     """
-    places = (next(path for path in (folder, *folder.parents) if path.exists()) for folder in map(_whole, folders))
+    places = (
+        next(path for path in (folder, *folder.parents) if path.exists()) for folder in map(Path.absolute, folders)
+    )
     for place in dict.fromkeys(places):
         if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
             yield Finding(message=f"{place} cannot be written to", hint="choose another log_dir or checkpoint dir")
@@ -152,7 +139,7 @@ def check_space(folders: Sequence[Path]) -> Iterator[Finding]:
 
 
 def check_weights(config: Config) -> Iterator[Finding]:
-    """The pretrained weights are there and whole, as far as their headers and their index tell."""
+    """Check that the pretrained weights are there and complete, as far as their headers and their index tell."""
     if config.checkpoint.weights is None:
         return
     from fsdplaunch.checkpoint.model_weights import find_weight_files
@@ -164,13 +151,9 @@ def check_weights(config: Config) -> Iterator[Finding]:
         yield Finding(message=f"checkpoint.weights: {error.message}", hint=hint)
 
 
-def _whole(folder: Path) -> Path:
-    return folder.absolute()
-
-
 def check_port(config: Config) -> Iterator[Finding]:
-    """The port the machines meet at is free, where this machine opens it. A lone machine takes another one."""
-    port = meeting_port(config)
+    """Check that the port the nodes join at is free, where this node opens it. A lone node takes another."""
+    port = join_port(config)
     if config.num_machines > 1 and opens_port(config) and (holder := find_holder(port)) is not None:
         message = f"port {port} is in use by {holder}"
-        yield Finding(message=message, hint="set main_process_port to a free one, the same on every machine")
+        yield Finding(message=message, hint="set main_process_port to a free one, the same on every node")

@@ -30,7 +30,7 @@ from fsdplaunch.run_dir import (
     RESULT,
     SHARDED,
     agent_record,
-    point_latest,
+    link_latest,
     rank_folder,
     read_json,
     read_tail,
@@ -46,7 +46,7 @@ def run_plan(
     *,
     output: int | None = None,
     on_signal: Callable[[int, int], None] = lambda *_: None,
-    link: RunControl | None = None,
+    control: RunControl | None = None,
 ) -> RunResult:
     """Start the plan's agent and wait for its end.
 
@@ -57,7 +57,7 @@ def run_plan(
         plan: What to run; its folder is created here.
         output: Descriptor for what the shown ranks write to their standard output; ours when left out.
         on_signal: Called with each signal that is passed on, and how many there have been.
-        link: The other machines, which end together and report one cause; None when this one is alone.
+        control: The other nodes, which end together and report one cause; None when this one is alone.
     """
     open_missing_streams()
     _prepare_run_dir(plan)
@@ -65,12 +65,12 @@ def run_plan(
     environ = {**os.environ, **plan.env, LAUNCHER: str(os.getpid())}
     agent = subprocess.Popen(plan.argv, env=environ, stdout=output, start_new_session=True)
     names = plan.config.launch.signals
-    is_new = attach(link, agent, plan.run_dir, names).came if link is not None else lambda _number: True
+    is_new = attach(control, agent, plan.run_dir, names).came if control is not None else lambda _number: True
     with _signals_passed_to(agent, names, on_signal, is_new) as received:
         code = agent.wait()
         status, record = _read_record(plan, code, received)
-        if link is not None:
-            status, record = conclude_run(link, status, record)
+        if control is not None:
+            status, record = conclude_run(control, status, record)
     result = _result(plan, status, record, round(time.monotonic() - start, 3))
     write_json(plan.run_dir / RESULT, result.to_dict())
     if result.failure is not None and result.failure.lost:
@@ -79,18 +79,17 @@ def run_plan(
 
 
 def _prepare_run_dir(plan: LaunchPlan) -> None:
-    # On a file system that machines share, another machine's part may have made it.
+    # On a file system that nodes share, another node's part may have made it.
     plan.run_dir.mkdir(parents=True, exist_ok=plan.nodes > 1)
     write_json(plan.run_dir / PLAN, plan.to_dict())
     write_job(plan.run_dir, route="here")
     (plan.run_dir / CONFIG).write_text(render(plan.config, full=True, comments=False), encoding="utf-8")
-    if plan.config.machine_rank and plan.nodes > 1:
-        return
-    point_latest(plan.run_dir)
+    if not plan.config.machine_rank or plan.nodes == 1:
+        link_latest(plan.run_dir)
 
 
 def _read_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> tuple[int, dict[str, Any]]:
-    """This machine's status and its agent's record."""
+    """This node's status and its agent's record."""
     status = shell_status(code)
     record = read_json(agent_record(plan.run_dir)) or _without_record(plan, code, received)
     if status == 0 and (missing := unsharded_ranks(plan, record)):
@@ -100,12 +99,12 @@ def _read_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> tuple[
 
 def _result(plan: LaunchPlan, status: int, record: Mapping[str, Any], seconds: float) -> RunResult:
     result = read_result(record, exit_code=status, seconds=seconds, gpus=plan.gpus)
-    scene = failure_facts(record, plan.config, plan.argv[0]) if result.failure else None
-    return replace(result, diagnosis=diagnose(scene)) if scene is not None else result
+    facts = failure_facts(record, plan.config, plan.argv[0]) if result.failure else None
+    return replace(result, diagnosis=diagnose(facts)) if facts is not None else result
 
 
 def _without_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> dict[str, Any]:
-    """What to make of an agent that could not write down how it ended."""
+    """Return what to make of an agent that could not write down how it ended."""
     if received:  # it was ended while it was starting
         return {"stopped_by": signal_name(received[0])}
     if code < 0:
@@ -126,7 +125,7 @@ def unsharded_ranks(plan: LaunchPlan, record: Mapping[str, Any]) -> list[int]:
 
 
 def with_unsharded_cause(record: Mapping[str, Any], plan: LaunchPlan, rank: int) -> dict[str, Any]:
-    """The agent's record, with the rank that did not shard as the failure it is."""
+    """Return the agent's record, with the rank that did not shard as the failure it is."""
     attempts = [*record.get("attempts", [])]
     if not attempts:
         return dict(record)
@@ -146,7 +145,7 @@ def _signals_passed_to(
 ) -> Iterator[list[int]]:
     """Pass signals on; the agent knows what a second one means. At the third, kill it, and with it its workers.
 
-    Signals that are not new, because they have come through another machine, are left out.
+    Signals that are not new, because they have come through another node, are left out.
     """
     received: list[int] = []
 
@@ -163,7 +162,7 @@ def _signals_passed_to(
     numbers = [getattr(signal, name) for name in names]
     before = {number: signal.getsignal(number) for number in numbers}
     for number in numbers:
-        if before[number] is not signal.SIG_IGN:  # nohup, for example, has been told to ignore it
+        if before[number] is not signal.SIG_IGN:  # nohup, for example, has it ignored
             signal.signal(number, handle)
     try:
         yield received

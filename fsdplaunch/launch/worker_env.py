@@ -6,6 +6,7 @@ from pathlib import Path
 from fsdplaunch.config.environment import ALLOW_UNSHARDED, RUN_DIR, encode
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.world_size import with_mesh
+from fsdplaunch.run_dir import FLIGHT_RECORDER
 
 LAUNCHER = "FSDPLAUNCH_LAUNCHER"
 """Contract variable, not a key: the process id of the launcher that its agent must not outlive."""
@@ -30,12 +31,12 @@ def worker_variables(
     Args:
         config: Resolved configuration.
         environ: The caller's variables; what the user has set there is not overridden by a default of ours.
-        cpus: Usable cores of this machine.
-        workers: Workers on this machine.
+        cpus: Usable cores of this node.
+        workers: Workers on this node.
         torch_version: Of the installed torch, major and minor.
         run_dir: The run's folder.
         allow_unsharded: Let a script end without having sharded a model.
-        ranks: Workers over all machines, where they are known.
+        ranks: Workers over all nodes, where they are known.
     """
     world = workers * config.num_machines if ranks is None else ranks
     env = encode(with_mesh(config, world))  # other libraries want sizes as numbers
@@ -60,5 +61,5 @@ def _flight_recorder(run_dir: Path, torch_version: tuple[int, int]) -> dict[str,
     size, file = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
     if torch_version < _GENERAL_NAMES:
         size, file = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-    dump = str(run_dir / "flight-recorder-rank-")
+    dump = str(run_dir / FLIGHT_RECORDER)
     return {size: RECORDED_EVENTS, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", file: dump}

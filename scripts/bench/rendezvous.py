@@ -78,7 +78,7 @@ def plan(count: int) -> float:
     machine = NodeFacts(gpus=0, cpus=64, environ=dict(os.environ))
     start = time.monotonic()
     build_plan(
-        config, machine=machine, target=LaunchTarget(name="train.py"), run_id="bench", run_dir=Path("/nowhere")
+        config, node=machine, target=LaunchTarget(name="train.py"), run_id="bench", run_dir=Path("/nowhere")
     )
     return time.monotonic() - start
 

@@ -28,7 +28,7 @@ def test_two_machines_without_numbers_or_names_sum_over_all_ranks_twice_when_one
     # Machine 0's ranks come first, although its address sorts after the other's.
     assert [out0.count(f"rank {rank} of 3 on host1 sum 6.0 ['a b', '$(id)']") for rank in (0, 1)] == [2, 2]
     assert out1.count("rank 2 of 3 on host0 sum 6.0") == 2
-    assert "3 on 2 machines" in err0
+    assert "3 on 2 nodes" in err0
     assert len(result(folder)["attempts"]) == 2
     assert result(folder)["exit_code"] == result(folder, "node1")["exit_code"] == 0
 
@@ -86,7 +86,7 @@ def test_worker_that_fails_on_the_other_machine_is_the_cause_on_both(three: Lab,
     assert "on host1" in err0
     assert "ValueError: no such luck" in err0
     assert "node1/ranks/1/stderr.log" in err0
-    assert "machine 0 has the report" in err1
+    assert "node 0 has the report" in err1
     assert result(folder)["failure"]["rank"] == result(folder, "node1")["failure"]["rank"] == 1
     assert "no such luck" in (folder / "runs" / "latest" / "node1" / "ranks" / "1" / "stderr.log").read_text()
 
@@ -103,7 +103,7 @@ def test_missing_machine_is_named_within_the_time_that_was_set(three: Lab, folde
     started = time.monotonic()
     code, _, err = finish(three.launch(0, *where, cwd=folder))
     assert code == 3
-    assert f"1 of 2 machines came within 1 s: host0 ({three.address(0)}); missing: machine 1" in err
+    assert f"1 of 2 nodes came within 1 s: host0 ({three.address(0)}); missing: node 1" in err
     assert time.monotonic() - started < 5
 
 
@@ -121,13 +121,13 @@ def test_machines_with_the_same_number_are_named_on_all(three: Lab, folder: Path
     common = (*TWO, "--num-machines", "3", "--main-process-ip", "host0", "--rendezvous-timeout-seconds", "6")
     for number, last in ((1, (1, 2)), (0, (1,))):  # host1 cannot be machine 0: host0 has the address for that
         runs = [three.launch(0, *common, "sum.py", cwd=folder)]
-        assert "machine 0 waits" in runs[0].stderr.readline()
+        assert "node 0 waits" in runs[0].stderr.readline()
         runs += [three.launch(k, *common, "--machine-rank", str(number), "sum.py", cwd=folder) for k in last]
         if number == 0:
             runs.append(three.launch(2, *common, "sum.py", cwd=folder))
         for code, _, err in map(finish, runs):
             assert code == 3
-            assert f"both say that they are machine {number}" in err
+            assert f"both say that they are node {number}" in err
 
 
 def test_machine_0_that_does_not_answer_is_named_with_the_reason(three: Lab, folder: Path):
@@ -153,7 +153,7 @@ def test_machine_0_that_does_not_answer_is_named_with_the_reason(three: Lab, fol
     squatter.communicate()
     assert [code for code, _, _ in ends.values()] == [3] * 4
     for place, why in elsewhere.items():
-        assert f"machine 0 could not be reached at {place} within 1 s" in ends[place][2]
+        assert f"node 0 could not be reached at {place} within 1 s" in ends[place][2]
         assert why in ends[place][2]
     assert "what listens at host0:29600 is not fsdplaunch launch" in ends["host0:29600"][2]
     assert code == 3
@@ -173,8 +173,6 @@ def test_address_that_the_others_cannot_reach_is_named(three: Lab, folder: Path)
 def test_interface_that_is_not_there_is_refused_on_both_with_those_that_are(three: Lab, folder: Path):
     (code0, _, err0), (code1, _, err1) = both(three, folder, ("sum.py",), ("--network-interface", "ib0", "sum.py"))
     assert (code0, code1) == (3, 3), err0 + err1
-    said = (
-        f"launch.network_interface is ib0, but this machine (host1) has lo (127.0.0.1), eth0 ({three.address(1)})"
-    )
+    said = f"launch.network_interface is ib0, but this node (host1) has lo (127.0.0.1), eth0 ({three.address(1)})"
     assert f"host1 ({three.address(1)}) cannot start: {said}" in err0
     assert f"error: {said}" in err1

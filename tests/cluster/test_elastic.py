@@ -42,7 +42,7 @@ def test_host_whose_link_is_cut_is_dropped_and_one_that_returns_joins(three: Lab
         wait_until(lambda: goes_on(2, whole + 1), 120)
         code, _, err = finish(runs.pop())
         assert code == 3
-        assert "lost machine 0 at host0:29500: no word for 3 s" in err
+        assert "lost the coordinator at host0:29500: no message for 3 s" in err
         assert time.monotonic() - cut < 30
         three.mend(2)
         runs.append(start(2))
@@ -67,6 +67,6 @@ def test_host_whose_link_is_cut_is_dropped_and_one_that_returns_joins(three: Lab
     out, err = ends[0][1:]
     assert f"saved at step {saved()}" in out
     assert "stopped by SIGTERM" in err
-    assert f"lost host2 ({three.address(2)}): no word for 3 s; 2 machines go on from the last checkpoint" in err
-    joined = rf"host2 \({re.escape(three.address(2))}\) joins as machine [12]: all workers start again"
+    assert f"lost host2 ({three.address(2)}): no message for 3 s; 2 nodes go on from the last checkpoint" in err
+    joined = rf"host2 \({re.escape(three.address(2))}\) joins as node [12]: all workers start again"
     assert re.search(joined, err), err  # its number is that of the order they came in

@@ -54,7 +54,7 @@ def test_launcher_per_worker_is_refused(slurm: Slurm, folder: Path):
     program = [sys.executable, "-P", "-m", "fsdplaunch", "launch", *PLAIN, "sum.py"]
     done = slurm.run("srun", "-N2", "--ntasks-per-node=2", *program, cwd=folder)
     assert done.returncode == 2
-    assert "SLURM started 2 launchers on each machine" in done.stderr
+    assert "SLURM started 2 launchers on each node" in done.stderr
     assert "--ntasks-per-node=1" in done.stderr
 
 
@@ -149,7 +149,7 @@ def end_training(slurm: Slurm, job: str, run_dir: Path, *, last: int, machines: 
     slurm.wait_for_end(job, about=lambda: output(run_dir))
     first, second = (output(run_dir).partition(f"-try{number}  ")[2] for number in (0, 1))
     assert "begins after step 0\n" in first
-    assert f"machines {machines}\n" in second
+    assert f"nodes {machines}\n" in second
     assert f"begins after step {last}\n" in second
     assert f"loss {loss_of_trains(40):.4f}" in second  # weights and momentum were those of the checkpoint
     assert result(run_dir / "try1")["exit_code"] == 0
@@ -238,7 +238,7 @@ def test_machine_that_hangs_is_not_waited_for(slurm: Slurm, folder: Path):
     wait_until((folder / "state").exists, 60, lambda: output(run_dir))
     slurm.freeze_launcher(1)
     slurm.wait_for_end(job, 150, lambda: output(run_dir))
-    assert f"lost host1 ({slurm.lab.address(1)}): no word for 3 s" in output(run_dir)
+    assert f"lost host1 ({slurm.lab.address(1)}): no message for 3 s" in output(run_dir)
     assert "the workers have stopped (" in output(run_dir)
     assert "done at step 60" in output(run_dir)
 

@@ -35,7 +35,7 @@ def test_all_hosts_of_a_file_run_and_paths_and_arguments_arrive_unchanged(sshd: 
     assert f"rank 0 of 3 on host1 sum 6.0 {ODD!r}" in out
     assert f"rank 2 of 3 on host2 sum 6.0 {ODD!r}" in out
     assert not list(folder.rglob("evaluated"))
-    assert "[host2] machine 1 of 2" in err
+    assert "[host2] node 1 of 2" in err
 
 
 def test_failure_on_one_host_is_reported_once_with_its_code(sshd: Sshd, folder: Path):
@@ -106,7 +106,7 @@ def test_host_that_dies_in_training_is_lost_and_the_others_end(sshd: Sshd, folde
     finally:
         sshd.lab.mend(2)
     assert code == 3
-    assert f"lost host2 ({sshd.lab.address(2)}): no word for 3 s" in err
+    assert f"lost host2 ({sshd.lab.address(2)}): no message for 3 s" in err
     assert time.monotonic() - started < 20
     wait_until(lambda: not workers(sshd, 1), 5)
 

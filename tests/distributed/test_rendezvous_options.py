@@ -29,7 +29,7 @@ def torchs(config):
     """The plan's options as torch's LaunchConfig."""
     machine = NodeFacts(gpus=0, cpus=8, environ={})
     plan = build_plan(
-        resolve(config), machine=machine, target=LaunchTarget(name="t.py"), run_id="r1", run_dir=Path("/runs/r1")
+        resolve(config), node=machine, target=LaunchTarget(name="t.py"), run_id="r1", run_dir=Path("/runs/r1")
     )
     return read_options(split(plan.argv[3:])[0])
 

@@ -43,7 +43,7 @@ def parent_of(pid: int) -> int:
 VICTIMS = {
     "launcher": ("launcher", "torch"),
     "agent": ("agent", "torch"),
-    "nursery": ("nursery", "torch"),
+    "fork server": ("fork server", "torch"),
     "agent-cold": ("agent", "none"),
 }
 
@@ -51,13 +51,13 @@ VICTIMS = {
 def kill(start, _folder, victim, preload):
     run = start(SCRIPT, "--launch.preload", preload)
     words = [run.wait_for(f"up{rank}").split() for rank in range(2)]
-    workers, nursery = [int(word[0]) for word in words], int(words[0][1])
+    workers, fork_server = [int(word[0]) for word in words], int(words[0][1])
     children = [int(word[2]) for word in words]
-    agent = parent_of(nursery)
+    agent = parent_of(fork_server)
     assert parent_of(agent) == run.pid
-    os.kill({"launcher": run.pid, "agent": agent, "nursery": nursery}[victim], signal.SIGKILL)
-    assert gone_within([run.pid, agent, nursery, *workers], CLOSE_SECONDS + 5)
-    if victim != "nursery":  # what workers started themselves is the nursery's to end
+    os.kill({"launcher": run.pid, "agent": agent, "fork server": fork_server}[victim], signal.SIGKILL)
+    assert gone_within([run.pid, agent, fork_server, *workers], CLOSE_SECONDS + 5)
+    if victim != "fork server":  # what workers started themselves is the fork server's to end
         assert gone_within(children, 2)
     for child in filter(alive, children):
         os.kill(child, signal.SIGKILL)
@@ -70,7 +70,7 @@ def killed(side_by_side):
 
 
 @pytest.mark.parametrize(
-    ("case", "code"), [("launcher", -9), ("agent", 137), ("nursery", 137), ("agent-cold", 137)]
+    ("case", "code"), [("launcher", -9), ("agent", 137), ("fork server", 137), ("agent-cold", 137)]
 )
 def test_no_process_outlives_a_killed(killed, case, code):
     assert killed[case].result() == code

@@ -1,4 +1,4 @@
-"""How the agent and its nursery talk: JSON messages over a socket pair, with open files handed along.
+"""How the agent and its fork server talk: JSON messages over a socket pair, with open files handed along.
 
 A message is its length (4 bytes) and its text; files travel with the length, so that they cannot part from it.
 """
@@ -22,7 +22,7 @@ class Channel:
         self._end = end
 
     def fileno(self) -> int:
-        """The descriptor to wait on."""
+        """Return the descriptor to wait on."""
         return self._end.fileno()
 
     def send(self, message: Mapping[str, Any], files: Sequence[int] = ()) -> None:

@@ -42,13 +42,13 @@ class WorkerRequest:
     cpus: tuple[int, ...] = ()
 
 
-def become_worker(order: WorkerRequest, *, streams: Sequence[int], parent: int) -> None:
-    """Turn this process, just forked, into the worker that was ordered. Does not return when it executes.
+def become_worker(request: WorkerRequest, *, streams: Sequence[int], parent: int) -> None:
+    """Turn this process, just forked, into the worker that was requested. Does not return when it executes.
 
     Args:
-        order: What was ordered.
+        request: What it is to be.
         streams: Descriptors of its standard input, output and error output.
-        parent: The process id of the nursery, which it must not outlive.
+        parent: The process id of the fork server, which it must not outlive.
     """
     die_with_parent(signal.SIGKILL, parent=parent)
     os.setsid()
@@ -56,28 +56,28 @@ def become_worker(order: WorkerRequest, *, streams: Sequence[int], parent: int) 
         os.dup2(descriptor, place, inheritable=True)
     for descriptor in streams:
         os.close(descriptor)
-    if order.cpus:
-        os.sched_setaffinity(0, order.cpus)
-    if order.execute:
-        _execute(order)
-    _set_environ(order.environ)
+    if request.cpus:
+        os.sched_setaffinity(0, request.cpus)
+    if request.execute:
+        _execute(request)
+    _set_environ(request.environ)
     _renew_streams()
     _renew_randomness()
-    sys.orig_argv = list(order.shown_as)
-    show_as(order.shown_as)
+    sys.orig_argv = list(request.shown_as)
+    show_as(request.shown_as)
     gc.enable()
 
 
-def _execute(order: WorkerRequest) -> None:
+def _execute(request: WorkerRequest) -> None:
     """Become another program; a failure is said on its error output, as a shell would."""
     for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and ignored signals stay ignored across an exec
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
         os.execvpe(  # noqa: S606  (no shell is the point)
-            order.argv[0], order.argv, dict(order.environ)
+            request.argv[0], request.argv, dict(request.environ)
         )
     except OSError as error:
-        os.write(2, f"{order.argv[0]}: {(error.strerror or str(error)).lower()}\n".encode())
+        os.write(2, f"{request.argv[0]}: {(error.strerror or str(error)).lower()}\n".encode())
         os._exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE)
 
 
@@ -106,7 +106,7 @@ def _renew_streams() -> None:
 
 
 def _manner(old: TextIO | None) -> dict[str, Any]:
-    """How the interpreter decided to encode a stream; one that was closed at its start is None."""
+    """Return how the interpreter decided to encode a stream; one that was closed at its start is None."""
     return {"encoding": old.encoding, "errors": old.errors} if old is not None else {"encoding": "utf-8"}
 
 

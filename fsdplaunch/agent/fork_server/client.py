@@ -98,7 +98,7 @@ class ForkServer:
 
     @property
     def obstacle(self) -> str | None:
-        """Why workers are not forked warm although that was asked for; known once the fork server is ready."""
+        """Return why workers are not forked warm although configured; known once the fork server is ready."""
         return self._obstacle
 
     def wait_until_ready(self) -> None:

@@ -94,7 +94,7 @@ def _let_go() -> None:
 
 
 def _are_flushed() -> bool:
-    """Whether the standard streams take what is left in them; where one does not, the interpreter says so."""
+    """Return whether the standard streams take what is left in them; if not, the interpreter says so."""
     try:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:

@@ -1,4 +1,4 @@
-"""Import once what every worker needs, and judge whether this process may then be forked. Runs in the nursery.
+"""Import once what every worker needs, and judge whether this process may then be forked. Runs in the fork server.
 
 A fork copies only the thread that forks. Locks that another thread holds at that moment stay held for ever in the
 child, and CUDA refuses to work in a child of a process that has used it. Modules that start threads or open the
@@ -83,7 +83,7 @@ def _obstacle(name: str) -> str | None:
 
 
 def uses_gpu() -> bool:
-    """Whether this process has talked to a GPU: torch says so, or it holds one of the driver's devices open."""
+    """Return whether this process has used a GPU: torch says so, or it holds one of the driver's devices open."""
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
         return True
@@ -109,7 +109,7 @@ def fork() -> int:
 
 
 def has_threads() -> bool:
-    """Whether this process has a second thread that would not survive a fork in good order.
+    """Return whether this process has a second thread that would not survive a fork in good order.
 
     Libraries with helper threads of their own may end them around a fork (OpenBLAS does, and starts them again
     when it needs them). So a child is made and thrown away first; the threads that are left then are the others.

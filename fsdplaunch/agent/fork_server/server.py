@@ -1,7 +1,7 @@
-"""The nursery's own side: fork workers on request, report how each one ended, leave none behind.
+"""The fork server itself: fork workers on request, report how each one ended, leave none behind.
 
-A zygote is a fork of the agent, made when torch is imported and nothing else has happened: no thread, no socket,
-no CUDA. It goes on to import what else the workers need, and then forks them one by one. Where what it imports
+It is a fork of the agent, made when torch is imported and nothing else has happened: no thread, no socket, no
+CUDA. It goes on to import what else the workers need, and then forks them one by one. Where what it imports
 rules that out, it becomes a fresh interpreter, `python .../fork_server/server.py`, and executes them.
 """
 
@@ -47,15 +47,15 @@ class ForkServerProcess:
         Args:
             preload: Imports what is to be imported.
             parent: Process id of the agent.
-            obstacle: Why this nursery, a fresh one, does not fork; only to be told.
+            obstacle: Why this fork server, a fresh one, does not fork; only to be told.
 
         Returns:
-            In a worker only: what it was ordered to be. Its process is set up for that.
+            In a worker only: what it is to be. Its process is set up for that.
         """
         die_with_parent(signal.SIGKILL, parent=parent)
-        if os.getsid(0) != os.getpid():  # a fresh nursery has been through this before it was executed
+        if os.getsid(0) != os.getpid():  # a fresh fork server has been through this before it was executed
             os.setsid()
-        show_as(("fsdplaunch", "nursery"))
+        show_as(("fsdplaunch", "fork-server"))
         for number in PASSED_ON:
             signal.signal(number, signal.SIG_IGN)
         loaded = preload()
@@ -77,21 +77,21 @@ class ForkServerProcess:
         self._watch_children()
         self._channel.send({"ready": True, "obstacle": obstacle, "notes": list(loaded.notes)})
         while True:
-            request = self._next_request()
-            if request is None:
+            received = self._next_message()
+            if received is None:
                 self._end()
             else:
-                order = self._start(*request, loaded)
-                if order is not None:
-                    return order
+                request = self._start(*received, loaded)
+                if request is not None:
+                    return request
 
     def _watch_children(self) -> None:
-        """From now on the agent's end shows as the end of the channel, and the workers' ends are waited for."""
+        """Have the agent's end show as the end of the channel, and wait for the workers' ends."""
         live_on()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
 
-    def _next_request(self) -> tuple[dict[str, Any], list[int]] | None:
+    def _next_message(self) -> tuple[dict[str, Any], list[int]] | None:
         while True:
             readable, _, _ = select.select([self._channel.fileno(), self._wake[0]], [], [])
             if self._wake[0] in readable:
@@ -113,14 +113,14 @@ class ForkServerProcess:
                     {"ended": pid, "status": status, "time_ns": now, "peak_bytes": usage.ru_maxrss * 1024}
                 )
 
-    def _start(self, request: dict[str, Any], files: list[int], loaded: Preloaded) -> WorkerRequest | None:
-        order = _order(request, loaded)
+    def _start(self, message: dict[str, Any], files: list[int], loaded: Preloaded) -> WorkerRequest | None:
+        request = _worker_request(message, loaded)
         parent = os.getpid()
         pid = fork()
         if pid == 0:
             self._leave()
-            become_worker(order, streams=files, parent=parent)
-            return order
+            become_worker(request, streams=files, parent=parent)
+            return request
         self._children.add(pid)
         for file in files:
             os.close(file)
@@ -128,7 +128,7 @@ class ForkServerProcess:
         return None
 
     def _leave(self) -> None:
-        """Shed, in a child, what belongs to the nursery."""
+        """Shed, in a child, what belongs to the fork server."""
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -144,22 +144,22 @@ class ForkServerProcess:
         os._exit(0)
 
 
-def _order(request: dict[str, Any], loaded: Preloaded) -> WorkerRequest:
-    """Read an order; what importing did to the variables stays, where the order does not say otherwise."""
-    environ = dict(request["environ"])
-    if not request["execute"]:
+def _worker_request(message: dict[str, Any], loaded: Preloaded) -> WorkerRequest:
+    """Read a request; what importing did to the variables stays, where the request does not say otherwise."""
+    environ = dict(message["environ"])
+    if not message["execute"]:
         environ |= {name: new for name, (old, new) in loaded.changes.items() if environ.get(name) == old}
     return WorkerRequest(
-        argv=tuple(request["argv"]),
+        argv=tuple(message["argv"]),
         environ=environ,
-        execute=request["execute"],
-        shown_as=tuple(request["shown_as"]),
-        cpus=tuple(request["cpus"]),
+        execute=message["execute"],
+        shown_as=tuple(message["shown_as"]),
+        cpus=tuple(message["cpus"]),
     )
 
 
 def fresh_command(channel: int, parent: int, *, obstacle: str | None, notes: Sequence[str]) -> list[str]:
-    """The command line of a nursery that is an interpreter of its own and only executes.
+    """Return the command line of a fork server that is an interpreter of its own and only executes.
 
     Args:
         channel: Its inherited end of the channel.
@@ -167,21 +167,21 @@ def fresh_command(channel: int, parent: int, *, obstacle: str | None, notes: Seq
         obstacle: Why it does not fork.
         notes: What the agent should tell the user.
     """
-    said = json.dumps({"obstacle": obstacle, "notes": list(notes)})
-    return [sys.executable, "-u", __file__, str(channel), str(parent), said]
+    about = json.dumps({"obstacle": obstacle, "notes": list(notes)})
+    return [sys.executable, "-u", __file__, str(channel), str(parent), about]
 
 
 def main(argv: Sequence[str]) -> None:
-    """Serve as a fresh nursery.
+    """Serve as a fresh fork server.
 
     Args:
         argv: What `fresh_command` adds to this file's name.
     """
-    said = json.loads(argv[2])
+    about = json.loads(argv[2])
     channel = Channel(socket.socket(fileno=int(argv[0])))
     os.set_inheritable(channel.fileno(), False)
-    loaded = Preloaded(notes=tuple(said["notes"]))
-    ForkServerProcess(channel).serve(lambda: loaded, parent=int(argv[1]), obstacle=said["obstacle"])
+    loaded = Preloaded(notes=tuple(about["notes"]))
+    ForkServerProcess(channel).serve(lambda: loaded, parent=int(argv[1]), obstacle=about["obstacle"])
 
 
 if __name__ == "__main__":

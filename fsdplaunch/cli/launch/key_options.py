@@ -55,7 +55,7 @@ _FSDP_WORDS: Mapping[str, str] = {
 
 
 def keys_by_option() -> dict[str, KeySpec]:
-    """Every key by its names as an option, underscored: with its section, and without where that is unique."""
+    """Return every key by its names as an option, underscored: with its section, and without where unique."""
     names: dict[str, list[KeySpec]] = {}
     for spec in all_keys():
         names.setdefault(spec.name, []).append(spec)
@@ -64,12 +64,12 @@ def keys_by_option() -> dict[str, KeySpec]:
 
 
 def keys_by_alias() -> dict[str, KeySpec]:
-    """Every key by its other names, torchrun's among them, underscored."""
+    """Return every key by its other names, torchrun's among them, underscored."""
     return {alias: spec for spec in all_keys() for alias in spec.key.aliases}
 
 
 def list_options() -> str:
-    """Every configuration key as an option of `launch`, by section, with what it takes and what it does."""
+    """Return every configuration key as an option of `launch`, by section, with what it takes and what it does."""
     import textwrap
 
     shortest: dict[str, str] = {}
@@ -126,7 +126,7 @@ def expand(argv: Sequence[str], *, own_flags: set[str], own_options: set[str]) -
 
 
 def _dotted(name: str, spec: KeySpec, value: str) -> str:
-    """The key an option sets; torchrun's `--nnodes` says a number or a range."""
+    """Return the key an option sets; torchrun's `--nnodes` says a number or a range."""
     return "launch.nodes" if name == "nnodes" and ":" in value else spec.dotted
 
 
@@ -153,14 +153,14 @@ def _take(option: str, rest: list[str]) -> str:
 
 
 def _value(option: str, spec: KeySpec, rest: list[str]) -> str:
-    """The next word; a flag may stand alone, and then means true."""
+    """Return the next word; a flag may stand alone, and then means true."""
     if spec.key.kind is FLAG and (not rest or rest[0].lower() not in TRUE_WORDS | FALSE_WORDS):
         return "true"
     return _take(option, rest)
 
 
 def _refuse_nothing(option: str, spec: KeySpec, value: str) -> None:
-    """A shell's variable that is not set must not turn a run over machines into one on this machine."""
+    """A shell's variable that is not set must not turn a run over nodes into one on this node."""
     if not value.strip():
         msg = f"{option} is given nothing"
         raise UsageError(msg, hint=f"leave it out; --set {spec.dotted}= takes back what the file says")

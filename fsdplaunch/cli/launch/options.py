@@ -1,11 +1,17 @@
-"""What the command line of `launch` asks for, beside the configuration."""
+"""What one `fsdplaunch launch` is asked to do: its own options, and these with configuration and script."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from fsdplaunch.config.load.load import LoadedConfig
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.launch.plan import LaunchTarget
+from fsdplaunch.launch.schedulers.launch_command import launch_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """What the command line asks for, beside the configuration.
+    """The command line's own options, beside the configuration.
 
     Attributes:
         module: The target is a module, as in `python -m`.
@@ -26,3 +32,39 @@ class LaunchOptions:
     as_json: bool = False
     route: str | None = None
     follow: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """One launch, as it was requested.
+
+    Attributes:
+        loaded: The configuration and where it comes from.
+        target: What every rank runs.
+        options: The command line's own options.
+        overrides: `KEY=VALUE` texts of the command line.
+    """
+
+    loaded: LoadedConfig
+    target: LaunchTarget
+    options: LaunchOptions
+    overrides: Sequence[str] = ()
+
+    @property
+    def config(self) -> Config:
+        """Return the configuration's values."""
+        return self.loaded.config
+
+    @property
+    def starts_nothing(self) -> bool:
+        """Return whether the launch only shows or checks something."""
+        return self.options.dry_run or self.options.check_only
+
+    def words(
+        self, program: Sequence[str], config: str | None, *, overrides: Sequence[str] = (), as_json: bool = False
+    ) -> list[str]:
+        """Return the same launch as a command line for another launcher; see `launch_words`."""
+        loose = self.options.allow_unsharded
+        return launch_words(
+            program, self.target, config=config, overrides=overrides, allow_unsharded=loose, as_json=as_json
+        )

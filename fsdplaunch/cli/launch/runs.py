@@ -35,7 +35,7 @@ class LogRequest:
 
 
 def folder_of(config: Path | None, log_dir: Path | None) -> Path:
-    """Where the runs are: as said, or as the configuration says."""
+    """Return where the runs are: as shown, or as the configuration says."""
     return log_dir if log_dir is not None else Path(load_config(config).config.launch.log_dir)
 
 
@@ -120,14 +120,14 @@ def follow_run(run_dir: Path, out: Output) -> int:
 
 
 def _follow_job(run: Run, out: Output) -> None:
-    tail, said = LogTail(run.dir if run.tasks else None), ""
+    tail, shown = LogTail(run.dir if run.tasks else None), ""
     while True:
         _write(tail.read(log_files(run, rank=None, stream="stdout")))
         if not run.unfinished:
             return
-        if run.state != said:
-            said = run.state
-            out.say(f"job {run.job.get('job', run.id)}: {said}")
+        if run.state != shown:
+            shown = run.state
+            out.say(f"job {run.job.get('job', run.id)}: {shown}")
         time.sleep(LOOK_SECONDS)
         run = find_run(run.dir.parent, run.dir.name)
 

@@ -5,17 +5,18 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from fsdplaunch import __version__
 from fsdplaunch.cli.launch.options import LaunchOptions
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load.load import LoadedConfig
-from fsdplaunch.errors import EXIT_MACHINE, MachineError, UsageError
+from fsdplaunch.errors import EXIT_MACHINE, UsageError
+from fsdplaunch.launch.coordination.interfaces import RunControl
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan
-from fsdplaunch.launch.ports import find_holder, meeting_port
-from fsdplaunch.launch.preflight import Finding, find_obstacles
+from fsdplaunch.launch.ports import find_holder, join_port
+from fsdplaunch.launch.preflight import find_obstacles
 from fsdplaunch.launch.report.failure_report import end_line, failure_lines
 from fsdplaunch.launch.report.run_result import RunResult
 from fsdplaunch.launch.run_id import run_name
@@ -35,7 +36,7 @@ def check_script(script: str) -> None:
         raise UsageError(msg, hint=f"looked in {Path.cwd()}")
 
 
-def plan_for_this_machine(
+def plan_for_this_node(
     loaded: LoadedConfig,
     hardware: Hardware,
     target: LaunchTarget,
@@ -45,29 +46,29 @@ def plan_for_this_machine(
     folder: Path | None = None,
     ranks: int | None = None,
 ) -> LaunchPlan:
-    """Build the plan with this machine's facts and an absolute run folder.
+    """Build the plan with this node's facts and an absolute run folder.
 
     Args:
         loaded: The configuration.
-        hardware: This machine.
+        hardware: This node.
         target: What every rank runs.
         allow_unsharded: Let a script end without having sharded a model.
         run_id: The run's name; a fresh one when left out.
-        folder: This machine's folder inside launch.log_dir; named after the run when left out.
-        ranks: Workers over all machines, where they are known.
+        folder: This node's folder inside launch.log_dir; named after the run when left out.
+        ranks: Workers over all nodes, where they are known.
     """
     name, home = run_name(os.environ)
     run_id, folder = run_id or name, folder or home
-    machine = NodeFacts(
+    node = NodeFacts(
         gpus=len(hardware.gpus),
         cpus=hardware.cpu_count,
         torch_version=torch_version.installed_numbers() or torch_version.NEWEST,
-        port_holder=find_holder(meeting_port(loaded.config)) if loaded.config.num_machines == 1 else None,
+        port_holder=find_holder(join_port(loaded.config)) if loaded.config.num_machines == 1 else None,
         environ=os.environ,
     )
     return build_plan(
         loaded.config,
-        machine=machine,
+        node=node,
         target=target,
         run_id=run_id,
         run_dir=Path(loaded.config.launch.log_dir).absolute() / (folder or run_id),
@@ -90,7 +91,7 @@ def show_plan(plan: LaunchPlan, loaded: LoadedConfig, *, as_json: bool, out: Out
 
 
 def torch_notes() -> list[str]:
-    """What is to be said of a torch outside of the tested range, where no check of this machine says it."""
+    """Return what is to be said of a torch outside of the tested range, where no check of this node says it."""
     found = torch_version.installed_mismatch()
     return [found.note] if found else []
 
@@ -104,12 +105,12 @@ def pass_checks(plan: LaunchPlan, hardware: Hardware, launch_options: LaunchOpti
             {
                 "stage": "preflight",
                 "exit_code": EXIT_MACHINE if fatal else 0,
-                "findings": [_as_data(finding) for finding in findings],
+                "findings": [asdict(finding) for finding in findings],
             }
         )
     for finding in findings:
         if finding.fatal:
-            out.error(MachineError(finding.message, hint=finding.hint))
+            out.error(finding.error)
         else:
             out.note(f"{finding.message}; {finding.hint}")
     if launch_options.check_only and not fatal:
@@ -118,15 +119,11 @@ def pass_checks(plan: LaunchPlan, hardware: Hardware, launch_options: LaunchOpti
     return not fatal
 
 
-def _as_data(finding: Finding) -> dict[str, object]:
-    return {"message": finding.message, "hint": finding.hint, "fatal": finding.fatal}
-
-
 def announce(plan: LaunchPlan, loaded: LoadedConfig, out: Output) -> None:
     """Say what starts, with which file, and where its output goes."""
     fsdp = plan.config.fsdp_config
     place = "GPUs, nccl" if plan.device == "cuda" else "CPU, gloo"
-    nodes = f" of {plan.world_size} on {plan.nodes} machines" if plan.nodes > 1 else ""
+    nodes = f" of {plan.world_size} on {plan.nodes} nodes" if plan.nodes > 1 else ""
     out.say(f"fsdplaunch {__version__}  run {plan.run_id}  config {_source(loaded)}")
     if plan.config.distributed_type == "FSDP":
         how = f"FSDP{fsdp.fsdp_version} {fsdp.fsdp_sharding_strategy}, {fsdp.fsdp_auto_wrap_policy}"
@@ -143,7 +140,7 @@ def announce(plan: LaunchPlan, loaded: LoadedConfig, out: Output) -> None:
 
 
 def _source(loaded: LoadedConfig) -> str:
-    """The file, and how many keys other layers have changed."""
+    """Return the file, and how many keys other layers have changed."""
     layers = [origin.layer for origin in loaded.origins.values()]
     words = {"env": "the environment", "flag": "the command line"}
     changed = [f"{layers.count(layer)} from {name}" for layer, name in words.items() if layer in layers]
@@ -153,13 +150,18 @@ def _source(loaded: LoadedConfig) -> str:
 
 def run_and_report(plan: LaunchPlan, loaded: LoadedConfig, *, as_json: bool, out: Output) -> int:
     """Run the plan, say how it began and ended, and return the status to exit with."""
-    from fsdplaunch.launch.runner import run_plan
-
     announce(plan, loaded, out)
-    output = sys.stderr.fileno() if as_json else None  # stdout is for the result alone
-    result = run_plan(plan, output=output, on_signal=signal_teller(plan, out))
+    result = run_shown(plan, as_json=as_json, out=out)
     report(result, plan, as_json=as_json, out=out)
     return result.exit_code
+
+
+def run_shown(plan: LaunchPlan, *, as_json: bool, out: Output, control: RunControl | None = None) -> RunResult:
+    """Run the plan and say which signals are passed on; with `as_json`, stdout is left to the result alone."""
+    from fsdplaunch.launch.runner import run_plan
+
+    output = sys.stderr.fileno() if as_json else None
+    return run_plan(plan, output=output, on_signal=signal_teller(plan, out), control=control)
 
 
 def signal_teller(plan: LaunchPlan, out: Output) -> Callable[[int, int], None]:
@@ -176,20 +178,32 @@ def signal_teller(plan: LaunchPlan, out: Output) -> Callable[[int, int], None]:
     return tell
 
 
-def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output) -> None:
-    """Say how the run ended."""
+def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output, is_part: bool = False) -> None:
+    """Say how the run ended.
+
+    Args:
+        result: The end of the run.
+        plan: What was run.
+        as_json: Print the result as JSON, too.
+        out: Where words go.
+        is_part: Node 0 tells the whole story; this node says in a line how it ended.
+    """
     if as_json:
         out.json({"run_id": plan.run_id, "run_dir": str(plan.run_dir), **result.to_dict()})
-    if result.failure is not None:
-        fixed_size = read_cluster(os.environ).kind in ("slurm", "kubernetes")
-        place = short_path(plan.run_dir)
-        out.failure(failure_lines(result, run_dir=place, folder=str(Path.cwd()), fixed_size=fixed_size))
-    else:
+    place = short_path(plan.run_dir)
+    if result.failure is None:
         out.say(end_line(result, workers=plan.world_size))
+    elif is_part:
+        head, *rest = failure_lines(result, run_dir=place)
+        where = next((line.strip() for line in rest if line.startswith("  on ")), "")
+        out.failure([f"{head} {where}".rstrip() + "; node 0 has the report"])
+    else:
+        fixed_size = read_cluster(os.environ).kind in ("slurm", "kubernetes")
+        out.failure(failure_lines(result, run_dir=place, folder=str(Path.cwd()), fixed_size=fixed_size))
 
 
 def short_path(path: Path) -> str:
-    """The path as seen from here, when that is shorter."""
+    """Return the path as seen from here, when that is shorter."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

@@ -1,9 +1,9 @@
-"""The far end of an ssh connection: become `fsdplaunch launch` as the order on the input says.
+"""The remote side of an ssh connection: become `fsdplaunch launch` as the task on the input says.
 
     python -P -m fsdplaunch.cli.launch.ssh_remote
 
-The first line of the input is the order; each further line may hold a signal to pass on, and says in any case that
-the one who gave the order is there. The input's end, or a long silence, means that it has gone: nothing here
+The first line of the input is the task; each further line may hold a signal to pass on, and says in any case that
+the one who gave the task is there. The input's end, or a long silence, means that it has gone: nothing here
 outlives that.
 """
 
@@ -21,54 +21,54 @@ from typing import Any
 from fsdplaunch.atomic_file import atomic_file
 
 OWN_PREFIXES = ("FSDPLAUNCH_", "FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
-"""Variables that carry configuration: the order's count, not what a login shell sets here."""
+"""Variables that carry configuration: the task's count, not what a login shell sets here."""
 KILL_AFTER_SECONDS = 5.0
 
 
 def main() -> None:
-    """Read the order, prepare, and run the launcher in this process."""
-    orders = os.fdopen(os.dup(0), "rb", buffering=0)  # what has been read shows in `select`
+    """Read the task, prepare, and run the launcher in this process."""
+    messages = os.fdopen(os.dup(0), "rb", buffering=0)  # what has been read shows in `select`
     nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # workers must not read our orders
-    first = orders.readline()
+    os.dup2(nothing, 0)  # workers must not read our messages
+    first = messages.readline()
     if not first:
         sys.exit(1)
-    order = json.loads(first)
+    task = json.loads(first)
     for name in [name for name in os.environ if name.startswith(OWN_PREFIXES)]:
         del os.environ[name]
-    os.environ.update(order["env"])
+    os.environ.update(task["env"])
     from fsdplaunch.launch.schedulers.ssh.hosts import READY
 
-    print(READY, file=sys.stderr, flush=True)  # noqa: T201  (read by the near side)
+    print(READY, file=sys.stderr, flush=True)  # noqa: T201  (read by the local side)
     try:
-        _prepare(order)
+        _prepare(task)
     except OSError as error:
         print(f"error: {error.strerror}: {error.filename}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(3)
-    words = (orders, float(order["grace"]), float(order["silence"]))
+    words = (messages, float(task["grace"]), float(task["silence"]))
     threading.Thread(target=obey, args=words, daemon=True).start()
     from fsdplaunch.cli.app import run
 
-    sys.exit(run(order["argv"]))
+    sys.exit(run(task["argv"]))
 
 
-def _prepare(order: dict[str, Any]) -> None:
-    os.chdir(order["folder"])
-    path = Path(order["config_file"])
+def _prepare(task: dict[str, Any]) -> None:
+    os.chdir(task["folder"])
+    path = Path(task["config_file"])
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as part:  # another node may write the same file
-        part.write_text(order["config"], encoding="utf-8")
+        part.write_text(task["config"], encoding="utf-8")
 
 
-def obey(orders: FileIO, grace: float, silence: float) -> None:
-    """Pass signals on; when the near side has gone, end everything.
+def obey(messages: FileIO, grace: float, silence: float) -> None:
+    """Pass signals on; when the local side has gone, end everything.
 
     Args:
-        orders: The input, unbuffered, after its first line.
+        messages: The input, unbuffered, after its first line.
         grace: Seconds workers get to end.
-        silence: Seconds without a word after which the near side has gone: a cut line ends no input.
+        silence: Seconds in silence after which the local side has gone: a cut line ends no input.
     """
-    while select.select([orders], [], [], silence)[0] and (line := orders.readline()):
+    while select.select([messages], [], [], silence)[0] and (line := messages.readline()):
         number = json.loads(line).get("signal")
         if isinstance(number, int):
             signal_self(number)

@@ -1,31 +1,29 @@
-"""What the machines of a run agreed on, and what a launcher can do with the others while the run goes on."""
+"""What the nodes of a run agreed on, and what a launcher can do with the others while the run goes on."""
 
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from fsdplaunch.launch.coordination.network import endpoint
 from fsdplaunch.launch.coordination.protocol import Message
 
-_PLENTY = 4096
 Tell = Callable[[str], None]
 """Shows one line to the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAssignment:
-    """What holds for the run, the same on every machine but for `rank` and `address`.
+    """What holds for the run, the same on every node but for `rank`, `store` and `address`.
 
     Attributes:
         run_id: The run's name.
-        rank: This machine's number.
-        names: Every machine's name, by number.
-        workers: Workers of every machine, in the same order.
-        store: HOST:PORT of torch's store, as this machine reaches it.
-        address: This machine, as the others reach it.
-        notes: What all machines should be told.
+        rank: This node's rank.
+        names: Every node's name, by rank.
+        workers: Workers of every node, in the same order.
+        store: HOST:PORT of torch's store, as this node reaches it.
+        address: This node, as the others reach it.
+        notes: What the user of every node is to be told.
     """
 
     run_id: str
@@ -38,18 +36,31 @@ class RunAssignment:
 
     @property
     def world(self) -> int:
-        """Workers over all machines."""
+        """Return the number of workers over all nodes."""
         return sum(self.workers)
+
+    @classmethod
+    def from_message(cls, message: Message, *, store_host: str, address: str) -> "RunAssignment":
+        """Read the message that starts a node.
+
+        Args:
+            message: As the coordinator sends it.
+            store_host: The coordinator, as this node reaches it.
+            address: This node, as the others reach it.
+        """
+        names = ("run_id", "rank", "names", "workers", "notes")
+        store = endpoint(store_host, message["store_port"])
+        return cls(**{name: message[name] for name in names}, store=store, address=address)
 
 
 @dataclass(slots=True)
 class RunActions:
-    """What a launcher does when another machine asks for it; called from the link's thread.
+    """What a launcher does at another node's request; called from the thread that owns the connections.
 
     Attributes:
-        stop: Pass a signal on to this machine's workers; gets how many there have been of its number.
-        end: End this machine's part, at once when asked so: the run cannot go on.
-        change: Machines have gone: start the workers again with those that are left.
+        stop: Pass a signal on to this node's workers; gets how many there have been of its number.
+        end: End this node's workers, at once when the argument is true: the run cannot go on.
+        change: Nodes have gone: start the workers again with those that are left.
     """
 
     stop: Callable[[int, int], None] = lambda _number, _count: None
@@ -58,27 +69,27 @@ class RunActions:
 
 
 class RunControl(Protocol):
-    """The other machines, while the run goes on."""
+    """The other nodes, while the run goes on."""
 
     assignment: RunAssignment
     actions: RunActions
 
     def start(self) -> None:
-        """Begin to listen to the others."""
+        """Listen to the others from now on."""
 
     def stop(self, number: int, count: int) -> None:
-        """Have every machine pass a signal on to its workers."""
+        """Have every node pass a signal on to its workers."""
 
-    def settle(self, outcome: Mapping[str, Any]) -> Message:
-        """Report how this machine's part ended, wait for the others', and return how the run ended."""
+    def conclude(self, outcome: Mapping[str, Any]) -> Message:
+        """Report how this node's workers ended, wait for the others', and return how the run ended."""
 
     def close(self) -> None:
-        """Let the others go."""
+        """Disconnect from the others."""
 
 
 @dataclass(slots=True)
 class JoinProgress:
-    """Says how far the wait has come: live on a terminal, else a line now and then.
+    """How far the wait for the nodes has come: shown live on a terminal, else a line now and then.
 
     Attributes:
         say: Shows a line that stays.
@@ -94,7 +105,7 @@ class JoinProgress:
 
     @property
     def seconds(self) -> float:
-        """Since the wait began."""
+        """Return the time since the wait began."""
         return time.monotonic() - self._start
 
     def show(self, text: str) -> None:
@@ -107,32 +118,6 @@ class JoinProgress:
             self.say(line)
 
     def end(self) -> None:
-        """Take the live line away."""
+        """Remove the live line."""
         if self.live is not None:
             self.live("")
-
-
-class WakeUp:
-    """How another thread wakes a loop that waits for the network."""
-
-    def __init__(self) -> None:
-        self.reader, self._writer = socket.socketpair()
-        self.reader.setblocking(False)
-        self._writer.setblocking(False)
-        self._posted: list[Callable[[], None]] = []
-
-    def post(self, action: Callable[[], None]) -> None:
-        """Have the loop do something; safe in a signal handler, which may interrupt a thread in here."""
-        self._posted.append(action)  # atomic
-        with suppress(OSError):  # it is awake, or gone
-            self._writer.send(b"x")
-
-    def collect(self) -> list[Callable[[], None]]:
-        """What has been posted since; called by the loop."""
-        with suppress(OSError):
-            while self.reader.recv(_PLENTY):
-                pass
-        taken = []
-        while self._posted:
-            taken.append(self._posted.pop(0))
-        return taken

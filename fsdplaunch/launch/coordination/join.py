@@ -1,4 +1,4 @@
-"""Before torch starts: have the machines find each other, and say in plain words why they cannot run together."""
+"""Before torch starts: have the nodes find each other, and say in plain words why they cannot run together."""
 
 import hashlib
 import platform
@@ -17,32 +17,32 @@ from fsdplaunch.launch.coordination.coordinator import Coordinator
 from fsdplaunch.launch.coordination.interfaces import JoinProgress, RunControl, Tell
 from fsdplaunch.launch.coordination.node_client import NodeClient
 from fsdplaunch.launch.coordination.node_info import NodeInfo, digest, shared_values
-from fsdplaunch.launch.coordination.placement import Placement, host_name, is_coordinator
+from fsdplaunch.launch.coordination.placement import NodePlacement, host_name, is_coordinator
 from fsdplaunch.launch.coordination.server import JoinRequirements
 from fsdplaunch.launch.plan import LaunchTarget
 from fsdplaunch.launch.ports import find_holder, is_free
 from fsdplaunch.probe.torch_version import installed_numbers
 
 LAST_CALL_SECONDS = 10.0
-"""How long an elastic run waits for more machines once it has the least."""
+"""How long an elastic run waits for more nodes once it has the least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
-    """What this machine brings to a meeting.
+    """What this node joins with.
 
     Attributes:
         config: Resolved.
-        place: Which machine this is, as far as it is known.
+        place: Which node this is, as far as it is known.
         target: What the workers run.
-        workers: Workers on this machine.
+        workers: Workers on this node.
         obstacles: What keeps it from starting, each with its hint after a line break.
-        run_id: A name for the run; machine 0's counts.
-        fixed_run_id: The run's name is known to all machines from elsewhere.
+        run_id: A name for the run; node 0's counts.
+        fixed_run_id: The run's name is known to all nodes from elsewhere.
     """
 
     config: Config
-    place: Placement
+    place: NodePlacement
     target: LaunchTarget
     workers: int
     obstacles: Sequence[str] = ()
@@ -50,49 +50,47 @@ class NodeSpec:
     fixed_run_id: bool = False
 
 
-def join_run(mine: NodeSpec, counter: JoinProgress, tell: Tell) -> RunControl:
-    """Meet the other machines; returns once all of them are ready to start.
+def join_run(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunControl:
+    """Meet the other nodes; returns once all of them are ready to start.
 
     Raises:
         MachineError: They cannot run together, or did not come.
     """
-    place = mine.place
+    place = spec.place
     if not is_coordinator(place):
-        return _as_node_client(mine, counter, tell)
+        return _as_node_client(spec, progress, tell)
     if place.host is not None and network.resolve(place.host) and network.own_address_of(place.host) is None:
-        if network.answers(place.host, place.port):  # it is another machine: have it say so, to both
-            return _as_node_client(mine, counter, tell)
-        tell(
-            f"this is machine 0, but {place.host} is no address of its own: right behind address translation only"
-        )
-    return _as_host(mine, counter, tell)
+        if network.answers(place.host, place.port):  # it is another node: have it say so, to both
+            return _as_node_client(spec, progress, tell)
+        tell(f"this is node 0, but {place.host} is no address of its own: right behind address translation only")
+    return _as_coordinator(spec, progress, tell)
 
 
-def own_address(mine: NodeSpec) -> str:
-    """The address others are to reach this machine by, when it is machine 0."""
-    said = _said_address(mine.config)
-    found = network.own_address_of(mine.place.host) if mine.place.host else None
-    if said or mine.place.host is None:
-        return said or network.own_address()
-    if found:  # Debian gives a machine's own name to 127.0.1.1
+def own_address(spec: NodeSpec) -> str:
+    """Return the address others are to reach this node by, when it is node 0."""
+    configured = _configured_address(spec.config)
+    found = network.own_address_of(spec.place.host) if spec.place.host else None
+    if configured or spec.place.host is None:
+        return configured or network.own_address()
+    if found:  # Debian gives a node's own name to 127.0.1.1
         return network.own_address() if network.is_loopback(found) else found
-    return network.address_towards(mine.place.host) or network.own_address()
+    return network.address_towards(spec.place.host) or network.own_address()
 
 
-def _as_host(mine: NodeSpec, counter: JoinProgress, tell: Tell) -> RunControl:
-    place, launch = mine.place, mine.config.launch
+def _as_coordinator(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunControl:
+    place, launch = spec.place, spec.config.launch
     try:
         listener = network.listen("", place.port)
     except OSError as error:
         holder = find_holder(place.port) or network.reason(error)
-        msg = f"the machines are to meet at port {place.port} of this machine, which is in use by {holder}"
-        hint = "set main_process_port to a free port, the same on every machine; or end that program"
+        msg = f"the nodes are to join at port {place.port} of this node, which is in use by {holder}"
+        hint = "set main_process_port to a free port, the same on every node; or end that program"
         raise MachineError(msg, hint=hint) from None
-    address, said = own_address(mine), _said_address(mine.config) is not None
-    reachability_probe = network.ReachabilityProbe(_bindable(address) if said else "")
-    node_info = describe_node(replace_rank(mine, 0), address, reachability_probe)
+    address, configured = own_address(spec), _configured_address(spec.config) is not None
+    reachability_probe = network.ReachabilityProbe(_bindable(address) if configured else "")
+    node_info = describe_node(with_rank(spec, 0), address, reachability_probe)
     requirements = JoinRequirements(
-        run_id=mine.run_id,
+        run_id=spec.run_id,
         least=place.least,
         most=place.most,
         seconds=launch.rendezvous_timeout_seconds,
@@ -101,11 +99,11 @@ def _as_host(mine: NodeSpec, counter: JoinProgress, tell: Tell) -> RunControl:
         grace=launch.shutdown_grace_seconds,
         store_port=store_port(place.port),
         expected=place.names,
-        address_said=said,
+        address_is_set=configured,
     )
     host = Coordinator(listener, node_info, requirements, tell)
     try:
-        host.gather(counter)
+        host.gather(progress)
     except BaseException:
         host.close()
         raise
@@ -114,8 +112,8 @@ def _as_host(mine: NodeSpec, counter: JoinProgress, tell: Tell) -> RunControl:
     return host
 
 
-def _as_node_client(mine: NodeSpec, counter: JoinProgress, tell: Tell) -> RunControl:
-    place, launch = mine.place, mine.config.launch
+def _as_node_client(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunControl:
+    place, launch = spec.place, spec.config.launch
     client = NodeClient(
         place.host or "",
         place.port,
@@ -123,50 +121,50 @@ def _as_node_client(mine: NodeSpec, counter: JoinProgress, tell: Tell) -> RunCon
         grace=launch.shutdown_grace_seconds,
         tell=tell,
     )
-    address = _said_address(mine.config) or client.connect(counter)
-    if _said_address(mine.config):
-        client.connect(counter)
+    address = _configured_address(spec.config) or client.connect(progress)
+    if _configured_address(spec.config):
+        client.connect(progress)
     reachability_probe = network.ReachabilityProbe(_bindable(address))
     try:
         client.join(
-            describe_node(mine, address, reachability_probe),
-            counter,
-            run_id=mine.run_id if mine.fixed_run_id else "",
+            describe_node(spec, address, reachability_probe),
+            progress,
+            run_id=spec.run_id if spec.fixed_run_id else "",
         )
     finally:
         reachability_probe.close()
     return client
 
 
-def replace_rank(mine: NodeSpec, rank: int) -> NodeSpec:
-    """The same with a number."""
-    return replace(mine, place=replace(mine.place, rank=rank))
+def with_rank(spec: NodeSpec, rank: int) -> NodeSpec:
+    """Return the same with a rank."""
+    return replace(spec, place=replace(spec.place, rank=rank))
 
 
-def describe_node(mine: NodeSpec, address: str, reachability_probe: network.ReachabilityProbe) -> NodeInfo:
-    """How this machine presents itself."""
+def describe_node(spec: NodeSpec, address: str, reachability_probe: network.ReachabilityProbe) -> NodeInfo:
+    """Return how this node presents itself."""
     version = installed_numbers()
     return NodeInfo(
         host=host_name(),
         address=address,
-        rank=mine.place.rank,
-        workers=mine.workers,
+        rank=spec.place.rank,
+        workers=spec.workers,
         versions={
             "fsdplaunch": __version__,
             "torch": ".".join(map(str, version)) if version else "",
             "python": ".".join(platform.python_version_tuple()[:2]),
         },
-        config=config_texts(mine.config),
-        command=(*(["-m"] if mine.target.is_module else []), mine.target.name, *mine.target.arguments),
-        script=_script_digest(mine.target),
-        obstacles=mine.obstacles,
+        config=config_texts(spec.config),
+        command=(*(["-m"] if spec.target.is_module else []), spec.target.name, *spec.target.arguments),
+        script=_script_digest(spec.target),
+        obstacles=spec.obstacles,
         probe=(reachability_probe.port, reachability_probe.word),
         folder=str(Path.cwd()),
     )
 
 
 def config_texts(config: Config) -> dict[str, str]:
-    """What machines compare of their configurations; values of variables, which may be secret, as digests."""
+    """Return what nodes compare of their configurations; values of variables, which may be secret, as digests."""
     texts = {}
     for spec in all_keys():
         value = value_at(config, spec.path)
@@ -187,7 +185,7 @@ def _script_digest(target: LaunchTarget) -> str:
 
 
 def store_port(port: int) -> int:
-    """The port torch's store gets: the next one, or else any that is free."""
+    """Return the port torch's store gets: the next one, or else any that is free."""
     if port < MAX_PORT and is_free(port + 1):
         return port + 1
     with network.listen("", 0) as trial:
@@ -195,7 +193,7 @@ def store_port(port: int) -> int:
 
 
 def check_interface(config: Config) -> None:
-    """The interface and the address that were asked for are this machine's.
+    """Check that the configured interface and address are this node's.
 
     Raises:
         MachineError: They are not.
@@ -203,14 +201,14 @@ def check_interface(config: Config) -> None:
     asked, address = config.launch.network_interface, config.launch.local_address
     present = ", ".join(f"{name} ({own})" for name, own in network.interfaces().items())
     if asked is not None and asked not in network.interfaces():
-        msg = f"launch.network_interface is {asked}, but this machine ({host_name()}) has {present}"
+        msg = f"launch.network_interface is {asked}, but this node ({host_name()}) has {present}"
         raise MachineError(msg, hint="name one of these, or leave it out")
     if address is not None and not network.is_own(address) and network.own_address_of(address) is None:
-        msg = f"launch.local_address is {address}, which this machine ({host_name()}) does not have: {present}"
+        msg = f"launch.local_address is {address}, which this node ({host_name()}) does not have: {present}"
         raise MachineError(msg, hint="set it to one of these, or leave it out")
 
 
-def _said_address(config: Config) -> str | None:
+def _configured_address(config: Config) -> str | None:
     launch = config.launch
     if launch.local_address:
         return network.own_address_of(launch.local_address) or launch.local_address
@@ -218,18 +216,18 @@ def _said_address(config: Config) -> str | None:
 
 
 def _bindable(address: str) -> str:
-    """Where a beacon can listen: behind address translation, others use an address that is not here."""
+    """Return where a probe can listen: behind address translation, others use an address that is not here."""
     return address if network.is_own(address) else ""
 
 
 def interface_variables(config: Config, address: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that keep gloo, and NCCL where an interface was asked for, on the network of the machines.
+    """Return the variables that keep gloo, and NCCL where an interface is configured, on the network of the nodes.
 
-    Left alone, gloo takes the address of this machine's own name, which Debian maps to 127.0.1.1.
+    Left alone, gloo takes the address of this node's own name, which Debian maps to 127.0.1.1.
 
     Args:
         config: Resolved.
-        address: This machine's, as the others reach it.
+        address: This node's, as the others reach it.
         environ: The caller's variables; what is set there stays.
     """
     asked = config.launch.network_interface

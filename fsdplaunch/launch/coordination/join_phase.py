@@ -1,4 +1,4 @@
-"""Machine 0 before the run: wait for the machines, compare them, have them try each other, let them go."""
+"""The coordinator before the run: wait for the nodes, compare them, have them try each other, start them."""
 
 import threading
 import time
@@ -8,160 +8,129 @@ from dataclasses import replace
 from fsdplaunch.errors import MachineError
 from fsdplaunch.launch.coordination.interfaces import JoinProgress, RunAssignment
 from fsdplaunch.launch.coordination.network import is_loopback
-from fsdplaunch.launch.coordination.node_info import Incompatibility, assign_ranks, find_incompatibilities
+from fsdplaunch.launch.coordination.node_info import assign_ranks, find_incompatibilities
 from fsdplaunch.launch.coordination.protocol import Message
-from fsdplaunch.launch.coordination.reachability import check_reach, reachability_targets, unreachable
-from fsdplaunch.launch.coordination.server import CoordinatorServer, JoinRequirements, NodeConnection
+from fsdplaunch.launch.coordination.reachability import reachability_targets, try_to_reach, unreachable
+from fsdplaunch.launch.coordination.server import CoordinatorServer, NodeConnection
+from fsdplaunch.launch.finding import Finding
 
 REACH_SECONDS = 15.0
-"""How long machines may take to try each other."""
+"""How long nodes may take to try each other."""
 
 
-class JoinPhase(CoordinatorServer):
-    """The meeting itself."""
+class JoinPhase:
+    """Turns the nodes that connect to a server into one run."""
 
-    assignment: RunAssignment
-    _said = 0.0
+    def __init__(self, server: CoordinatorServer) -> None:
+        self._server = server
+        self._requirements = server.requirements
 
-    def gather(self, counter: JoinProgress) -> RunAssignment:
-        """Wait for the machines, compare them, have them try each other, and let them go.
+    def gather(self, progress: JoinProgress) -> RunAssignment:
+        """Wait for the nodes, compare them, have them try each other, and start them.
 
         Raises:
             MachineError: Not enough came, or they cannot run together; every one that came has been told.
         """
         try:
-            self._await_machines(counter)
+            self._await_nodes(progress)
         finally:
-            counter.end()
+            progress.end()
         self._learn_address()
-        incompatibilities = find_incompatibilities(self._node_infos, most=self.requirements.most)
-        if not any(incompatibility.fatal for incompatibility in incompatibilities):
-            self._number()
-            incompatibilities += self._try_each_other()
-        fatal = [incompatibility for incompatibility in incompatibilities if incompatibility.fatal]
-        if fatal:
+        found = find_incompatibilities(self._server.node_infos, most=self._requirements.most)
+        if not any(one.fatal for one in found):
+            self._assign_ranks()
+            found += self._try_each_other()
+        if fatal := [one for one in found if one.fatal]:
             raise self._refuse(fatal)
-        self.assignment = self._let_go(
-            [incompatibility.message for incompatibility in incompatibilities if not incompatibility.fatal]
-        )
-        return self.assignment
+        return self._start_nodes([one.message for one in found])
 
-    def _await_machines(self, counter: JoinProgress) -> None:
-        enough_since: float | None = None
-        while len(self._present) < self.requirements.most:
-            here, now = len(self._present), time.monotonic()
-            enough_since = (enough_since or now) if here >= self.requirements.least else None
-            if enough_since is not None and now - enough_since > self.requirements.last_call:
+    def _await_nodes(self, progress: JoinProgress) -> None:
+        required, enough_since, last_sent = self._requirements, None, 0.0
+        while (here := len(self._server.present)) < required.most:
+            now = time.monotonic()
+            enough_since = (enough_since or now) if here >= required.least else None
+            if enough_since is not None and now - enough_since > required.last_call:
                 return
-            if enough_since is None and counter.seconds > self.requirements.seconds:
+            if enough_since is None and progress.seconds > required.seconds:
                 raise self._refuse([self._missing()])
-            counter.show(f"{here} of {self.requirements.least} machines here")
-            if now - self._said > 1:
-                self._said = now
-                self._broadcast(kind="waiting", here=here, of=self.requirements.least)
-            self._turn()
+            progress.show(f"{here} of {required.least} nodes here")
+            if now - last_sent > 1:
+                last_sent = now
+                self._server.broadcast(kind="waiting", here=here, of=required.least)
+            self._server.turn()
 
     def _learn_address(self) -> None:
-        """Be known by the address the others came to, which the workers can reach as well."""
-        found = next(
-            (node.came_to for node in self._present if node.came_to and not is_loopback(node.came_to)), None
-        )
-        if found and self._own.node_info and not self.requirements.address_said:
-            self._own.node_info = replace(self._own.node_info, address=found)
+        """Take the address that the others connected to as our own: the workers can reach it as well."""
+        addresses = (node.came_to for node in self._server.present)
+        found = next((address for address in addresses if address and not is_loopback(address)), None)
+        own = self._server.own
+        if found and own.node_info and not self._requirements.address_is_set:
+            own.node_info = replace(own.node_info, address=found)
 
-    def _missing(self) -> Incompatibility:
-        names = ", ".join(one.name for one in self._node_infos)
-        taken = dict(zip(assign_ranks(self._node_infos), self._node_infos, strict=True))
-        absent = [number for number in range(self.requirements.least) if number not in taken]
-        who = [
-            self.requirements.expected[n] if n < len(self.requirements.expected) else f"machine {n}"
-            for n in absent
-        ]
-        message = (
-            f"{len(taken)} of {self.requirements.least} machines came within {self.requirements.seconds:.0f} s: "
-            f"{names}; missing: {', '.join(who)}"
+    def _missing(self) -> Finding:
+        required, infos = self._requirements, self._server.node_infos
+        names, taken = ", ".join(one.name for one in infos), set(assign_ranks(infos))
+        known = dict(enumerate(required.expected))
+        missing = [known.get(rank, f"node {rank}") for rank in range(required.least) if rank not in taken]
+        return Finding(
+            message=f"{len(taken)} of {required.least} nodes came within {required.seconds:.0f} s: {names}; "
+            f"missing: {', '.join(missing)}",
+            hint=f"start the same command there; can they reach port {self._server.port} of "
+            f"{self._server.own.name}?",
         )
-        port = self._listener.getsockname()[1]
-        hint = f"start the same command there; can they reach port {port} of {self._own.name}?"
-        return Incompatibility(message=message, hint=hint)
 
-    def _number(self) -> None:
-        for node, rank in zip(self._present, assign_ranks(self._node_infos), strict=True):
+    def _assign_ranks(self) -> None:
+        for node, rank in zip(self._server.present, assign_ranks(self._server.node_infos), strict=True):
             node.rank = rank
-        self._nodes.sort(key=lambda node: node.rank)
+        self._server.nodes.sort(key=lambda node: node.rank)
 
-    def _try_each_other(self) -> list[Incompatibility]:
-        """Have every machine connect to others, as the workers will."""
-        roster = reachability_targets([(node.rank, node.node_info) for node in self._present if node.node_info])
-        self._broadcast(kind="roster", machines=roster)
-        mine = threading.Thread(target=self._try_own, args=(roster,), daemon=True)
-        mine.start()
+    def _try_each_other(self) -> list[Finding]:
+        """Have every node connect to others, as the workers will."""
+        present = self._server.present
+        targets = reachability_targets([(node.rank, node.node_info) for node in present if node.node_info])
+        self._server.broadcast(kind="roster", machines=targets)
+        threading.Thread(target=self._try_own, args=(targets,), daemon=True).start()
         end = time.monotonic() + REACH_SECONDS
-        while any(node.reached is None for node in self._present) and time.monotonic() < end:
-            self._turn(0.05)
-        return unreachable({node.name: node.reached for node in self._present})
+        while any(node.reached is None for node in self._server.present) and time.monotonic() < end:
+            self._server.turn(0.05)
+        return unreachable({node.name: node.reached for node in self._server.present})
 
-    def _try_own(self, roster: list[Message]) -> None:
-        self._own.reached = check_reach(roster, own=self._own.rank)
+    def _try_own(self, targets: list[Message]) -> None:
+        own = self._server.own
+        own.reached = try_to_reach(targets, own=own.rank)
 
-    def _refuse(self, incompatibilities: Sequence[Incompatibility]) -> MachineError:
-        """Tell everybody what is wrong, and return it."""
-        message = "; ".join(incompatibility.message for incompatibility in incompatibilities)
-        hint = incompatibilities[0].hint
-        self._broadcast(kind="refused", message=message, hint=hint)
-        self._flush()
-        self._shut()
+    def _refuse(self, findings: Sequence[Finding]) -> MachineError:
+        """Tell every node what is wrong, and return it."""
+        message = "; ".join(one.message for one in findings)
+        hint = findings[0].hint
+        self._server.broadcast(kind="refused", message=message, hint=hint)
+        self._server.flush()
+        self._server.shut()
         return MachineError(message, hint=hint)
 
-    def _let_go(self, notes: list[str]) -> RunAssignment:
-        nodes = sorted(self._present, key=lambda node: node.rank)
+    def _start_nodes(self, notes: Sequence[str]) -> RunAssignment:
+        nodes = sorted(self._server.present, key=lambda node: node.rank)
         for node in nodes[1:]:
-            self._send_go(node, nodes, notes)
-        self._running = True
-        address = next((node.came_from for node in nodes[1:] if node.came_from), "")
-        own = self._own.node_info
-        place = (own.address if own else "") or address
-        return _agreement(
-            nodes,
-            self._own,
-            self.requirements,
-            f"{_bracketed(place)}:{self.requirements.store_port}",
-            place,
-            notes,
-        )
-
-    def _send_go(self, node: NodeConnection, nodes: Sequence[NodeConnection], notes: Sequence[str]) -> None:
-        if node.connection is not None:
-            node.connection.send(
-                kind="go",
-                run_id=self.requirements.run_id,
-                rank=node.rank,
-                names=[one.name for one in nodes],
-                workers=[one.node_info.workers for one in nodes if one.node_info],
-                store_port=self.requirements.store_port,
-                silence=self.requirements.silence,
-                notes=list(notes),
-            )
+            node.send(**start_message(self._server, node, nodes, notes))
+        self._server.running = True
+        own = self._server.own
+        address = own.node_info.address if own.node_info else ""
+        address = address or next((node.came_from for node in nodes[1:] if node.came_from), "")
+        message = start_message(self._server, own, nodes, notes)
+        return RunAssignment.from_message(message, store_host=address, address=address)
 
 
-def _agreement(
-    nodes: Sequence[NodeConnection],
-    own: NodeConnection,
-    requirements: JoinRequirements,
-    store: str,
-    address: str,
-    notes: Sequence[str],
-) -> RunAssignment:
-    return RunAssignment(
-        run_id=requirements.run_id,
-        rank=own.rank,
-        names=[node.name for node in nodes],
-        workers=[node.node_info.workers for node in nodes if node.node_info],
-        store=store,
-        address=address,
-        notes=tuple(notes),
-    )
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
+def start_message(
+    server: CoordinatorServer, node: NodeConnection, nodes: Sequence[NodeConnection], notes: Sequence[str] = ()
+) -> Message:
+    """Return the message that starts a node: the run as all nodes see it, and the node's rank in it."""
+    return {
+        "kind": "go",
+        "run_id": server.requirements.run_id,
+        "rank": node.rank,
+        "names": [one.name for one in nodes],
+        "workers": [one.node_info.workers for one in nodes if one.node_info],
+        "store_port": server.requirements.store_port,
+        "silence": server.requirements.silence,
+        "notes": list(notes),
+    }

@@ -1,4 +1,4 @@
-"""Addresses and interfaces of this machine, and whether another one can be reached. Standard library only."""
+"""Addresses and interfaces of this node, and whether another one can be reached. Standard library only."""
 
 import array
 import fcntl
@@ -6,7 +6,9 @@ import secrets
 import socket
 import struct
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 _SIOCGIFADDR = 0x8915
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
@@ -17,7 +19,7 @@ _GLANCE_SECONDS = 1.0
 
 
 def interfaces() -> dict[str, str]:
-    """Each interface's IPv4 address, by the interface's name, in the kernel's order."""
+    """Return each interface's IPv4 address, by the interface's name, in the kernel's order."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         for _, name in socket.if_nameindex():
@@ -29,17 +31,17 @@ def interfaces() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has an address; None for an address that is not this machine's."""
+    """Return the interface that has an address; None for an address that is not this node's."""
     return next((name for name, own in interfaces().items() if own == address), None)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Return whether only this node can reach an address."""
     return address.startswith("127.") or address in ("::1", "localhost")
 
 
 def own_address() -> str:
-    """The address this machine would use to reach the world; else the first that is not loopback."""
+    """Return the address this node would use to reach the world; else the first that is not loopback."""
     for elsewhere in _ELSEWHERE:
         if address := address_towards(elsewhere):
             return address
@@ -47,7 +49,7 @@ def own_address() -> str:
 
 
 def address_towards(host: str) -> str | None:
-    """The address of this machine on the way to a host, asked of the kernel's routes; None without a way."""
+    """Return the address of this node on the way to a host, asked of the kernel's routes; None without a way."""
     with suppress(OSError):
         family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as trial:
@@ -57,7 +59,7 @@ def address_towards(host: str) -> str | None:
 
 
 def resolve(host: str) -> list[str]:
-    """The addresses a name stands for; empty when it is not known."""
+    """Return the addresses a name stands for; empty when it is not known."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -66,7 +68,7 @@ def resolve(host: str) -> list[str]:
 
 
 def is_own(address: str) -> bool:
-    """Whether this machine has an address: only then can something listen there."""
+    """Return whether this node has an address: only then can something listen there."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as trial:
@@ -77,15 +79,25 @@ def is_own(address: str) -> bool:
 
 
 def own_address_of(host: str) -> str | None:
-    """The address by which a name means this machine; None when it means another one, or is not known."""
+    """Return the address by which a name means this node; None when it means another one, or is not known."""
     return next((address for address in resolve(host) if is_own(address)), None)
+
+
+def endpoint(host: str, port: int) -> str:
+    """Return HOST:PORT, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def plain_address(place: Sequence[Any]) -> str:
+    """Return a socket's address; an IPv4 one in an IPv6 socket as what it is."""
+    return str(place[0]).removeprefix("::ffff:")
 
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens; on every address when `host` is empty.
 
     Raises:
-        OSError: The port is taken, or the address is not this machine's.
+        OSError: The port is taken, or the address is not this node's.
     """
     family = socket.AF_INET6 if ":" in host or (not host and socket.has_dualstack_ipv6()) else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -102,7 +114,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class ReachabilityProbe:
-    """A free port that answers with this machine's own word, so that others can see whether they reach it."""
+    """A free port that answers with this node's own word, so that others can see whether they reach it."""
 
     def __init__(self, address: str) -> None:
         self.word = secrets.token_hex(8)
@@ -125,12 +137,12 @@ class ReachabilityProbe:
 
 
 def reach(address: str, port: int, word: str) -> str | None:
-    """Try to reach another machine's beacon; return what is wrong, or None.
+    """Try to reach another node's probe; return what is wrong, or None.
 
     Args:
-        address: Where the other machine says it is.
-        port: Its beacon's.
-        word: What its beacon answers.
+        address: Where the other node says it is.
+        port: Its probe's.
+        word: What its probe answers.
     """
     try:
         with socket.create_connection((address, port), timeout=_PROBE_SECONDS) as probe:
@@ -139,11 +151,11 @@ def reach(address: str, port: int, word: str) -> str | None:
                 answer += part
     except OSError as error:
         return reason(error)
-    return None if answer.decode(errors="replace") == word else "another machine answers there"
+    return None if answer.decode(errors="replace") == word else "another node answers there"
 
 
 def answers(host: str, port: int) -> bool:
-    """Whether anything listens somewhere."""
+    """Return whether anything listens somewhere."""
     try:
         with socket.create_connection((host, port), timeout=_GLANCE_SECONDS):
             return True
@@ -152,7 +164,7 @@ def answers(host: str, port: int) -> bool:
 
 
 def reason(error: OSError) -> str:
-    """Why a connection was not made, in a few words."""
+    """Return why a connection was not made, in a few words."""
     if isinstance(error, socket.gaierror):
         return "the name is not known"
     if isinstance(error, TimeoutError):

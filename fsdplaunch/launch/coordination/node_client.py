@@ -1,31 +1,38 @@
-"""Every other machine's side of the meeting: find machine 0, be told to go, report, hear how it ended."""
+"""Every other node's side: find the coordinator, join, report, hear how the run ended."""
 
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from fsdplaunch.errors import EXIT_MACHINE, MachineError
-from fsdplaunch.launch.coordination.interfaces import JoinProgress, RunActions, RunAssignment, Tell, WakeUp
-from fsdplaunch.launch.coordination.network import reason
+from fsdplaunch.launch.coordination.interfaces import JoinProgress, RunActions, RunAssignment, Tell
+from fsdplaunch.launch.coordination.network import plain_address, reason
 from fsdplaunch.launch.coordination.node_info import NodeInfo
-from fsdplaunch.launch.coordination.protocol import PROTOCOL, Connection, Message, ProtocolError, text_of
-from fsdplaunch.launch.coordination.reachability import check_reach
+from fsdplaunch.launch.coordination.outcome import end_of_run
+from fsdplaunch.launch.coordination.protocol import (
+    PROTOCOL,
+    Connection,
+    Message,
+    ProtocolError,
+    WakeUp,
+    text_of,
+    wait_for,
+)
+from fsdplaunch.launch.coordination.reachability import try_to_reach
 
 TURN_SECONDS = 0.5
 RETRY_SECONDS = 0.5
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 5.0
-"""How long machine 0 may take to say its first word; another program says none, or the wrong one."""
+"""How long the coordinator may take to answer first; another program never does, or says something else."""
 FINAL_SECONDS = 20.0
 """How long to wait, after the grace, to hear how the run ended."""
 
 
 class NodeClient:
-    """The launcher of one machine, for machine 0."""
+    """The launcher of a node other than node 0."""
 
     def __init__(self, host: str, port: int, *, seconds: float, grace: float, tell: Tell) -> None:
         self.actions = RunActions()
@@ -46,43 +53,43 @@ class NodeClient:
     def _address(self) -> str:
         return f"{self._place[0]}:{self._place[1]}"
 
-    # -- the meeting ------------------------------------------------------------------------------------------
+    # -- joining ------------------------------------------------------------------------------------------
 
-    def connect(self, counter: JoinProgress) -> str:
-        """Connect to machine 0, however long it takes to start; return this machine's address on the way there.
+    def connect(self, progress: JoinProgress) -> str:
+        """Connect to node 0, however long it takes to start; return this node's address on the way there.
 
         Raises:
             MachineError: Nothing answered in time.
         """
         why = "no answer"
-        while counter.seconds < self._seconds:
+        while progress.seconds < self._seconds:
             try:
-                left = max(0.1, self._seconds - counter.seconds)
+                left = max(0.1, self._seconds - progress.seconds)
                 sock = socket.create_connection(self._place, timeout=min(CONNECT_SECONDS, left))
             except OSError as error:
                 why = reason(error)
-                counter.show(f"waiting for machine 0 at {self._address} ({why})")
+                progress.show(f"waiting for node 0 at {self._address} ({why})")
                 time.sleep(RETRY_SECONDS)
             else:
-                counter.end()
+                progress.end()
                 self._connection = Connection(sock)
-                return str(sock.getsockname()[0]).removeprefix("::ffff:")
-        counter.end()
-        msg = f"machine 0 could not be reached at {self._address} within {self._seconds:.0f} s: {why}"
+                return plain_address(sock.getsockname())
+        progress.end()
+        msg = f"node 0 could not be reached at {self._address} within {self._seconds:.0f} s: {why}"
         raise MachineError(
             msg, hint=_HINTS.get(why, "is it the right address, and does a firewall let it through?")
         )
 
-    def join(self, node_info: NodeInfo, counter: JoinProgress, *, run_id: str = "") -> RunAssignment:
-        """Present this machine and wait until machine 0 lets it go.
+    def join(self, node_info: NodeInfo, progress: JoinProgress, *, run_id: str = "") -> RunAssignment:
+        """Present this node and wait until node 0 lets it go.
 
         Args:
-            node_info: This machine.
-            counter: Shows how far the wait has come.
+            node_info: This node.
+            progress: Shows how far the wait has come.
             run_id: The run it belongs to; empty for any.
 
         Raises:
-            MachineError: Machine 0 refused, vanished, or is another program.
+            MachineError: Node 0 refused, vanished, or is another program.
         """
         self._connection.send(
             kind="hello", protocol=PROTOCOL, greeting=node_info.to_message(), time_ns=time.time_ns(), run_id=run_id
@@ -90,10 +97,10 @@ class NodeClient:
         start, self._heard, answered = time.monotonic(), 0.0, False
         patience = min(ANSWER_SECONDS, 2 * self._seconds)
         try:
-            while counter.seconds < self._seconds + ANSWER_SECONDS:
+            while progress.seconds < self._seconds + ANSWER_SECONDS:
                 for message in self._turn():
                     answered = True
-                    if (done := self._negotiate(message, node_info, counter)) is not None:
+                    if (done := self._negotiate(message, node_info, progress)) is not None:
                         self.assignment = done
                         return done
                 if not self._connection.open or (not answered and time.monotonic() - start > patience):
@@ -101,37 +108,29 @@ class NodeClient:
         except ProtocolError:
             pass
         finally:
-            counter.end()
+            progress.end()
         raise self._no_answer(answered=answered)
 
     def _no_answer(self, *, answered: bool) -> MachineError:
         if answered:
-            msg = f"machine 0 at {self._address} has gone before the run started"
+            msg = f"node 0 at {self._address} has gone before the run started"
             return MachineError(msg, hint="see its output")
         msg = f"what listens at {self._address} is not fsdplaunch launch"
-        return MachineError(msg, hint="choose another port with main_process_port, the same on every machine")
+        return MachineError(msg, hint="choose another port with main_process_port, the same on every node")
 
-    def _negotiate(self, message: Message, node_info: NodeInfo, counter: JoinProgress) -> RunAssignment | None:
+    def _negotiate(self, message: Message, node_info: NodeInfo, progress: JoinProgress) -> RunAssignment | None:
         kind = text_of(message, "kind")
         if kind == "refused":
             raise MachineError(text_of(message, "message"), hint=text_of(message, "hint") or None)
         if kind == "waiting":
-            counter.show(f"{message.get('here')} of {message.get('of')} machines here")
+            progress.show(f"{message.get('here')} of {message.get('of')} nodes here")
         if kind == "roster":
             own = next((one["rank"] for one in message["machines"] if one["word"] == node_info.probe[1]), -1)
-            self._connection.send(kind="reached", failed=check_reach(message["machines"], own=own))
+            self._connection.send(kind="reached", failed=try_to_reach(message["machines"], own=own))
         if kind != "go":
             return None
         self._silence = float(message.get("silence") or self._silence)
-        return RunAssignment(
-            run_id=message["run_id"],
-            rank=message["rank"],
-            names=message["names"],
-            workers=message["workers"],
-            store=f"{_bracketed(self._place[0])}:{message['store_port']}",
-            address=node_info.address,
-            notes=tuple(message["notes"]),
-        )
+        return RunAssignment.from_message(message, store_host=self._place[0], address=node_info.address)
 
     # -- the run ----------------------------------------------------------------------------------------------
 
@@ -141,35 +140,26 @@ class NodeClient:
         threading.Thread(target=self._attend, daemon=True).start()
 
     def stop(self, number: int, count: int) -> None:
-        """Have every machine pass a signal on to its workers."""
+        """Have every node pass a signal on to its workers."""
         self._mail.post(lambda: self._connection.send(kind="stop", number=number, count=count))
 
-    def settle(self, outcome: Mapping[str, Any]) -> Message:
-        """Report how this machine's part ended, and return how the run ended."""
+    def conclude(self, outcome: Mapping[str, Any]) -> Message:
+        """Report how this node's part ended, and return how the run ended."""
         self._reported = True
         self._mail.post(lambda: self._connection.send(kind="outcome", outcome=dict(outcome)))
-        # After success the others may go on for as long as they like, and machine 0 says when it is over.
+        # After success the others may go on for as long as they like, and node 0 says when it is over.
         self._done.wait(None if outcome["status"] == 0 else self._grace + FINAL_SECONDS)
-        return self._final or self._alone(dict(outcome))
+        attempt = outcome.get("attempt") or {}
+        known = {name: outcome[name] for name in ("status", "stopped_by", "error")}
+        return self._final or end_of_run(**known, cause=attempt.get("cause"))
 
     def close(self) -> None:
         """Leave."""
         self._closing = True
         self._mail.post(lambda: None)
 
-    def _alone(self, outcome: dict[str, Any]) -> Message:
-        attempt = outcome.get("attempt") or {}
-        return {
-            "status": outcome["status"],
-            "stopped_by": outcome["stopped_by"],
-            "cause": attempt.get("cause"),
-            "error": outcome["error"],
-            "lost": [],
-            "workers": [],
-        }
-
     def _attend(self) -> None:
-        said = 0.0
+        last_ping = 0.0
         while not self._closing and not self._done.is_set():
             try:
                 messages = self._turn()
@@ -181,25 +171,18 @@ class NodeClient:
             for action in self._mail.collect():
                 action()
             now = time.monotonic()
-            if now - said > min(2.0, self._silence / 4):
-                said = now
+            if now - last_ping > min(2.0, self._silence / 4):
+                last_ping = now
                 self._connection.send(kind="ping")
             silent = now - self._heard > self._silence
             if (silent or not self._connection.open) and not self._done.is_set():
-                self._lose(f"no word for {self._silence:.0f} s" if silent else "its launcher has gone")
+                self._lose(f"no message for {self._silence:.0f} s" if silent else "its launcher has gone")
         self._connection.close()
 
     def _lose(self, why: str) -> None:
-        """Without machine 0 there is no store, and nothing can go on."""
-        lost = f"lost machine 0 at {self._address}: {why}"
-        self._final = {
-            "status": EXIT_MACHINE,
-            "stopped_by": None,
-            "cause": None,
-            "error": None,
-            "lost": [lost],
-            "workers": [],
-        }
+        """End this node: without the coordinator there is no store, and nothing can go on."""
+        lost = f"lost the coordinator at {self._address}: {why}"
+        self._final = end_of_run(EXIT_MACHINE, lost=[lost])
         self._done.set()
         if not self._reported:
             self.actions.end(True)
@@ -218,32 +201,19 @@ class NodeClient:
         self._done.set()
 
     def _turn(self) -> list[Message]:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._mail.reader, selectors.EVENT_READ)
-            if self._connection.open:
-                selector.register(self._connection.sock, self._connection.wants)
-            ready = selector.select(TURN_SECONDS)
-        if not self._connection.open or not any(entry.fileobj is self._connection.sock for entry, _ in ready):
+        connection = self._connection
+        if connection not in wait_for([connection] if connection.open else [], self._mail, TURN_SECONDS):
             return []
-        self._connection.flush()
-        messages = self._connection.receive()
+        connection.flush()
+        messages = connection.receive()
         if messages:
             self._heard = time.monotonic()
         return messages
 
 
-def with_address(node_info: NodeInfo, address: str) -> NodeInfo:
-    """The greeting with the address the way to machine 0 showed, unless one was said."""
-    return node_info if node_info.address else replace(node_info, address=address)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
 _HINTS = {
-    "connection refused": "the machine is up and nothing listens there yet: start fsdplaunch launch on machine 0",
-    "the name is not known": "set main_process_ip to machine 0's address, as numbers if names do not resolve here",
-    "no route to host": "the machine is down or not on this network: is main_process_ip right?",
-    "network is unreachable": "this machine has no way to that network: is main_process_ip right?",
+    "connection refused": "the node is up and nothing listens there yet: start fsdplaunch launch on node 0",
+    "the name is not known": "set main_process_ip to node 0's address, as numbers if names do not resolve here",
+    "no route to host": "the node is down or not on this network: is main_process_ip right?",
+    "network is unreachable": "this node has no way to that network: is main_process_ip right?",
 }

@@ -1,51 +1,55 @@
-"""A run on several machines, this one's part: configuration and agreement -> the plan for this machine."""
+"""A run on several nodes, this one's part: configuration and agreement -> the plan for this node."""
 
 from dataclasses import replace
-from pathlib import Path
 
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.world_size import node_range
 from fsdplaunch.launch.coordination.interfaces import RunAssignment
 from fsdplaunch.launch.coordination.join import LAST_CALL_SECONDS
-from fsdplaunch.launch.coordination.placement import Placement
+from fsdplaunch.launch.coordination.network import endpoint
+from fsdplaunch.launch.coordination.placement import NodePlacement
 
 ATTEMPTS = 3
-"""Missed keep-alives after which torch's rendezvous drops a machine."""
+"""Missed keep-alives after which torch's rendezvous drops a node."""
 
 
-def provisional_config(config: Config, place: Placement, *, address: str) -> Config:
-    """The configuration with everything that is known before the meeting, for a dry run and for checks.
+def provisional_config(config: Config, place: NodePlacement, *, address: str) -> Config:
+    """Return the configuration with everything that is known before joining, for a dry run and for checks.
 
     Args:
         config: Resolved.
-        place: This machine's.
-        address: Machine 0's, or what stands for it.
+        place: This node's.
+        address: Node 0's, or what stands for it.
     """
-    endpoint = f"{_bracketed(place.host or address)}:{place.port}"
     return _placed(
-        config, endpoint=endpoint, rank=place.rank or 0, machines=place.least, address=None, run_id=None
+        config,
+        endpoint=endpoint(place.host or address, place.port),
+        rank=place.rank or 0,
+        nodes=place.least,
+        address=None,
+        run_id=None,
     )
 
 
 def agreed_config(config: Config, assignment: RunAssignment) -> Config:
-    """The configuration with what the machines agreed on.
+    """Return the configuration with what the nodes agreed on.
 
     Args:
         config: Resolved.
-        assignment: The meeting's.
+        assignment: As joining ended.
     """
     return _placed(
         config,
         endpoint=assignment.store,
         rank=assignment.rank,
-        machines=len(assignment.names),
+        nodes=len(assignment.names),
         address=assignment.address,
         run_id=assignment.run_id,
     )
 
 
 def _placed(
-    config: Config, *, endpoint: str, rank: int, machines: int, address: str | None, run_id: str | None
+    config: Config, *, endpoint: str, rank: int, nodes: int, address: str | None, run_id: str | None
 ) -> Config:
     launch = replace(
         config.launch,
@@ -56,7 +60,7 @@ def _placed(
     )
     return replace(
         config,
-        num_machines=machines,
+        num_machines=nodes,
         machine_rank=rank,
         main_process_ip=None,
         main_process_port=None,
@@ -65,7 +69,7 @@ def _placed(
 
 
 def _options(config: Config) -> dict[str, str]:
-    """Torch's settings; for an elastic run, such that a lost machine is dropped when we count it as lost."""
+    """Torch's settings; for an elastic run, such that a lost node is dropped when we count it as lost."""
     least, most = node_range(config)
     if least == most:
         return dict(config.launch.rendezvous_options)
@@ -76,15 +80,3 @@ def _options(config: Config) -> dict[str, str]:
         "keep_alive_max_attempt": str(ATTEMPTS),
     }
     return defaults | config.launch.rendezvous_options
-
-
-def node_folder(run_dir: Path, rank: int) -> Path:
-    """The folder of one machine's part: the run's own for machine 0, else one inside it.
-
-    On a file system that all machines share nothing collides; elsewhere each machine has its part.
-    """
-    return run_dir if rank == 0 else run_dir / f"node{rank}"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -1,4 +1,4 @@
-"""What each machine says of itself when it arrives, and what keeps machines from running together. Pure."""
+"""What each node says of itself when it arrives, and what keeps nodes from running together. Pure."""
 
 import hashlib
 from collections import Counter
@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from fsdplaunch.launch.coordination.protocol import Message
+from fsdplaunch.launch.finding import Finding
 
 _OWN_VALUES = frozenset(
     {
@@ -25,14 +26,14 @@ _OWN_VALUES = frozenset(
         "ssh.hostfile",
     }
 )
-"""Keys that may differ from machine to machine."""
+"""Keys that may differ from node to node."""
 _NAMED = 3
 """How many differing keys to name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeInfo:
-    """One machine, as it presents itself.
+    """One node, as it presents itself.
 
     Attributes:
         host: Its name.
@@ -40,11 +41,11 @@ class NodeInfo:
         rank: The number it was given; None when it is to be assigned one.
         workers: Worker processes it will start.
         versions: Of fsdplaunch, torch and Python.
-        config: Its configuration as texts, by key; what may differ between machines left out.
+        config: Its configuration as texts, by key; what may differ between nodes left out.
         command: What its workers run.
         script: Digest of the script's text; empty for modules and programs.
         obstacles: What keeps it from starting.
-        probe: Port and word of its beacon.
+        probe: Port and word of its probe.
         folder: Where it keeps the run's files.
     """
 
@@ -61,12 +62,12 @@ class NodeInfo:
     folder: str = ""
 
     def to_message(self) -> Message:
-        """As it is sent."""
+        """Return it as it is sent."""
         return asdict(self)
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> "NodeInfo":
-        """Read what another machine sent.
+        """Read what another node sent.
 
         Raises:
             TypeError: Something is missing.
@@ -76,45 +77,36 @@ class NodeInfo:
 
     @property
     def name(self) -> str:
-        """How people know the machine: its name, and its address where that says more."""
+        """Return how people know the node: its name, and its address where that says more."""
         return self.host if self.host == self.address else f"{self.host} ({self.address})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Incompatibility:
-    """One thing in the way of running together; not fatal: worth saying."""
-
-    message: str
-    hint: str
-    fatal: bool = True
-
-
 def shared_values(values: Mapping[str, str]) -> dict[str, str]:
-    """Of a configuration's texts by key, those that all machines must agree on."""
+    """Return those of a configuration's texts, by key, that all nodes must agree on."""
     return {name: value for name, value in values.items() if name not in _OWN_VALUES}
 
 
 def digest(data: bytes) -> str:
-    """A short fingerprint."""
+    """Return a short fingerprint."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def assign_ranks(arrived: Sequence[NodeInfo]) -> list[int]:
-    """Give every machine its number: the one it asked for, else the lowest that is free, in order of arrival.
+    """Return every node's rank: the one it was configured with, else the lowest that is free, in order of arrival.
 
     Args:
-        arrived: The machines; the first one is the one the others came to, and becomes 0 when it asked for none.
+        arrived: The nodes; the first one is the one the others came to, and becomes 0 when it has none.
     """
     taken = {one.rank for one in arrived if one.rank is not None}
     free = (number for number in range(len(arrived) + len(taken)) if number not in taken)
     return [next(free) if one.rank is None else one.rank for one in arrived]
 
 
-def find_incompatibilities(arrived: Sequence[NodeInfo], *, most: int) -> list[Incompatibility]:
-    """Return everything that keeps these machines from running together.
+def find_incompatibilities(arrived: Sequence[NodeInfo], *, most: int) -> list[Finding]:
+    """Return everything that keeps these nodes from running together.
 
     Args:
-        arrived: The machines; the first one is what the others are compared with.
+        arrived: The nodes; the first one is what the others are compared with.
         most: How many may take part.
     """
     first, others = arrived[0], arrived[1:]
@@ -124,70 +116,66 @@ def find_incompatibilities(arrived: Sequence[NodeInfo], *, most: int) -> list[In
     return found
 
 
-def _obstacles(arrived: Sequence[NodeInfo]) -> Iterator[Incompatibility]:
+def _obstacles(arrived: Sequence[NodeInfo]) -> Iterator[Finding]:
     for one in arrived:
         for obstacle in one.obstacles:
             message, _, hint = obstacle.partition("\n")
-            yield Incompatibility(
-                message=f"{one.name} cannot start: {message}", hint=hint or "see that machine's output"
-            )
+            yield Finding(message=f"{one.name} cannot start: {message}", hint=hint or "see that node's output")
 
 
-def _ranks(arrived: Sequence[NodeInfo], most: int) -> Iterator[Incompatibility]:
+def _ranks(arrived: Sequence[NodeInfo], most: int) -> Iterator[Finding]:
     counts = Counter(one.rank for one in arrived if one.rank is not None)
     for rank, count in sorted(counts.items()):
         if count > 1:
             names = " and ".join(one.name for one in arrived if one.rank == rank)
-            yield Incompatibility(
-                message=f"{names} both say that they are machine {rank}",
-                hint="give each machine a number of its own (--machine-rank), or none: it is then assigned",
+            yield Finding(
+                message=f"{names} both say that they are node {rank}",
+                hint="give each node a rank of its own (--machine-rank), or none: it is then assigned",
             )
         elif rank >= most:
             name = next(one.name for one in arrived if one.rank == rank)
-            yield Incompatibility(
-                message=f"{name} says that it is machine {rank}, but there are {most}",
-                hint="machines count from 0",
+            yield Finding(
+                message=f"{name} says that it is node {rank}, but there are {most}",
+                hint="nodes count from 0",
             )
 
 
-def _workers(arrived: Sequence[NodeInfo]) -> Iterator[Incompatibility]:
+def _workers(arrived: Sequence[NodeInfo]) -> Iterator[Finding]:
     idle = [one.name for one in arrived if one.workers < 1]
     if idle:
-        yield Incompatibility(
-            message=f"{', '.join(idle)} would start no workers", hint="set launch.workers_per_node"
-        )
+        yield Finding(message=f"{', '.join(idle)} would start no workers", hint="set launch.workers_per_node")
 
 
-def _versions(first: NodeInfo, other: NodeInfo) -> Iterator[Incompatibility]:
+def _versions(first: NodeInfo, other: NodeInfo) -> Iterator[Finding]:
     for program in ("fsdplaunch", "torch", "python"):
         here, there = first.versions.get(program), other.versions.get(program)
         if here != there:
             what = f"{there or 'missing'} on {other.name} and {here or 'missing'} on {first.name}"
-            yield Incompatibility(
+            yield Finding(
                 message=f"{program} is {what}",
-                hint="install the same versions on every machine",
+                hint="install the same versions on every node",
                 fatal=program != "python",
             )
 
 
-def _config(first: NodeInfo, other: NodeInfo) -> Iterator[Incompatibility]:
+def _config(first: NodeInfo, other: NodeInfo) -> Iterator[Finding]:
     if first.config != other.config:
         names = sorted(
             name for name in {*first.config, *other.config} if first.config.get(name) != other.config.get(name)
         )
-        said = [
+        differences = [
             f"{name} is {_text(other.config.get(name))} there and {_text(first.config.get(name))} on {first.host}"
             for name in names[:_NAMED]
         ]
         more = f"; and {len(names) - _NAMED} more keys differ" if len(names) > _NAMED else ""
-        yield Incompatibility(
-            message=f"{other.name} has another configuration: {', '.join(said)}{more}",
-            hint="use the same file, options and FSDPLAUNCH_ variables on every machine",
+        yield Finding(
+            message=f"{other.name} has another configuration: {', '.join(differences)}{more}",
+            hint="use the same file, options and FSDPLAUNCH_ variables on every node",
         )
     if list(first.command) != list(other.command):
-        yield Incompatibility(
+        yield Finding(
             message=f"{other.name} would run {_command(other)}, and {first.host} {_command(first)}",
-            hint="give every machine the same script and arguments",
+            hint="give every node the same script and arguments",
         )
 
 
@@ -202,9 +190,9 @@ def _command(one: NodeInfo) -> str:
     return text if len(text) <= 120 else text[:117] + "..."  # noqa: PLR2004
 
 
-def _script(first: NodeInfo, other: NodeInfo) -> Iterator[Incompatibility]:
+def _script(first: NodeInfo, other: NodeInfo) -> Iterator[Finding]:
     if first.script and other.script and first.script != other.script:
-        yield Incompatibility(
+        yield Finding(
             message=f"the script on {other.name} is not the same text as on {first.name}",
             hint="copy it there again",
             fatal=False,

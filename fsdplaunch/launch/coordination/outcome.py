@@ -1,8 +1,8 @@
-"""How a run on several machines ended: one cause out of every machine's record. Pure.
+"""How a run on several nodes ended: one cause out of every node's record. Pure.
 
-An outcome is what a launcher reports of its machine: status, stopped_by, error, attempt (the last one, with its
-workers). On arrival `host`, `rank`, `offset_ns` (its clock against machine 0's) are added, and `ended` where it
-was asked to end because another machine had failed.
+An outcome is what a launcher reports of its node: status, stopped_by, error, attempt (the last one, with its
+workers). On arrival `host`, `rank`, `offset_ns` (its clock against node 0's) are added, and `ended` where it
+was asked to end because another node had failed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ Outcome = Mapping[str, Any]
 
 
 def outcome_of(record: Mapping[str, Any], status: int) -> dict[str, Any]:
-    """What to report of this machine.
+    """Return what to report of this node.
 
     Args:
         record: The agent's.
@@ -31,12 +31,12 @@ def outcome_of(record: Mapping[str, Any], status: int) -> dict[str, Any]:
 
 
 def has_failed(outcome: Outcome) -> bool:
-    """Whether a machine's part ended badly of its own accord."""
+    """Return whether a node's part ended badly of its own accord."""
     return outcome["status"] != 0 and not outcome["stopped_by"] and not outcome.get("ended")
 
 
 def workers_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Every machine's workers of its last attempt, with machine 0's clock."""
+    """Return every node's workers of its last attempt, with node 0's clock."""
     found = []
     for outcome in outcomes:
         attempt, offset = outcome.get("attempt") or {}, int(outcome.get("offset_ns") or 0)
@@ -50,17 +50,22 @@ def workers_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda worker: int(worker["rank"]))
 
 
+def end_of_run(status: int, **known: Any) -> dict[str, Any]:
+    """Return how a run ended: `status`, `stopped_by`, `cause` (a worker), `error`, `lost`, `workers`."""
+    return {"status": status, "stopped_by": None, "cause": None, "error": None, "lost": [], "workers": []} | known
+
+
 def merge_outcomes(outcomes: Sequence[Outcome], *, lost: Sequence[str], stopped_by: str | None) -> dict[str, Any]:
-    """Return how the run ended: `status`, `stopped_by`, `cause` (a worker), `error`, `lost`, `workers`.
+    """Return how the run ended, as `end_of_run` does.
 
     Args:
-        outcomes: Of every machine that reported one, by number.
-        lost: What happened to machines that the run could not go on without.
+        outcomes: Of every node that reported one, by rank.
+        lost: What happened to nodes that the run could not go on without.
         stopped_by: The signal somebody sent from outside.
     """
     workers = workers_of(outcomes)
     cause = first_failure(workers)
-    final = {"status": 0, "stopped_by": None, "cause": None, "error": None, "lost": [], "workers": workers}
+    final = end_of_run(0, workers=workers)
     failed = [outcome for outcome in outcomes if has_failed(outcome)]
     if lost and (cause is None or is_consequence(cause)):
         return final | {"status": EXIT_MACHINE, "lost": list(lost)}
@@ -75,27 +80,27 @@ def merge_outcomes(outcomes: Sequence[Outcome], *, lost: Sequence[str], stopped_
 
 
 def _has_own_status(outcome: Outcome) -> bool:
-    """Whether workers of a machine that was asked to stop ended in a way of their own."""
+    """Return whether workers of a node that was asked to stop ended in a way of their own."""
     return has_failed(outcome) and outcome["status"] != EXIT_SAVED
 
 
 def _stop_status(outcomes: Sequence[Outcome]) -> int:
-    """75 when every machine's workers ended well; else what the first other machine says."""
+    """75 when every node's workers ended well; else what the first other node says."""
     statuses = [outcome["status"] for outcome in outcomes]
     return next((status for status in statuses if status not in (0, EXIT_SAVED)), EXIT_SAVED)
 
 
-def merged_record(record: Mapping[str, Any], final: Mapping[str, Any], *, whole: bool) -> dict[str, Any]:
-    """This machine's record with the run's end in place of its own.
+def merged_record(record: Mapping[str, Any], final: Mapping[str, Any], *, all_nodes: bool) -> dict[str, Any]:
+    """This node's record with the run's end in place of its own.
 
     Args:
         record: The agent's.
         final: As `merge_outcomes` returns it.
-        whole: Put every machine's workers into it.
+        all_nodes: Put every node's workers into it.
     """
     attempts = [*(record.get("attempts") or [])]
     if attempts:
-        workers = final["workers"] if whole and final.get("workers") else attempts[-1]["workers"]
+        workers = final["workers"] if all_nodes and final.get("workers") else attempts[-1]["workers"]
         attempts[-1] = {**attempts[-1], "workers": workers, "cause": final["cause"]}
     elif final["cause"] is not None:  # it had not started any
         attempts = [{"attempt": 0, "started_ns": None, "ended_ns": 0, "workers": [], "cause": final["cause"]}]

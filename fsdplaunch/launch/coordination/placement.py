@@ -1,4 +1,4 @@
-"""Which of the run's machines this is, how many there are, and where they meet: what scheduler and file say."""
+"""Which of the run's nodes this is, how many there are, and where they join: from scheduler and configuration."""
 
 import os
 import re
@@ -21,17 +21,17 @@ _FIRST_PORT, _PORT_PAIRS, _STEPS = 20000, 6000, 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """This machine among the run's machines.
+class NodePlacement:
+    """This node among the run's nodes.
 
     Attributes:
-        least: Machines the run needs.
-        most: Machines it may have.
-        rank: This machine's number; None when it is to be assigned.
-        host: Address of machine 0 as this machine knows it; None when this machine is to be it.
-        port: Where the machines meet.
-        names: The machines' names by number, where somebody said them.
-        source: Who said so, for messages.
+        least: Nodes the run needs.
+        most: Nodes it may have.
+        rank: This node's number; None when it is to be assigned.
+        host: Address of node 0 as this node knows it; None when this node is to be it.
+        port: Where the nodes meet.
+        names: The nodes' names by number, where they are known.
+        source: Where this comes from, for messages.
     """
 
     least: int
@@ -44,28 +44,28 @@ class Placement:
 
     @property
     def is_several(self) -> bool:
-        """Whether more than this machine may take part."""
+        """Return whether more than this node may take part."""
         return self.most > 1
 
 
 def assumed_settings(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """What a scheduler's variables say of keys that nobody else does, as KEY=VALUE.
+    """Return what a scheduler's variables say of keys that nobody else does, as KEY=VALUE.
 
     Args:
         environ: The launcher's.
     """
-    count = _machines_of(read_cluster(environ), environ)
+    count = _nodes_of(read_cluster(environ), environ)
     return (f"num_machines={count}",) if count is not None and count > 1 else ()
 
 
 def is_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process, and not sbatch or salloc."""
+    """Return whether srun started this process, and not sbatch or salloc."""
     text = environ.get("SLURM_STEP_ID", "")
     return text.isdecimal() and int(text) < _SPECIAL_STEP
 
 
-def _machines_of(cluster: Cluster, environ: Mapping[str, str]) -> int | None:
-    """Machines on which the scheduler started this launcher, or could."""
+def _nodes_of(cluster: Cluster, environ: Mapping[str, str]) -> int | None:
+    """Nodes on which the scheduler started this launcher, or could."""
     if cluster.kind == "slurm":
         if is_step(environ):
             text = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
@@ -76,8 +76,8 @@ def _machines_of(cluster: Cluster, environ: Mapping[str, str]) -> int | None:
     return cluster.num_nodes if cluster.kind == "kubernetes" else None
 
 
-def find_placement(config: Config, environ: Mapping[str, str]) -> Placement:
-    """Return this machine's place.
+def find_placement(config: Config, environ: Mapping[str, str]) -> NodePlacement:
+    """Return this node's place among the nodes.
 
     Args:
         config: Resolved; what it says goes before what a scheduler says.
@@ -93,11 +93,11 @@ def find_placement(config: Config, environ: Mapping[str, str]) -> Placement:
     if most > 1 or (cluster.num_nodes or 1) > 1:
         _check_tasks(cluster)
     if most == 1:
-        return Placement(least=1, most=1)
-    count = _machines_of(cluster, environ)
+        return NodePlacement(least=1, most=1)
+    count = _nodes_of(cluster, environ)
     if count is not None and not least <= count <= most:
-        said = str(least) if least == most else f"{least} to {most}"
-        msg = f"the configuration asks for {said} machines, but {_source(cluster)} has {count}"
+        wanted = str(least) if least == most else f"{least} to {most}"
+        msg = f"the configuration asks for {wanted} nodes, but {_source(cluster)} has {count}"
         raise UsageError(msg, hint="leave num_machines out: the scheduler's number is then taken")
     if count is not None and cluster.kind == "slurm":
         most = least = count
@@ -112,29 +112,29 @@ def find_placement(config: Config, environ: Mapping[str, str]) -> Placement:
     rank = _rank(config, cluster, environ)
     _check_rank(rank or 0, most, host)
     source = _source(cluster)
-    return Placement(
+    return NodePlacement(
         least=least, most=most, rank=rank, host=host, port=port or DEFAULT_PORT, names=names, source=source
     )
 
 
 def _check_rank(rank: int, most: int, host: str | None) -> None:
     if rank >= most:
-        msg = f"this is machine {rank}, but there are {most}"
-        raise UsageError(msg, hint=f"machines count from 0: see --machine-rank, {RANK_VARIABLE}, the scheduler")
+        msg = f"this is node {rank}, but there are {most}"
+        raise UsageError(msg, hint=f"nodes count from 0: see --machine-rank, {RANK_VARIABLE}, the scheduler")
     if host is None and rank > 0:
-        msg = f"this is machine {rank}, but nothing says where machine 0 is"
-        raise UsageError(msg, hint="set main_process_ip to machine 0's address")
+        msg = f"this is node {rank}, but nothing says where node 0 is"
+        raise UsageError(msg, hint="set main_process_ip to node 0's address")
 
 
-def is_coordinator(place: Placement) -> bool:
-    """Whether the others come to this machine: it is said to be machine 0, or machine 0's address is its own."""
+def is_coordinator(place: NodePlacement) -> bool:
+    """Return whether the others come to this node: it is configured as node 0, or node 0's address is its own."""
     if place.host is None or place.rank == 0:
         return True
     return place.rank is None and network.own_address_of(place.host) is not None
 
 
 def _endpoint(config: Config) -> tuple[str | None, int | None]:
-    """What the configuration says of where machines meet."""
+    """Return what the configuration says of where nodes meet."""
     if config.launch.rendezvous_endpoint:
         host, _, port = config.launch.rendezvous_endpoint.rpartition(":")
         return host.removeprefix("[").removesuffix("]"), int(port) or None
@@ -144,18 +144,18 @@ def _endpoint(config: Config) -> tuple[str | None, int | None]:
 def _rank(config: Config, cluster: Cluster, environ: Mapping[str, str]) -> int | None:
     if config.machine_rank is not None:
         return config.machine_rank
-    if (said := environ.get(RANK_VARIABLE)) is not None:
-        return _said_rank(said)
+    if (text := environ.get(RANK_VARIABLE)) is not None:
+        return _configured_rank(text)
     if cluster.kind == "mpi":
         return cluster.task
     return cluster.node_rank if cluster.kind in ("slurm", "kubernetes") else None
 
 
-def _said_rank(text: str) -> int:
+def _configured_rank(text: str) -> int:
     rank = _decimal(text)
     if rank is None:
-        msg = f"{RANK_VARIABLE} is {text!r}, which is no machine's number"
-        raise UsageError(msg, hint="set it to 0, 1, ..., or unset it: the number is then assigned")
+        msg = f"{RANK_VARIABLE} is {text!r}, which is no node's rank"
+        raise UsageError(msg, hint="set it to 0, 1, ..., or unset it: the rank is then assigned")
     return rank
 
 
@@ -164,14 +164,14 @@ def _decimal(text: str | None) -> int | None:
 
 
 def _check_tasks(cluster: Cluster) -> None:
-    """A launcher starts the workers of its machine: one for each machine is enough."""
+    """Refuse several launchers on one node: each would start all of its workers."""
     many = cluster.tasks_on_node or 1
     if cluster.kind == "slurm" and cluster.num_tasks and cluster.num_nodes:
         many = max(many, -(-cluster.num_tasks // cluster.num_nodes))
     if cluster.kind in ("slurm", "mpi") and many > 1:
         flag = "--ntasks-per-node=1" if cluster.kind == "slurm" else "--npernode 1 (Open MPI) or -ppn 1"
-        msg = f"{_source(cluster)} started {many} launchers on each machine; each would start every worker"
-        raise UsageError(msg, hint=f"start one on each machine: {flag}")
+        msg = f"{_source(cluster)} started {many} launchers on each node; each would start every worker"
+        raise UsageError(msg, hint=f"start one on each node: {flag}")
 
 
 def _source(cluster: Cluster) -> str:
@@ -180,39 +180,40 @@ def _source(cluster: Cluster) -> str:
 
 
 def slurm_names(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The machines of this step, by number, as `scontrol` expands SLURM's list.
+    """Return the nodes of this step, by number, as `scontrol` expands SLURM's list.
 
     Raises:
         UsageError: The list cannot be expanded.
     """
     text = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
-    if shutil.which("scontrol"):
-        done = subprocess.run(["scontrol", "show", "hostnames", text], capture_output=True, text=True, check=False)
-        if done.returncode == 0 and done.stdout.split():
-            return tuple(done.stdout.split())
+    if names := _scontrol("show", "hostnames", text).split():
+        return tuple(names)
     if text and "[" not in text:
         return tuple(text.split(","))
-    msg = f"the machines of this job ({text or 'SLURM_JOB_NODELIST is not set'}) cannot be listed without scontrol"
+    msg = f"the nodes of this job ({text or 'SLURM_JOB_NODELIST is not set'}) cannot be listed without scontrol"
     raise UsageError(msg, hint="make scontrol available here, or set main_process_ip")
 
 
 def slurm_address(name: str) -> str:
-    """Where SLURM itself reaches a machine, which works where its name does not resolve; else the name."""
-    if shutil.which("scontrol"):
-        done = subprocess.run(
-            ["scontrol", "show", "node", "-o", name], capture_output=True, text=True, check=False
-        )
-        if found := re.search(r"\bNodeAddr=(\S+)", done.stdout):
-            return found[1]
-    return name
+    """Return where SLURM itself reaches a node, which works where its name does not resolve; else the name."""
+    found = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", "-o", name))
+    return found[1] if found else name
+
+
+def _scontrol(*words: str) -> str:
+    """Return what SLURM's command prints; nothing where there is none, or it fails."""
+    if shutil.which("scontrol") is None:
+        return ""
+    done = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
+    return "" if done.returncode else done.stdout
 
 
 def slurm_port(environ: Mapping[str, str]) -> int:
-    """A port of the step's own, so that jobs on one machine do not meet; the next one is torch's store's."""
+    """Return a port of the step's own, so that jobs on one node do not meet; the next one is torch's store's."""
     job, step = int(environ.get("SLURM_JOB_ID", "0")), int(environ.get("SLURM_STEP_ID", "0"))
     return _FIRST_PORT + 2 * ((job * _STEPS + step) % _PORT_PAIRS)
 
 
 def host_name() -> str:
-    """What this machine calls itself."""
+    """Return what this node calls itself."""
     return os.uname().nodename

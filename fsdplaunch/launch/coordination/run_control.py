@@ -1,4 +1,4 @@
-"""One machine's part of a run on several: does what the others ask, and takes their word on how it ended."""
+"""One node's part of a run on several: does what the others ask, and takes their word on how it ended."""
 
 import itertools
 import signal
@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdplaunch.launch.coordination.interfaces import RunActions, RunControl
 from fsdplaunch.launch.coordination.outcome import merged_record, outcome_of
-from fsdplaunch.run_dir import MACHINES, write_json
+from fsdplaunch.run_dir import MEMBERSHIP, write_json
 
 INSIST_SECONDS = 1.5
 """After so long a second signal counts as insisting, and kills (launch.stop)."""
@@ -22,27 +22,27 @@ KILL_SECONDS = 4.0
 
 
 class SignalRelay:
-    """The signals of a run on several machines: each reaches every agent once, from wherever it came first.
+    """The signals of a run on several nodes: each reaches every agent once, from wherever it came first.
 
-    A scheduler signals all machines at about the same time, and every launcher then tells the others. What comes
+    A scheduler signals all nodes at about the same time, and every launcher then tells the others. What comes
     again so soon is that, and no impatience.
     """
 
-    def __init__(self, link: RunControl, agent: "subprocess.Popen[bytes]", allowed: Sequence[int]) -> None:
-        self._link, self._agent, self._allowed = link, agent, allowed
+    def __init__(self, control: RunControl, agent: "subprocess.Popen[bytes]", allowed: Sequence[int]) -> None:
+        self._control, self._agent, self._allowed = control, agent, allowed
         self._counts: dict[int, int] = {}
         self._heard: dict[int, float] = {}
 
     def came(self, number: int) -> bool:
-        """A signal came to this process: tell the others; return whether the agent is to get it too."""
+        """Tell the others of a signal that came to this process; return whether the agent is to get it too."""
         if time.monotonic() - self._heard.get(number, -ECHO_SECONDS) < ECHO_SECONDS:
             return False
         self._counts[number] = self._counts.get(number, 0) + 1
-        self._link.stop(number, self._counts[number])
+        self._control.stop(number, self._counts[number])
         return True
 
     def heard(self, number: int, count: int) -> None:
-        """Another machine tells of a signal."""
+        """Handle a signal that another node tells of."""
         if number in self._allowed and count > self._counts.get(number, 0):
             self._counts[number], self._heard[number] = count, time.monotonic()
             send(self._agent, number)
@@ -54,17 +54,19 @@ def send(agent: "subprocess.Popen[bytes]", number: int) -> None:
         agent.send_signal(number)
 
 
-def attach(link: RunControl, agent: "subprocess.Popen[bytes]", run_dir: Path, names: Sequence[str]) -> SignalRelay:
-    """Let the other machines stop this one's agent, or have its workers start again.
+def attach(
+    control: RunControl, agent: "subprocess.Popen[bytes]", run_dir: Path, names: Sequence[str]
+) -> SignalRelay:
+    """Let the other nodes stop this one's agent, or have its workers start again.
 
     Args:
-        link: The other machines.
-        agent: This machine's agent.
-        run_dir: The folder of this machine's part.
+        control: The other nodes.
+        agent: This node's agent.
+        run_dir: The folder of this node's part.
         names: The signals that are passed on.
     """
     changes = itertools.count(1)
-    signals = SignalRelay(link, agent, [getattr(signal, name) for name in names])
+    signals = SignalRelay(control, agent, [getattr(signal, name) for name in names])
 
     def end(at_once: bool) -> None:
         send(agent, signal.SIGTERM)
@@ -72,10 +74,10 @@ def attach(link: RunControl, agent: "subprocess.Popen[bytes]", run_dir: Path, na
             _later(INSIST_SECONDS, lambda: send(agent, signal.SIGTERM))
             _later(KILL_SECONDS, lambda: send(agent, signal.SIGKILL))
 
-    link.actions = RunActions(
-        stop=signals.heard, end=end, change=lambda: write_json(run_dir / MACHINES, {"changes": next(changes)})
+    control.actions = RunActions(
+        stop=signals.heard, end=end, change=lambda: write_json(run_dir / MEMBERSHIP, {"changes": next(changes)})
     )
-    link.start()
+    control.start()
     return signals
 
 
@@ -85,14 +87,14 @@ def _later(seconds: float, action: Callable[[], None]) -> None:
     timer.start()
 
 
-def conclude_run(link: RunControl, status: int, record: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Report how this machine's part ended; return the run's status, and the record with the run's cause.
+def conclude_run(control: RunControl, status: int, record: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Report how this node's part ended; return the run's status, and the record with the run's cause.
 
     Args:
-        link: The other machines.
-        status: Of this machine's agent.
+        control: The other nodes.
+        status: Of this node's agent.
         record: The agent's.
     """
-    final = link.settle(outcome_of(record, status))
-    link.close()
-    return int(final["status"]), merged_record(record, final, whole=link.assignment.rank == 0)
+    final = control.conclude(outcome_of(record, status))
+    control.close()
+    return int(final["status"]), merged_record(record, final, all_nodes=control.assignment.rank == 0)

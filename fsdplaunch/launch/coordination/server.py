@@ -1,30 +1,30 @@
-"""Machine 0's connections: who has come, what they say, and what they are told. One thread at a time owns them."""
+"""The coordinator's connections: which nodes have come, what they send and get. One thread owns them."""
 
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdplaunch.launch.coordination.interfaces import WakeUp
+from fsdplaunch.launch.coordination.network import plain_address
 from fsdplaunch.launch.coordination.node_info import NodeInfo
-from fsdplaunch.launch.coordination.protocol import Connection, Message, ProtocolError
+from fsdplaunch.launch.coordination.protocol import Connection, Message, ProtocolError, WakeUp, wait_for
 
 TURN_SECONDS = 0.5
 
 
 @dataclass(slots=True, eq=False)
 class NodeConnection:
-    """A machine that has arrived; machine 0's own has no connection.
+    """A node that has connected; the coordinator's own has no connection.
 
     Attributes:
-        came_to: The address of ours that it came to.
-        heard: When it last said something, on the monotonic clock.
+        came_to: The address of ours that it connected to.
+        heard: When its last message came, on the monotonic clock.
         offset_ns: What to add to its clock to get ours.
-        reached: The machines it could not reach, once it has tried.
-        outcome: How its part ended.
-        lost: It has gone without a word.
+        reached: The nodes it could not reach, once it has tried.
+        outcome: How its workers ended.
+        lost: It has gone without reporting an outcome.
     """
 
     connection: Connection | None
@@ -40,25 +40,40 @@ class NodeConnection:
 
     @property
     def name(self) -> str:
-        """How people know the machine."""
+        """Return how people know the node."""
         return self.node_info.name if self.node_info else self.came_from
+
+    def send(self, **message: Any) -> None:
+        """Send a message; nothing happens for the coordinator's own node."""
+        if self.connection is not None:
+            self.connection.send(**message)
+
+    def close(self) -> None:
+        """Close the connection, where there is one."""
+        if self.connection is not None:
+            self.connection.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether its connection has ended."""
+        return self.connection is not None and not self.connection.open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRequirements:
-    """What machine 0 asks of a meeting.
+    """What the coordinator requires of the nodes that join.
 
     Attributes:
         run_id: The run's name.
-        least: Machines the run needs.
-        most: Machines it may have.
+        least: Nodes the run needs.
+        most: Nodes it may have.
         seconds: How long to wait for them.
         last_call: How long to wait for more once the least are here.
-        silence: Seconds without a word after which a machine counts as lost.
+        silence: Seconds without a message after which a node counts as lost.
         grace: Seconds workers get to end.
-        store_port: Where torch's store will listen on this machine.
-        expected: The machines' names by number, where a scheduler or a list said them.
-        address_said: This machine's address is not the one the others come to, but one that was configured.
+        store_port: Where torch's store will listen on this node.
+        expected: The nodes' names by rank, where a scheduler or a list names them.
+        address_is_set: This node's address was configured, and is not taken from where the others connected to.
     """
 
     run_id: str
@@ -70,83 +85,91 @@ class JoinRequirements:
     grace: float = 30.0
     store_port: int
     expected: Sequence[str] = ()
-    address_said: bool = False
+    address_is_set: bool = False
 
 
 class CoordinatorServer:
-    """Takes machines in and carries messages; what they mean is for `take` to say."""
+    """Accepts nodes and carries messages; what a message means is up to `take`."""
 
-    def __init__(self, listener: socket.socket, node_info: NodeInfo, requirements: JoinRequirements) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        node_info: NodeInfo,
+        requirements: JoinRequirements,
+        take: Callable[[NodeConnection, Message], None],
+    ) -> None:
+        """Listen.
+
+        Args:
+            listener: The socket that nodes connect to.
+            node_info: The coordinator's own node.
+            requirements: What it requires of the others.
+            take: Handles a message; its KeyError, TypeError or ValueError shows that a stranger sent it.
+        """
         listener.setblocking(False)
         self.requirements = requirements
+        self.own = NodeConnection(connection=None, node_info=node_info)
+        self.nodes = [self.own]
+        self.running = False
+        self.mail = WakeUp()
         self._listener = listener
-        self._own = NodeConnection(connection=None, node_info=node_info)
-        self._nodes = [self._own]
-        self._mail = WakeUp()
-        self._running = False
-
-    def take(self, node: NodeConnection, message: Message) -> None:
-        """Deal with a message; a KeyError, TypeError or ValueError shows that a stranger sent it."""
-        raise NotImplementedError
+        self._take = take
 
     @property
-    def _present(self) -> list[NodeConnection]:
-        return [node for node in self._nodes if node.node_info is not None and not node.lost]
+    def port(self) -> int:
+        """Return the port that nodes connect to."""
+        return int(self._listener.getsockname()[1])
 
     @property
-    def _node_infos(self) -> list[NodeInfo]:
-        return [node.node_info for node in self._present if node.node_info is not None]
+    def present(self) -> list[NodeConnection]:
+        """Return the nodes that have presented themselves and are not lost."""
+        return [node for node in self.nodes if node.node_info is not None and not node.lost]
 
-    def _turn(self, seconds: float = TURN_SECONDS) -> None:
-        """Wait for something to happen on any connection, and deal with it."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ, None)
-            selector.register(self._mail.reader, selectors.EVENT_READ, None)
-            for node in self._nodes:
-                if node.connection is not None and node.connection.open:
-                    selector.register(node.connection.sock, node.connection.wants, node)
-            for entry, events in selector.select(seconds):
-                if entry.fileobj is self._listener:
-                    self._accept()
-                elif entry.data is not None:
-                    self._serve(entry.data, events)
-        for action in self._mail.collect():
+    @property
+    def node_infos(self) -> list[NodeInfo]:
+        """Return how the present nodes present themselves."""
+        return [node.node_info for node in self.present if node.node_info is not None]
+
+    def turn(self, seconds: float = TURN_SECONDS) -> None:
+        """Wait for something to happen on any connection, and handle it."""
+        by_connection = {node.connection: node for node in self.nodes if node.connection and node.connection.open}
+        ready = wait_for([self._listener, *by_connection], self.mail, seconds)
+        for connection, node in by_connection.items():
+            if connection in ready:
+                self._serve(node, connection)
+        if self._listener in ready:
+            self._accept()
+        for action in self.mail.collect():
             action()
-        if not self._running:  # who leaves before the run starts may come again
-            self._nodes = [node for node in self._nodes if node.connection is None or node.connection.open]
+        if not self.running:  # who leaves before the run starts may come again
+            self.nodes = [node for node in self.nodes if not node.is_closed]
 
     def _accept(self) -> None:
         try:
             sock, place = self._listener.accept()
         except OSError:
             return
-        came_from, came_to = (str(end[0]).removeprefix("::ffff:") for end in (place, sock.getsockname()))
-        self._nodes.append(NodeConnection(connection=Connection(sock), came_from=came_from, came_to=came_to))
+        came_from, came_to = plain_address(place), plain_address(sock.getsockname())
+        self.nodes.append(NodeConnection(connection=Connection(sock), came_from=came_from, came_to=came_to))
 
-    def _serve(self, node: NodeConnection, events: int) -> None:
-        connection = node.connection
-        if connection is None:
-            return
-        if events & selectors.EVENT_WRITE:
-            connection.flush()
-        if events & selectors.EVENT_READ:
-            try:
-                messages = connection.receive()
-                for message in messages:
-                    node.heard = time.monotonic()
-                    self.take(node, message)
-            except (ProtocolError, TypeError, KeyError, ValueError, AttributeError):
-                connection.close()  # a port scanner, or a torch store that looks for its own
+    def _serve(self, node: NodeConnection, connection: Connection) -> None:
+        connection.flush()
+        try:
+            for message in connection.receive():
+                node.heard = time.monotonic()
+                self._take(node, message)
+        except (ProtocolError, TypeError, KeyError, ValueError, AttributeError):
+            connection.close()  # a port scanner, or a torch store that looks for its own
 
-    def _broadcast(self, **message: Any) -> None:
-        for node in self._present:
-            if node.connection is not None:
-                node.connection.send(**message)
+    def broadcast(self, **message: Any) -> None:
+        """Send a message to every present node."""
+        for node in self.present:
+            node.send(**message)
 
-    def _flush(self, seconds: float = 2.0) -> None:
+    def flush(self, seconds: float = 2.0) -> None:
         """Send what waits before the process goes on."""
         end = time.monotonic() + seconds
-        waiting = [node.connection for node in self._nodes if node.connection is not None]
+        waiting = [node.connection for node in self.nodes if node.connection is not None]
         while time.monotonic() < end:
             waiting = [one for one in waiting if one.open and one.wants & selectors.EVENT_WRITE]
             if not waiting:
@@ -155,8 +178,8 @@ class CoordinatorServer:
                 one.flush()
             time.sleep(0.01)
 
-    def _shut(self) -> None:
+    def shut(self) -> None:
+        """Close every connection and the listener."""
         self._listener.close()
-        for node in self._nodes:
-            if node.connection is not None:
-                node.connection.close()
+        for node in self.nodes:
+            node.close()

@@ -1,57 +1,28 @@
 """The lines that say how a run ended. Pure: prints nothing."""
 
-import re
-from itertools import pairwise
+from pathlib import Path
 
 from fsdplaunch.launch.report.run_result import Failure, RunResult
+from fsdplaunch.launch.report.user_frames import user_frames
+from fsdplaunch.run_dir import AGENT_LOG, rank_folder
 
-FRAME_LIMIT = 6
-"""Frames of the user's own code to show of a traceback; the innermost ones."""
 TAIL_LIMIT = 6
 """Lines of error output to show where there is no exception."""
 MESSAGE_LIMIT = 4
 """Lines of the exception's own text to show."""
-_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)$')
 _MINUTE, _HOUR = 60, 3600
 
 
 def duration(seconds: float) -> str:
-    """`0.4 s`, `12 s`, `4 m 12 s`, `2 h 04 m`."""
+    """Return `0.4 s`, `12 s`, `4 m 12 s`, `2 h 04 m`."""
     if seconds < 10:  # noqa: PLR2004
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < _MINUTE:
-        return f"{whole} s"
-    if whole < _HOUR:
-        return f"{whole // _MINUTE} m {whole % _MINUTE:02} s"
-    return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE:02} m"
-
-
-def user_frames(traceback: str, *, folder: str = "") -> list[str]:
-    """The traceback's last frames outside installed libraries and this package, `file:line in name   code`.
-
-    Where there are none, the innermost of all.
-
-    Args:
-        traceback: As Python prints it.
-        folder: What files inside it are named by their path from here.
-    """
-    lines = [*traceback.rstrip().splitlines(), ""]
-    found = [(match, code) for line, code in pairwise(lines) if (match := _FRAME.match(line))]
-    own = [pair for pair in found if not _is_installed(pair[0]["file"])] or found[-1:]
-    return [_frame(match, code, folder) for match, code in own[-FRAME_LIMIT:]]
-
-
-def _frame(match: re.Match[str], code: str, folder: str) -> str:
-    file = match["file"].removeprefix(folder.rstrip("/") + "/") if folder else match["file"]
-    text = f"   {code.strip()}" if code.startswith("    ") else ""
-    return f"{file}:{match['line']} in {match['name']}{text}"
-
-
-def _is_installed(file: str) -> bool:
-    return any(
-        part in file for part in ("site-packages/", "dist-packages/", "/fsdplaunch/", "<frozen", "/lib/python3")
-    )
+    rounded = round(seconds)
+    if rounded < _MINUTE:
+        return f"{rounded} s"
+    if rounded < _HOUR:
+        return f"{rounded // _MINUTE} m {rounded % _MINUTE:02} s"
+    return f"{rounded // _HOUR} h {rounded % _HOUR // _MINUTE:02} m"
 
 
 def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_size: bool = False) -> list[str]:
@@ -61,7 +32,7 @@ def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_si
         result: The end of the run.
         run_dir: The run's folder as it is to be shown.
         folder: The current folder.
-        fixed_size: A scheduler says how many machines the run has; it cannot go on with fewer.
+        fixed_size: A scheduler says how many nodes the run has; it cannot go on with fewer.
     """
     failure = result.failure
     if failure is None:
@@ -75,18 +46,18 @@ def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_si
     rest = [("why", diagnosis.why)] if diagnosis.why else []
     rest += [("try", remedy) for remedy in diagnosis.remedies[:1]]
     rest += [("   ", remedy) for remedy in diagnosis.remedies[1:]]
-    log = f"{run_dir}/{failure.log}" if failure.log else f"{run_dir}/ranks/{failure.rank}"
+    log = f"{run_dir}/{failure.log}" if failure.log else rank_folder(Path(run_dir), failure.rank)
     return [*lines, "", *(f"  {name}  {text}" for name, text in (*rest, ("log", log)))]
 
 
 def _agent_lines(failure: Failure, run_dir: str, *, fixed_size: bool) -> list[str]:
     message = [f"  {line}" for line in (failure.message or "").splitlines()[:MESSAGE_LIMIT]]
     if failure.lost:
-        hint = "is that machine up, and its network?"
+        hint = "is that node up, and its network?"
         hint += "" if fixed_size else " with launch.nodes: MIN:MAX the others would go on"
         return [failure.lost[0], *(f"  {line}" for line in failure.lost[1:]), "", f"  try  {hint}"]
     head = f"the run failed with exit code {failure.exit_code}, and no worker is to blame"
-    return [head, *message, "", f"  log  {run_dir}/agent.log"]
+    return [head, *message, "", f"  log  {run_dir}/{AGENT_LOG}"]
 
 
 def _head(failure: Failure) -> str:
@@ -125,7 +96,7 @@ def end_line(result: RunResult, *, workers: int) -> str:
 
     Args:
         result: The end of the run.
-        workers: Workers over all machines.
+        workers: Workers over all nodes.
     """
     if result.stopped_by is not None:
         saved = ": every worker ended well, start it again to go on" if result.exit_code == 75 else ""  # noqa: PLR2004

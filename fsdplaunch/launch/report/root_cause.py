@@ -24,12 +24,12 @@ _COLLECTIVE_TYPES = ("RuntimeError:", "DistBackendError:", "DistNetworkError:", 
 
 
 def shell_status(code: int) -> int:
-    """The status a shell shows: the code itself, or 128 + n for a death by signal n."""
+    """Return the status a shell shows: the code itself, or 128 + n for a death by signal n."""
     return 128 - code if code < 0 else code
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL` for 9; `signal 40` for one without a name."""
+    """Return `SIGKILL` for 9; `signal 40` for one without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -37,7 +37,7 @@ def signal_name(number: int) -> str:
 
 
 def has_failed(worker: Worker) -> bool:
-    """Whether a worker ended badly of its own accord, not because the launcher ended it."""
+    """Return whether a worker ended badly of its own accord, not because the launcher ended it."""
     if worker["error"] is not None:
         return True
     code = worker["code"]
@@ -45,7 +45,7 @@ def has_failed(worker: Worker) -> bool:
 
 
 def is_consequence(worker: Worker) -> bool:
-    """Whether a failed worker's last words blame the connection to another one."""
+    """Return whether a failed worker's last words blame the connection to another one."""
     error, code = worker["error"], worker["code"] or 0
     if error is not None:
         message = error["message"] or ""
@@ -55,13 +55,13 @@ def is_consequence(worker: Worker) -> bool:
 
 
 def moment(worker: Worker) -> int:
-    """When a worker failed, in nanoseconds: when its exception was recorded, or else when it was found dead."""
+    """Return when a worker failed, in ns: when its exception was recorded, or else when it was found dead."""
     error = worker["error"]
     return int(error["time_ns"]) if error is not None and error.get("time_ns") else int(worker["ended_ns"] or 0)
 
 
 def first_failure(workers: Sequence[Worker]) -> Worker | None:
-    """The worker whose failure explains the others': the earliest that does not blame another one.
+    """Return the worker whose failure explains the others': the earliest that does not blame another one.
 
     Only where all of them blame a connection, the earliest of these.
     """
@@ -78,13 +78,13 @@ def brief(worker: Worker) -> str:
 
 
 def own_signal(worker: Worker) -> str | None:
-    """The signal that killed a worker, unless it was ours: sent when its failure had been recorded already."""
+    """Return the signal that killed a worker, unless it was ours: sent when its failure was recorded already."""
     code = worker["code"] or 0
     return signal_name(-code) if code < 0 and -code not in worker["sent"] else None
 
 
 def failure_status(worker: Worker) -> int:
-    """The status the launcher ends with for this cause.
+    """Return the status the launcher ends with for this cause.
 
     A worker that had recorded its failure when the launcher ended it, before it could exit, counts as what it was
     about to end with: the status it had asked for, or 1 after an exception.

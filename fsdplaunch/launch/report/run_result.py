@@ -3,10 +3,12 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fsdplaunch.launch.report.diagnosis import Diagnosis
 from fsdplaunch.launch.report.root_cause import Worker, brief, has_failed, own_signal, shell_status
+from fsdplaunch.run_dir import node_folder, rank_log
 
 _SOURCE = re.compile(r"\[\S+\.(cc|cpp|cu):\d+\] ?")
 """Where in torch's C++ code a message comes from, which helps nobody here."""
@@ -23,16 +25,16 @@ class Failure:
         signal: Name of the signal it died of, or None.
         message: `Type: text` of its exception, or None when it left no record.
         traceback: The exception's traceback, or None.
-        local_rank: Its rank on its machine.
+        local_rank: Its rank on its node.
         pid: Its process id.
-        host: Its machine's name.
+        host: Its node's name.
         gpu: Its GPU, by number or name; None on CPU.
         seconds: From its start to its failure.
         steps: Optimizer steps it had made; None when it kept no count.
         tail: The last lines of its error output, where there was no exception.
         log: The file with all of its error output, inside the run's folder.
         others: What became of the other workers, in words.
-        lost: The machines the run could not go on without, in words.
+        lost: The nodes the run could not go on without, in words.
     """
 
     rank: int | None
@@ -61,7 +63,7 @@ class RunResult:
         seconds: Wall time of the whole run.
         failure: The cause, or None after success or a requested stop.
         diagnosis: Why, and what to try.
-        stopped_by: Name of the signal that was asked for from outside, or None.
+        stopped_by: Name of the signal that came from outside, or None.
         attempts: Every attempt as the agent recorded it.
         notes: What the agent said on the way.
     """
@@ -75,7 +77,7 @@ class RunResult:
     notes: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain data."""
+        """Return the result as plain data."""
         failure = None
         if self.failure is not None:
             failure = {name: getattr(self.failure, name) for name in Failure.__dataclass_fields__}
@@ -92,7 +94,7 @@ class RunResult:
 
 
 def attempt_summary(attempt: Mapping[str, Any]) -> dict[str, Any]:
-    """One attempt in a few values: when, how long, how each rank ended, which failure explains the others."""
+    """Return one attempt in a few values: how long, how each rank ended, which failure explains the others."""
     start, end, cause = attempt["started_ns"], attempt["ended_ns"], attempt["cause"]
     return {
         "attempt": attempt["attempt"],
@@ -146,8 +148,7 @@ def _failure(record: Mapping[str, Any], exit_code: int, gpus: Sequence[str]) -> 
         lost = tuple(record.get("lost") or ())
         return Failure(rank=None, exit_code=exit_code, message=record.get("error"), lost=lost)
     error, local_rank = cause["error"] or {}, cause["local_rank"]
-    number, machine = attempts[-1]["attempt"], cause.get("machine")
-    folder = f"{f'node{machine}/' if machine else ''}ranks/{cause['rank']}"
+    number, node = attempts[-1]["attempt"], cause.get("machine")
     return Failure(
         rank=cause["rank"],
         exit_code=exit_code,
@@ -157,17 +158,17 @@ def _failure(record: Mapping[str, Any], exit_code: int, gpus: Sequence[str]) -> 
         local_rank=local_rank,
         pid=cause["pid"],
         host=cause.get("host") or record.get("host"),
-        gpu=gpus[local_rank] if local_rank < len(gpus) and not machine else None,
+        gpu=gpus[local_rank] if local_rank < len(gpus) and not node else None,
         seconds=_lifetime(cause),
         steps=cause.get("steps"),
         tail=tuple(cause["tail"]),
-        log=f"{folder}/stderr{f'.attempt{number}' if number else ''}.log",
+        log=str(rank_log(node_folder(Path(), node or 0), cause["rank"], "stderr", number)),
         others=tuple(describe_others(cause, attempts[-1]["workers"])),
     )
 
 
 def _lifetime(worker: Worker) -> float | None:
-    """Seconds from a worker's start to its exception, or else to its end."""
+    """Return the seconds from a worker's start to its exception, or else to its end."""
     end = (worker["error"] or {}).get("time_ns") or worker["ended_ns"]
     return round((end - worker["started_ns"]) / 1e9, 3) if end else None
 

@@ -5,10 +5,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from fsdplaunch.launch.runs.registry import Run
+from fsdplaunch.run_dir import rank_folder
 
 
 def log_files(run: Run, *, rank: int | None, stream: str) -> list[Path]:
-    """The files with a run's output, oldest first.
+    """Return the files with a run's output, oldest first.
 
     Args:
         run: Which.
@@ -19,7 +20,7 @@ def log_files(run: Run, *, rank: int | None, stream: str) -> list[Path]:
         if run.task is not None:
             return list(run.dir.parent.glob(f"slurm-{run.job['job']}.out"))
         return sorted(run.dir.glob("slurm-*.out"), key=lambda path: (len(path.name), path.name))
-    found = run.dir.rglob(f"ranks/{rank or 0}/{stream}*.log")
+    found = run.dir.rglob(str(rank_folder(Path(), rank or 0) / f"{stream}*.log"))
     return sorted(found, key=lambda path: path.stat().st_mtime)
 
 
@@ -36,7 +37,7 @@ class LogTail:
         self._last: Path | None = None
 
     def read(self, files: Sequence[Path]) -> bytes:
-        """The new bytes, file by file."""
+        """Return the new bytes, file by file."""
         return b"".join(self._header(path) + part for path in files if (part := self._part(path)))
 
     def _part(self, path: Path) -> bytes:

@@ -1,6 +1,5 @@
 """The runs in a folder: which there are, how each is doing, where its output is, how to end it."""
 
-import json
 import os
 import signal
 import socket
@@ -15,9 +14,8 @@ from fsdplaunch.launch.runs.states import State, ended_state, process_state, res
 from fsdplaunch.launch.schedulers.kubernetes import kubectl
 from fsdplaunch.launch.schedulers.kubernetes import status as kubernetes_status
 from fsdplaunch.launch.schedulers.slurm import commands as slurm
-from fsdplaunch.run_dir import PLAN, read_json
+from fsdplaunch.run_dir import JOB, LATEST, PLAN, read_json, write_json
 
-JOB = "job.json"
 _TASK = "task"
 """Folder of a task of an array inside its run's, with its number; RUN/task3 is also its name."""
 
@@ -49,7 +47,7 @@ class Run:
     tasks: Sequence["Run"] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The run as plain data."""
+        """Return the run as plain data."""
         return {
             "run_id": self.id,
             "run_dir": str(self.dir),
@@ -66,27 +64,30 @@ def write_job(run_dir: Path, *, route: str, **what: Any) -> None:
     """Note how a run was started, and by which process."""
     pid = os.getpid()
     about = {"route": route, "host": socket.gethostname(), "pid": pid, "since": start_of(pid), **what}
-    (run_dir / JOB).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    write_json(run_dir / JOB, about)
 
 
 def read_runs(folder: Path, *, limit: int | None = None) -> list[Run]:
-    """The runs in a folder, newest first."""
+    """Return the runs in a folder, newest first."""
     found = [path for path in folder.iterdir() if is_run(path)] if folder.is_dir() else []
     found.sort(key=lambda path: (path / PLAN).stat().st_mtime, reverse=True)
-    chosen = found[:limit]
-    jobs = {path: read_json(path / JOB) for path in chosen}
+    return _read_all(found[:limit])
+
+
+def _read_all(folders: Sequence[Path]) -> list[Run]:
+    jobs = {path: read_json(path / JOB) for path in folders}
     numbers = [job["job"] for job in jobs.values() if job.get("route") == "slurm"]
     states = slurm.job_states(numbers)
     return [_read(path, job, states.get(str(job.get("job")), {})) for path, job in jobs.items()]
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is a run's; `latest` is another name of one."""
+    """Return whether a folder is a run's; `latest` is another name of one."""
     return not path.is_symlink() and (path / PLAN).is_file()
 
 
 def find_run(folder: Path, name: str) -> Run:
-    """The run of this name, or of which this is the beginning or the end; with /task3 behind it, that task.
+    """Return the run of this name, or of which this is the beginning or the end; with /task3 behind it, that task.
 
     Raises:
         UsageError: There is none, or more than one.
@@ -95,7 +96,7 @@ def find_run(folder: Path, name: str) -> Run:
     if not folder.is_dir():
         msg = f"there is no folder {folder}"
         raise UsageError(msg, hint="name the one with the runs: --log-dir DIR")
-    if name == "latest" and (folder / name).is_dir():
+    if name == LATEST and (folder / name).is_dir():
         name = (folder / name).resolve().name
     names = [path.name for path in folder.iterdir() if is_run(path)]
     chosen = [one for one in names if one == name] or [
@@ -105,10 +106,7 @@ def find_run(folder: Path, name: str) -> Run:
         count = f"{len(chosen)} runs" if chosen else "no run"
         msg = f"{count} in {folder} by the name {name}"
         raise UsageError(msg, hint="fsdplaunch runs lists them")
-    path = folder / chosen[0]
-    job = read_json(path / JOB)
-    states = slurm.job_states([job["job"]]) if job.get("route") == "slurm" else {}
-    run = _read(path, job, states.get(str(job.get("job")), {}))
+    (run,) = _read_all([folder / chosen[0]])
     return _task_of(run, task) if task else run
 
 
@@ -121,48 +119,48 @@ def _task_of(run: Run, name: str) -> Run:
     return found
 
 
-def _read(path: Path, job: Mapping[str, Any], said: Mapping[str, str]) -> Run:
-    """A run out of its folder.
+def _read(path: Path, job: Mapping[str, Any], reported: Mapping[str, str]) -> Run:
+    """Return a run out of its folder.
 
     Args:
         path: The folder.
         job: What the route knows it by.
-        said: States of its tasks that SLURM knows; its own is under "".
+        reported: States of its tasks that SLURM knows; its own is under "".
     """
     route = str(job.get("route") or "here")
     script = str(read_json(path / PLAN).get("script") or "")
     run = Run(id=path.name, dir=path, route=route, job=job, script=script, state="", unfinished=False)
-    if route == "slurm" and (tasks := _tasks(run, said)):
+    if route == "slurm" and (tasks := _tasks(run, reported)):
         counts = Counter(task.state for task in tasks)
         words = ", ".join(f"{count} {state}" for state, count in counts.items())
         return replace(run, state=words, unfinished=any(task.unfinished for task in tasks), tasks=tasks)
-    state, unfinished = _state(run, said.get(""))
+    state, unfinished = _state(run, reported.get(""))
     return replace(run, state=state, unfinished=unfinished)
 
 
-def _state(run: Run, said: str | None) -> State:
+def _state(run: Run, reported: str | None) -> State:
     ended = result_of(run.dir)
     if run.route == "slurm":
-        return slurm_state(said, ended)
+        return slurm_state(reported, ended)
     if ended is not None:
         return ended_state(ended), False
     return kubernetes_status.state_of(run.job) if run.route == "kubernetes" else process_state(run.job)
 
 
-def _tasks(run: Run, said: Mapping[str, str]) -> list[Run]:
-    """The tasks of an array that have started, or of which SLURM knows."""
+def _tasks(run: Run, reported: Mapping[str, str]) -> list[Run]:
+    """Return the tasks of an array that have started, or of which SLURM knows."""
     started = (path.name.removeprefix(_TASK) for path in run.dir.glob(f"{_TASK}*"))
     tasks = []
-    for number in sorted(int(text) for text in {*started, *said} if text.isdecimal()):
+    for number in sorted(int(text) for text in {*started, *reported} if text.isdecimal()):
         name, job = f"{_TASK}{number}", {**run.job, "job": f"{run.job['job']}_{number}"}
         task = replace(run, id=f"{run.id}/{name}", dir=run.dir / name, job=job, task=number)
-        state, unfinished = slurm_state(said.get(str(number)), result_of(task.dir))
+        state, unfinished = slurm_state(reported.get(str(number)), result_of(task.dir))
         tasks.append(replace(task, state=state, unfinished=unfinished))
     return tasks
 
 
 def status_of(run: Run) -> int:
-    """The exit status of a run that has ended: its workers' own; of an array, of the first task that failed."""
+    """Return the status of a run that has ended: its workers' own; of an array, of the first task that failed."""
     if run.tasks:
         return next((status for task in run.tasks if (status := status_of(task))), 0)
     if run.route == "kubernetes":

@@ -15,18 +15,18 @@ State = tuple[str, bool]
 
 
 def parts_of(run_dir: Path) -> list[Path]:
-    """The folders of a run's starts, oldest first: its own, or one for each time SLURM started it."""
+    """Return the folders of a run's starts, oldest first: its own, or one for each time SLURM started it."""
     tries = [path for path in run_dir.glob("try*") if path.is_dir()]
     return sorted(tries, key=lambda path: path.stat().st_ctime) or [run_dir]
 
 
 def result_of(run_dir: Path) -> dict[str, Any] | None:
-    """How the last start of a run ended; None when it has not."""
+    """Return how the last start of a run ended; None when it has not."""
     return read_json(parts_of(run_dir)[-1] / RESULT) or None
 
 
 def ended_state(result: Mapping[str, Any]) -> str:
-    """How a run ended, in words.
+    """Return how a run ended, in words.
 
     Args:
         result: As its launcher wrote it.
@@ -36,16 +36,16 @@ def ended_state(result: Mapping[str, Any]) -> str:
     return "done" if result["exit_code"] == 0 else f"failed ({result['exit_code']})"
 
 
-def slurm_state(said: str | None, ended: Mapping[str, Any] | None) -> State:
-    """State of a SLURM job or of one task of its array.
+def slurm_state(reported: str | None, ended: Mapping[str, Any] | None) -> State:
+    """Return the state of a SLURM job or of one task of its array.
 
     Args:
-        said: SLURM's word for it; None when it does not know the job any more.
+        reported: SLURM's word for it; None when it does not know the job any more.
         ended: Result of its last start, if that has ended.
     """
-    if said is None:
+    if reported is None:
         return (ended_state(ended) if ended else "unknown to SLURM"), False
-    word, _, reason = said.partition(" ")
+    word, _, reason = reported.partition(" ")
     if word in slurm.UNFINISHED:
         return f"{word.lower()} {reason}".rstrip(), True
     if ended is None or (word.startswith(_FINISHED_BADLY) and not (word == "FAILED" and ended["exit_code"])):
@@ -54,7 +54,7 @@ def slurm_state(said: str | None, ended: Mapping[str, Any] | None) -> State:
 
 
 def process_state(job: Mapping[str, Any]) -> State:
-    """State of a run that a process of some machine looks after."""
+    """Return the state of a run that a process of some node looks after."""
     host = job.get("host")
     if not job:
         return "unknown", False
@@ -66,13 +66,13 @@ def process_state(job: Mapping[str, Any]) -> State:
 
 
 def is_alive(job: Mapping[str, Any]) -> bool:
-    """Whether the process that started a run is still there, and not another one of its number."""
+    """Return whether the process that started a run is still there, and not another one of its number."""
     since = start_of(int(job["pid"]))
     return since is not None and since == job.get("since")
 
 
 def start_of(pid: int) -> int | None:
-    """When a process started, in the kernel's ticks; None when there is none, or a zombie."""
+    """Return when a process started, in the kernel's ticks; None when there is none, or a zombie."""
     with suppress(OSError, IndexError, ValueError):
         words = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
         return None if words[0] == "Z" else int(words[19])

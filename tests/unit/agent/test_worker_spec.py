@@ -1,4 +1,4 @@
-"""What each worker of a machine gets."""
+"""What each worker of a node gets."""
 
 import sys
 from pathlib import Path

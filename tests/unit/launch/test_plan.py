@@ -22,7 +22,7 @@ def make(
 ) -> LaunchPlan:
     machine = NodeFacts(gpus=gpus, cpus=8, python="/usr/bin/python3", environ=environ or {}, **(facts or {}))
     options = {"target": LaunchTarget(name="train.py"), "run_id": "r1", "run_dir": Path("/runs/r1"), **kwargs}
-    return build_plan(resolve(config or Config()), machine=machine, **options)
+    return build_plan(resolve(config or Config()), node=machine, **options)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_num_processes_is_the_total_over_machines():
 
 
 def test_more_workers_than_gpus_is_refused_with_exit_3():
-    with pytest.raises(MachineError, match="4 workers on this machine, but it has 2") as caught:
+    with pytest.raises(MachineError, match="4 workers on this node, but it has 2") as caught:
         make(Config(num_processes=4), gpus=2)
     assert caught.value.exit_code == 3
 

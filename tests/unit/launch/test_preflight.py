@@ -11,7 +11,7 @@ from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import CheckpointSection, Config, LaunchSection
 from fsdplaunch.launch import preflight
 from fsdplaunch.launch.plan import LaunchTarget
-from fsdplaunch.launch.ports import describe_process, find_holder, is_free, meeting_port
+from fsdplaunch.launch.ports import describe_process, find_holder, is_free, join_port
 from fsdplaunch.launch.preflight import (
     check_gpus,
     check_port,
@@ -151,7 +151,7 @@ def test_port_is_checked_where_it_is_opened(taken):
 
 
 def test_port_comes_from_the_endpoint_or_the_main_process():
-    assert meeting_port(Config()) == 0
-    assert meeting_port(Config(num_machines=2)) == 29500
-    assert meeting_port(Config(main_process_port=7)) == 7
-    assert meeting_port(Config(launch=LaunchSection(rendezvous_endpoint="[::1]:9"))) == 9
+    assert join_port(Config()) == 0
+    assert join_port(Config(num_machines=2)) == 29500
+    assert join_port(Config(main_process_port=7)) == 7
+    assert join_port(Config(launch=LaunchSection(rendezvous_endpoint="[::1]:9"))) == 9

@@ -28,10 +28,10 @@ _KINDS: Sequence[Callable[[FailureFacts], Diagnosis | None]] = (
 """In this order: the first that recognises the failure speaks."""
 
 
-def diagnose(scene: FailureFacts) -> Diagnosis:
+def diagnose(facts: FailureFacts) -> Diagnosis:
     """Return what can be said about a failure; nothing when no function recognises it."""
     for recognise in _KINDS:
-        found = recognise(scene)
+        found = recognise(facts)
         if found is not None:
             return found
     return Diagnosis()

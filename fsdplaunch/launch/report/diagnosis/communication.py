@@ -10,13 +10,13 @@ _TIMEOUT = re.compile(
 )
 
 
-def collective_timeout(scene: FailureFacts) -> Diagnosis | None:
-    """A rank waited for others that did not come."""
-    if not _TIMEOUT.search(scene.text):
+def collective_timeout(facts: FailureFacts) -> Diagnosis | None:
+    """Recognise a rank that waited for others that did not come."""
+    if not _TIMEOUT.search(facts.text):
         return None
-    waited = {worker["rank"] for worker in scene.workers if has_failed(worker) and is_consequence(worker)}
-    missing = [worker["rank"] for worker in scene.workers if worker["rank"] not in waited]
-    seconds = scene.config.launch.process_group_timeout_seconds if scene.config else None
+    waited = {worker["rank"] for worker in facts.workers if has_failed(worker) and is_consequence(worker)}
+    missing = [worker["rank"] for worker in facts.workers if worker["rank"] not in waited]
+    seconds = facts.config.launch.process_group_timeout_seconds if facts.config else None
     limit = f" for {seconds:.0f} s" if seconds else ""
     who = f"rank {name_ranks(missing)}, which did not come" if missing else "the others, which did not come"
     return Diagnosis(
@@ -28,19 +28,19 @@ def collective_timeout(scene: FailureFacts) -> Diagnosis | None:
     )
 
 
-def lost_connection(scene: FailureFacts) -> Diagnosis | None:
-    """All that is known is that a connection broke."""
-    if not is_consequence(scene.cause):
+def lost_connection(facts: FailureFacts) -> Diagnosis | None:
+    """Recognise a broken connection of which nothing else is known."""
+    if not is_consequence(facts.cause):
         return None
     return Diagnosis(
-        why="the connection to another rank broke, and no rank of this machine says why",
-        remedies=("look at the other machines' logs; on one machine, at every rank's stderr.log",),
+        why="the connection to another rank broke, and no rank of this node says why",
+        remedies=("look at the other nodes' logs; on one node, at every rank's stderr.log",),
     )
 
 
-def port_in_use(scene: FailureFacts) -> Diagnosis | None:
-    """A port that something else holds."""
-    if "Address already in use" not in scene.text and "EADDRINUSE" not in scene.text:
+def port_in_use(facts: FailureFacts) -> Diagnosis | None:
+    """Recognise a port that something else holds."""
+    if "Address already in use" not in facts.text and "EADDRINUSE" not in facts.text:
         return None
     return Diagnosis(
         why="a port the run needs is held by another program",
@@ -48,12 +48,12 @@ def port_in_use(scene: FailureFacts) -> Diagnosis | None:
     )
 
 
-def killed_from_outside(scene: FailureFacts) -> Diagnosis | None:
-    """SIGKILL without a trace: somebody sent it, or the whole machine ran out of memory."""
-    if scene.died_of not in ("SIGKILL", "SIGTERM"):
+def killed_from_outside(facts: FailureFacts) -> Diagnosis | None:
+    """Recognise a SIGKILL without a trace: somebody sent it, or the node ran out of memory."""
+    if facts.died_of not in ("SIGKILL", "SIGTERM"):
         return None
     return Diagnosis(
-        why=f"something outside this run sent {scene.died_of}: a user, a scheduler, or the kernel of a machine"
+        why=f"something outside this run sent {facts.died_of}: a user, a scheduler, or the kernel of a node"
         " without memory",
         remedies=("the scheduler's log; as root: dmesg | grep -i 'killed process'",),
     )

@@ -43,13 +43,13 @@ class FailureFacts:
 
     @property
     def text(self) -> str:
-        """The exception, or else the last lines of the error output."""
+        """Return the exception, or else the last lines of the error output."""
         error = self.cause["error"]
         return (error["message"] or "") if error else "\n".join(self.cause["tail"])
 
     @property
     def died_of(self) -> str:
-        """The signal that killed the worker, or nothing; not one that the launcher sent."""
+        """Return the signal that killed the worker, or nothing; not one that the launcher sent."""
         return own_signal(self.cause) or ""
 
 
@@ -76,6 +76,6 @@ def failure_facts(record: Mapping[str, Any], config: Config | None, python: str)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Some numbers, `1, 2 and 9 more` when there are many."""
+    """Return some numbers, `1, 2 and 9 more` when there are many."""
     shown = ", ".join(map(str, ranks[:8]))
     return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown  # noqa: PLR2004

@@ -6,29 +6,29 @@ from fsdplaunch.launch.report.diagnosis.facts import Diagnosis, FailureFacts, na
 from fsdplaunch.launch.report.root_cause import is_consequence
 
 
-def own_hint(scene: FailureFacts) -> Diagnosis | None:
-    """An error of this package brings its own hint."""
-    _, mark, hint = scene.text.partition("\nhint: ")
+def own_hint(facts: FailureFacts) -> Diagnosis | None:
+    """Recognise an error of this package, which brings its own hint."""
+    _, mark, hint = facts.text.partition("\nhint: ")
     return Diagnosis(remedies=(hint.strip(),)) if mark else None
 
 
 _NO_MODULE = re.compile(r"^ModuleNotFoundError: No module named '([^'.]+)")
 
 
-def missing_module(scene: FailureFacts) -> Diagnosis | None:
-    """An import failed: on all ranks it is the environment, on one it is the machine."""
-    if not scene.text.startswith(("ModuleNotFoundError", "ImportError")):
+def missing_module(facts: FailureFacts) -> Diagnosis | None:
+    """Recognise a failed import: on all ranks it is the environment, on one it is the node."""
+    if not facts.text.startswith(("ModuleNotFoundError", "ImportError")):
         return None
-    same = [worker for worker in scene.workers if (worker["error"] or {}).get("message") == scene.text]
+    same = [worker for worker in facts.workers if (worker["error"] or {}).get("message") == facts.text]
     where = (
         "on every rank"
-        if len(same) == len(scene.workers) > 1
+        if len(same) == len(facts.workers) > 1
         else f"on rank {name_ranks([w['rank'] for w in same])}"
     )
-    module = _NO_MODULE.match(scene.text)
-    remedy = f"{scene.python} -m pip install {module[1]}" if module else f"{scene.python} -m pip check"
+    module = _NO_MODULE.match(facts.text)
+    remedy = f"{facts.python} -m pip install {module[1]}" if module else f"{facts.python} -m pip check"
     return Diagnosis(
-        why=f"the import fails {where}, in the environment of {scene.python}",
+        why=f"the import fails {where}, in the environment of {facts.python}",
         remedies=(remedy, "or start fsdplaunch from the environment that has it"),
     )
 
@@ -36,30 +36,30 @@ def missing_module(scene: FailureFacts) -> Diagnosis | None:
 _NOT_TO_WRAP = re.compile(r"could not find the transformer layer class (?:to wrap )?'?(\w+)?", re.IGNORECASE)
 
 
-def wrong_block_class(scene: FailureFacts) -> Diagnosis | None:
-    """Another library did not find the class to wrap; ours lists those that are there."""
-    found = _NOT_TO_WRAP.search(scene.text)
+def wrong_block_class(facts: FailureFacts) -> Diagnosis | None:
+    """Recognise that another library did not find the class to wrap; ours lists those that are there."""
+    found = _NOT_TO_WRAP.search(facts.text)
     if not found:
         return None
-    named = ", ".join(scene.config.fsdp_config.fsdp_transformer_layer_cls_to_wrap) if scene.config else found[1]
+    named = ", ".join(facts.config.fsdp_config.fsdp_transformer_layer_cls_to_wrap) if facts.config else found[1]
     return Diagnosis(
         why=f"the model has no module of the class {named or 'named'}",
         remedies=("leave fsdp_transformer_layer_cls_to_wrap out: the blocks are then found by themselves",),
     )
 
 
-def no_bf16(scene: FailureFacts) -> Diagnosis | None:
-    """Hardware without the number format."""
-    if not re.search(r"bf16|bfloat16", scene.text, re.I) or not re.search(
-        r"not support|unsupported|cannot compute|not implemented", scene.text, re.I
+def no_bf16(facts: FailureFacts) -> Diagnosis | None:
+    """Recognise hardware without the dtype."""
+    if not re.search(r"bf16|bfloat16", facts.text, re.I) or not re.search(
+        r"not support|unsupported|cannot compute|not implemented", facts.text, re.I
     ):
         return None
     return Diagnosis(why="the hardware or the operation does not know bf16", remedies=("--mixed-precision fp16",))
 
 
-def too_few_gpus(scene: FailureFacts) -> Diagnosis | None:
-    """A rank was given a GPU that is not there."""
-    if "invalid device ordinal" not in scene.text:
+def too_few_gpus(facts: FailureFacts) -> Diagnosis | None:
+    """Recognise that a rank was given a GPU that is not there."""
+    if "invalid device ordinal" not in facts.text:
         return None
     return Diagnosis(
         why="the rank's number is higher than that of the last visible GPU",
@@ -67,19 +67,19 @@ def too_few_gpus(scene: FailureFacts) -> Diagnosis | None:
     )
 
 
-def native_crash(scene: FailureFacts) -> Diagnosis | None:
-    """A crash in compiled code, whose stack faulthandler has written."""
-    if scene.died_of not in ("SIGSEGV", "SIGILL", "SIGFPE", "SIGABRT") or is_consequence(scene.cause):
+def native_crash(facts: FailureFacts) -> Diagnosis | None:
+    """Recognise a crash in compiled code, whose stack faulthandler has written."""
+    if facts.died_of not in ("SIGSEGV", "SIGILL", "SIGFPE", "SIGABRT") or is_consequence(facts.cause):
         return None
     return Diagnosis(
-        why=f"compiled code crashed ({scene.died_of})",
+        why=f"compiled code crashed ({facts.died_of})",
         remedies=("the Python lines it was called from are in the log, below 'Fatal Python error'",),
     )
 
 
-def left_by_itself(scene: FailureFacts) -> Diagnosis | None:
-    """The script asked to end with a status, without an exception."""
-    error, code = scene.cause["error"], scene.cause["code"]
+def left_by_itself(facts: FailureFacts) -> Diagnosis | None:
+    """Recognise a script that ended itself with a status, without an exception."""
+    error, code = facts.cause["error"], facts.cause["code"]
     if error is None and code is not None and code > 0:
         return Diagnosis(why=f"it left with status {code} and no exception: os._exit, or a program it became")
     if error is None or not (error["message"] or "").startswith("SystemExit"):
@@ -88,11 +88,11 @@ def left_by_itself(scene: FailureFacts) -> Diagnosis | None:
     return Diagnosis(why=f"the script itself ended the run: sys.exit({asked})")
 
 
-def never_sharded(scene: FailureFacts) -> Diagnosis | None:
-    """The script trained without sharding."""
-    if "ended without sharding a model" not in scene.text:
+def never_sharded(facts: FailureFacts) -> Diagnosis | None:
+    """Recognise a script that trained without sharding."""
+    if "ended without sharding a model" not in facts.text:
         return None
     return Diagnosis(
-        why="each worker would have trained a copy of its own",
+        why="each worker would have trained a replica of its own",
         remedies=("call fsdplaunch.prepare(model, ...) in the script", "--allow-unsharded, if that is meant"),
     )

@@ -12,7 +12,7 @@ _PATIENCE = 120
 
 
 def words_for(action: Sequence[str], namespace: str | None) -> list[str]:
-    """A kubectl command line."""
+    """Return a kubectl command line."""
     return ["kubectl", *(["--namespace", namespace] if namespace else []), *action]
 
 
@@ -36,7 +36,7 @@ def delete(job: Mapping[str, Any]) -> str:
 
 
 def read(what: Sequence[str], namespace: str | None) -> dict[str, Any]:
-    """An object, or a list of them, as the cluster has it; empty when there is none.
+    """Return an object, or a list of them, as the cluster has it; empty when there is none.
 
     Args:
         what: Its kind and name, or its kind and a selector.

@@ -27,13 +27,13 @@ _LONGEST_NAME = 52
 
 
 def object_name(run_id: str) -> str:
-    """A run's name as Kubernetes allows one: lower case letters, digits and dashes, a letter first."""
+    """Return a run's name as Kubernetes allows one: lower case letters, digits and dashes, a letter first."""
     words = re.sub(r"[^a-z0-9-]+", "-", run_id.lower()).strip("-")
     return f"fsdp-{words}"[:_LONGEST_NAME].rstrip("-")
 
 
 def literal(word: str) -> str:
-    """A word that the kubelet hands on unchanged: it replaces `$(NAME)`, and reads `$$` as `$`."""
+    """Return a word that the kubelet hands on unchanged: it replaces `$(NAME)`, and reads `$$` as `$`."""
     return word.replace("$", "$$")
 
 
@@ -47,7 +47,7 @@ def objects(config: Config, words: Sequence[str], *, run_id: str, snapshot: str)
         snapshot: The configuration's text, which the pods read from a ConfigMap.
 
     Raises:
-        UsageError: Something is missing or cannot be said to Kubernetes.
+        UsageError: Something is missing or cannot be expressed for Kubernetes.
     """
     kube, name = config.kubernetes, object_name(run_id)
     if kube.image is None:
@@ -74,7 +74,7 @@ def _meta(kube: KubernetesSection, name: str) -> Object:
 
 
 def _group(run_id: str) -> dict[str, str]:
-    """Each start of the pods gets a folder of its own in the run's: the cluster does not count them."""
+    """Return what gives each start of the pods a folder of its own: the cluster does not count them."""
     return {GROUP_RUN: f"{run_id}/"}
 
 
@@ -110,7 +110,7 @@ def _job(config: Config, words: Sequence[str], *, name: str, run_id: str) -> Obj
 
 
 def failure_rules() -> list[Object]:
-    """What the Job does about a pod that failed, by our exit codes."""
+    """Return what the Job does about a pod that failed, by our exit codes."""
 
     def on_codes(action: str, *codes: int) -> Object:
         values = {"containerName": JOB_CONTAINER, "operator": "In", "values": list(codes)}
@@ -168,7 +168,7 @@ def _resources(kube: KubernetesSection) -> Object:
 
 
 def volumes(kube: KubernetesSection, name: str) -> list[Object]:
-    """The pods' volumes: the configuration, shared memory, and what the configuration mounts."""
+    """Return the pods' volumes: the configuration, shared memory, and what the configuration mounts."""
     memory: Object = {"medium": "Memory", **({"sizeLimit": kube.shm_size} if kube.shm_size else {})}
     own = [{"name": "config", "configMap": {"name": name}}, {"name": "shm", "emptyDir": memory}]
     for number, source in enumerate(kube.volumes.values()):
@@ -178,7 +178,7 @@ def volumes(kube: KubernetesSection, name: str) -> list[Object]:
 
 
 def mounts(kube: KubernetesSection) -> list[Object]:
-    """Where the volumes go."""
+    """Return where the volumes go."""
     own: list[Object] = [
         {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
         {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108  (the container's own)
@@ -187,10 +187,10 @@ def mounts(kube: KubernetesSection) -> list[Object]:
 
 
 def _train_job(config: Config, words: Sequence[str], *, name: str, run_id: str) -> Object:
-    """A TrainJob: the operator makes the pods and the service; meeting and rendezvous stay ours (c10d)."""
+    """Return a TrainJob: the operator makes the pods and the service; joining and rendezvous stay ours (c10d)."""
     kube = config.kubernetes
     if kube.secrets:
-        msg = "kubernetes.secrets cannot be said in a TrainJob"
+        msg = "kubernetes.secrets cannot be set in a TrainJob"
         raise UsageError(msg, hint="give them to the ClusterTrainingRuntime's pods, or use kind: job")
     container = _container(config, words, _group(run_id))
     trainer = {

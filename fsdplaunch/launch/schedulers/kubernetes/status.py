@@ -19,7 +19,7 @@ Job = Mapping[str, Any]
 
 
 def selector(job: Job) -> str:
-    """The labels of a run's pods: Kubernetes' own for a Job, those of the JobSet that a TrainJob becomes.
+    """Return the labels of a run's pods: Kubernetes' own for a Job, those of the JobSet that a TrainJob becomes.
 
     Args:
         job: What the run is known by: kind, name, namespace.
@@ -30,12 +30,12 @@ def selector(job: Job) -> str:
 
 
 def container(job: Job) -> str:
-    """The container that runs the launcher."""
+    """Return the container that runs the launcher."""
     return JOB_CONTAINER if job.get("kind") == "job" else TRAIN_JOB_CONTAINER
 
 
 def state_of(job: Job) -> State:
-    """State of a run, as the cluster has it."""
+    """Return the state of a run, as the cluster has it."""
     try:
         found = kubectl.read([str(job.get("kind")), str(job["name"])], job.get("namespace"))
     except LaunchError as error:
@@ -44,7 +44,7 @@ def state_of(job: Job) -> State:
 
 
 def object_state(found: Mapping[str, Any]) -> State:
-    """State of a Job or TrainJob.
+    """Return the state of a Job or TrainJob.
 
     Args:
         found: The object; empty when it is not there any more.
@@ -66,7 +66,7 @@ def object_state(found: Mapping[str, Any]) -> State:
 
 
 def status_of(job: Job) -> int:
-    """The exit status of a run that has ended: 0, or that of the container that failed first."""
+    """Return the exit status of a run that has ended: 0, or that of the container that failed first."""
     if state_of(job)[0] == "done":
         return 0
     ends = [end for pod in _pods(job) if (end := _end_of(pod, container(job))) and end["exitCode"]]
@@ -75,7 +75,7 @@ def status_of(job: Job) -> int:
 
 
 def _pods(job: Job) -> list[dict[str, Any]]:
-    """The run's pods by number, those of earlier starts included."""
+    """Return the run's pods by number, those of earlier starts included."""
     found = kubectl.read(["pods", "--selector", selector(job)], job.get("namespace"))
     return sorted(found.get("items") or (), key=lambda pod: int(pod["metadata"]["labels"].get(_INDEX, 0)))
 
@@ -104,12 +104,12 @@ def follow(job: Job, tell: Callable[[str], None]) -> None:
         tell: Gets each new state.
     """
     streams: dict[str, subprocess.Popen[bytes]] = {}
-    said = ""
+    shown = ""
     try:
         while True:
             state, unfinished = state_of(job)
-            if state != said:
-                tell(said := state)
+            if state != shown:
+                tell(shown := state)
             _open_streams(job, streams)
             if not unfinished:
                 break

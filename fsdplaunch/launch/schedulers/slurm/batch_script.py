@@ -1,4 +1,4 @@
-"""The batch script that a submitted run is: sbatch's options, and one launcher on each machine. Pure.
+"""The batch script that a submitted run is: sbatch's options, and one launcher on each node. Pure.
 
 The script puts itself back into the queue. SLURM does so only for jobs that are still there when the grace of a
 preemption ends, and not for those that have saved and left in time.
@@ -18,7 +18,7 @@ from fsdplaunch.run_dir import LOST
 
 OUTPUT, ARRAY_OUTPUT = "slurm-%j.out", "slurm-%A_%a.out"
 LOST_TIMES = 20
-"""How often a job goes back into the queue because a machine was lost: a network may be broken for good."""
+"""How often a job goes back into the queue because a node was lost: a network may be broken for good."""
 _PART = '"${SLURM_ARRAY_TASK_ID:+task$SLURM_ARRAY_TASK_ID/}try${SLURM_RESTART_COUNT:-0}"'
 """Folder of this part of the run, inside the run's own: one per task of an array and per start."""
 _PLAIN = re.compile(r"[^\x00-\x1f\x7f]*")
@@ -47,7 +47,7 @@ done
 """
 _REQUEUE = """
 preempted() { scontrol show job -o "$job" | grep -q ' PreemptTime=[0-9]'; }
-lost() {  # the launchers notice a lost machine long before SLURM does; but not for ever
+lost() {  # the launchers notice a lost node long before SLURM does; but not for ever
     [ "${SLURM_RESTART_COUNT:-0}" -lt @TIMES@ ] || return
     find @RUNS@/"$@GROUP@" -maxdepth 2 -name @LOST@ | grep -q .
 }
@@ -65,7 +65,7 @@ def batch_script(config: Config, command: Sequence[str], *, run_id: str, run_dir
 
     Args:
         config: Resolved.
-        command: What starts the launcher on each machine; `srun` gets it word by word.
+        command: What starts the launcher on each node; `srun` gets it word by word.
         run_id: The run's name.
         run_dir: The run's folder, absolute.
         folder: Where the script is to run, absolute.
@@ -95,7 +95,7 @@ def batch_script(config: Config, command: Sequence[str], *, run_id: str, run_dir
 
 
 def options(config: Config, *, run_id: str, run_dir: Path) -> Iterator[str]:
-    """What follows #SBATCH on each line.
+    """Return what follows #SBATCH on each line.
 
     Raises:
         UsageError: A value holds a line break.
@@ -132,7 +132,7 @@ def options(config: Config, *, run_id: str, run_dir: Path) -> Iterator[str]:
 
 
 def _option_value(name: str, value: str) -> str:
-    """A value as sbatch reads it from the script: in quotes where it holds more than plain characters."""
+    """Return a value as sbatch reads it from the script: in quotes where it holds more than plain characters."""
     if not _PLAIN.fullmatch(value):
         msg = f"--{name}={value!r} cannot be given to sbatch: it holds a line break or a control character"
         raise UsageError(msg, hint="choose another name or folder")

@@ -31,7 +31,7 @@ def submit(script: str) -> str:
 
 
 def job_states(jobs: Sequence[str]) -> dict[str, dict[str, str]]:
-    """State of each job that SLURM still knows, with the reason of those that wait.
+    """Return the state of each job that SLURM still knows, with the reason of those that wait.
 
     Args:
         jobs: Numbers, as `submit` returns them.
@@ -51,7 +51,7 @@ def job_states(jobs: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def _listed(text: str) -> dict[str, str]:
-    """States out of lines JOB|STATE|REASON, where JOB is a number or NUMBER_TASK."""
+    """Return the states out of lines JOB|STATE|REASON, where JOB is a number or NUMBER_TASK."""
     states = {}
     for line in text.splitlines():
         name, state, reason = line.strip().split("|", 2)
@@ -61,7 +61,7 @@ def _listed(text: str) -> dict[str, str]:
 
 
 def _accounted(job: str) -> dict[str, str]:
-    """The states in SLURM's accounting, which many sites do not have."""
+    """Return the states in SLURM's accounting, which many sites do not have."""
     if not shutil.which("sacct"):
         return {}
     done = _run(["sacct", "-n", "-X", "-P", "-j", job, "-o", "JobID,State"])
@@ -81,7 +81,7 @@ def cancel(job: str) -> None:
 
 
 def one_launcher_each(config: Config) -> list[str]:
-    """What srun is told about the launchers: one on each machine, which end together.
+    """Return srun's options for the launchers: one on each node, which end together.
 
     One that has failed does not end the others, which may still save. But once the first has gone, the last one
     follows within the grace; if not, it hangs, and srun would wait for it until the job's time is over.
@@ -90,21 +90,21 @@ def one_launcher_each(config: Config) -> list[str]:
     return ["--ntasks-per-node=1", "--kill-on-bad-exit=0", f"--wait={wait}"]
 
 
-def srun_words(config: Config, environ: Mapping[str, str], machines: int) -> list[str]:
-    """What starts one launcher on each machine of the allocation this process runs in."""
+def srun_words(config: Config, environ: Mapping[str, str], nodes: int) -> list[str]:
+    """Return what starts one launcher on each node of the allocation this process runs in."""
     cpus = environ.get("SLURM_CPUS_PER_TASK")
-    count = [f"--nodes={machines}", f"--ntasks={machines}", *([f"--cpus-per-task={cpus}"] if cpus else [])]
+    count = [f"--nodes={nodes}", f"--ntasks={nodes}", *([f"--cpus-per-task={cpus}"] if cpus else [])]
     return ["srun", *count, *one_launcher_each(config)]
 
 
 def _ask(words: Sequence[str]) -> str:
     if shutil.which(words[0]) is None:
         msg = f"there is no {words[0]} here"
-        raise MachineError(msg, hint="run this on a machine of the SLURM cluster, or load its module")
+        raise MachineError(msg, hint="run this on a node of the SLURM cluster, or load its module")
     done = _run(words)
     if done.returncode:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        msg = f"{words[0]} refused: {said}"
+        answer = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        msg = f"{words[0]} refused: {answer}"
         raise LaunchError(msg, hint="see slurm: in the configuration, and sinfo")
     return done.stdout
 
@@ -120,5 +120,5 @@ def _run(words: Sequence[str]) -> "subprocess.CompletedProcess[str]":
 
 
 def in_job() -> bool:
-    """Whether this process belongs to a SLURM job."""
+    """Return whether this process belongs to a SLURM job."""
     return "SLURM_JOB_ID" in os.environ

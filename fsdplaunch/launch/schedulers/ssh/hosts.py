@@ -1,4 +1,4 @@
-"""Machines over ssh: which there are, the command for each, and what a client's end says about its machine."""
+"""Nodes over ssh: which there are, the command for each, and what a client's end says about its node."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.entry_points import SSH_REMOTE
 
 READY = "fsdplaunch: far side ready"
-"""What the far side says on its error output once it runs; everything before is ssh's or the shell's."""
+"""What the remote side, of any version, prints once it runs; everything before is ssh's or the shell's."""
 SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
 _ALIVE_TIMES, _CONNECT_SECONDS = 3, 10
@@ -23,7 +23,7 @@ _ALIVE_TIMES, _CONNECT_SECONDS = 3, 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshHost:
-    """One machine.
+    """One node.
 
     Attributes:
         name: As ssh knows it; may begin with `user@`.
@@ -35,25 +35,25 @@ class SshHost:
 
 
 def read_hosts(section: SshSection) -> list[SshHost]:
-    """The machines that a configuration names, machine 0 first.
+    """Return the nodes that a configuration names, node 0 first.
 
     Raises:
         UsageError: Both or a wrong list, or a name that ssh would take for an option.
     """
     if section.hosts and section.hostfile:
-        msg = "ssh.hosts and ssh.hostfile both name machines"
+        msg = "ssh.hosts and ssh.hostfile both name nodes"
         raise UsageError(msg, hint="keep one of the two")
     hosts = [SshHost(name=name) for name in section.hosts]
     if section.hostfile:
         hosts = _read_hostfile(Path(section.hostfile))
     for host in hosts:
         if host.name.startswith("-") or not re.fullmatch(r"[^\s'\"`$;|&<>()\\]+", host.name):
-            msg = f"{host.name!r} is not a name of a machine"
-            raise UsageError(msg, hint="name machines as you would to ssh, for example node1 or me@10.0.0.2")
+            msg = f"{host.name!r} is not a name of a node"
+            raise UsageError(msg, hint="name nodes as you would to ssh, for example node1 or me@10.0.0.2")
     twice = {host.name for host in hosts if sum(other.name == host.name for other in hosts) > 1}
     if twice:
         msg = f"{', '.join(sorted(twice))} is named twice"
-        raise UsageError(msg, hint="name each machine once; slots=N or launch.workers_per_node says its workers")
+        raise UsageError(msg, hint="name each node once; slots=N or launch.workers_per_node says its workers")
     return hosts
 
 
@@ -74,33 +74,33 @@ def _read_hostfile(path: Path) -> list[SshHost]:
             raise UsageError(msg)
         hosts.append(SshHost(name=words[0], slots=int(slots[0]) if slots else None))
     if not hosts:
-        msg = f"ssh.hostfile: {path} names no machine"
+        msg = f"ssh.hostfile: {path} names no node"
         raise UsageError(msg)
     return hosts
 
 
 def check_client() -> None:
-    """There is an ssh to start the machines with.
+    """Check that there is an ssh to start the nodes with.
 
     Raises:
         MachineError: There is none.
     """
     if shutil.which("ssh") is None:
-        msg = "this machine has no ssh, which would start the others"
-        raise MachineError(msg, hint="install OpenSSH's client, or type the same command on each machine")
+        msg = "this node has no ssh, which would start the others"
+        raise MachineError(msg, hint="install OpenSSH's client, or type the same command on each node")
 
 
 def client_words(
     host: str, section: SshSection, *, python: str, module_path: str | None, silence: float
 ) -> list[str]:
-    """The ssh command for one machine. It holds nothing of the run: that goes through its input.
+    """Return the ssh command for one node. It holds nothing of the run: that goes through its input.
 
     Args:
-        host: The machine.
+        host: The node.
         section: The configuration's.
         python: Interpreter there, its whole path: a shell that is not interactive finds no environment.
         module_path: PYTHONPATH of this process, for a package that is not installed.
-        silence: Seconds without an answer after which a machine counts as lost.
+        silence: Seconds without an answer after which a node counts as lost.
     """
     far = [*(["env", f"PYTHONPATH={module_path}"] if module_path else []), python, "-P", "-m", SSH_REMOTE]
     return [
@@ -118,30 +118,30 @@ def client_words(
 
 
 def network_name(host: str, section: SshSection) -> str:
-    """The network's name for a machine: ssh's may be an alias of its own configuration."""
+    """Return the network's name for a node: ssh's may be an alias of its own configuration."""
     asked = ["ssh", "-G", *section.options, "--", host]
     done = subprocess.run(asked, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     found = re.search(r"^hostname (\S+)$", done.stdout, re.MULTILINE)
     return found[1] if found else host.rpartition("@")[2]
 
 
-def to_line(order: Mapping[str, Any]) -> bytes:
-    """An order to the far side: one line, whatever it holds."""
-    return json.dumps(order).encode() + b"\n"
+def to_line(message: Mapping[str, Any]) -> bytes:
+    """Return a message to the remote side: one line, whatever it holds."""
+    return json.dumps(message).encode() + b"\n"
 
 
-def explain_end(status: int, *, was_ready: bool, said: Sequence[str], python: str) -> tuple[str, str]:
-    """Say in words why a machine's client ended before its run did, and what to try.
+def explain_end(status: int, *, was_ready: bool, lines: Sequence[str], python: str) -> tuple[str, str]:
+    """Say in words why a node's client ended before its run did, and what to try.
 
     Args:
         status: The client's.
-        was_ready: The far side had started.
-        said: What came on its error output before.
+        was_ready: The remote side had started.
+        lines: What came on its error output before.
         python: The interpreter that was to run there.
     """
-    words = " ".join(line.strip() for line in said if line.strip())[-200:] or f"ssh ended with {status}"
+    words = " ".join(line.strip() for line in lines if line.strip())[-200:] or f"ssh ended with {status}"
     if was_ready:
-        return (f"the connection was lost ({words})", "is the machine up?")
+        return (f"the connection was lost ({words})", "is the node up?")
     if status == SSH_FAILED:
         return (words, "does `ssh -o BatchMode=yes` reach it without a question? passwords are never asked for")
     if status in _NOT_FOUND:

@@ -16,63 +16,63 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
-    """What is started for one machine.
+    """What is started for one node.
 
     Attributes:
-        host: The machine.
+        host: The node.
         words: The ssh command.
-        order: What the far side is to do.
+        task: What the remote side is to do.
         output: Where its standard output goes, as `subprocess` says it; ours when None.
     """
 
     host: str
     words: Sequence[str]
-    order: Mapping[str, Any]
+    task: Mapping[str, Any]
     output: int | None = None
 
 
 @dataclass(slots=True, eq=False)
 class SshSession:
-    """One machine's ssh client.
+    """One node's ssh client.
 
     Attributes:
-        host: The machine.
+        host: The node.
         process: The client.
-        ready: The far side has started.
-        said: The last lines of its error output before it was.
+        ready: The remote side has started.
+        lines: The last lines of its error output before it was.
         late: It took too long to start, and was ended.
     """
 
     host: str
     process: "subprocess.Popen[bytes]"
     ready: bool = False
-    said: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     late: bool = False
     reader: threading.Thread | None = None
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended, and not well."""
+        """Return whether it has ended, and not well."""
         status = self.process.poll()
         if status is not None:
             self.hear_out()
         return self.late or (status is not None and (status != 0 or not self.ready))
 
     def hear_out(self) -> None:
-        """Read the last of what it said, READY perhaps among it. Once: a shared connection may keep it open."""
+        """Read the rest of its error output, READY perhaps in it. Once: a shared connection may keep it open."""
         if self.reader is not None:
             self.reader.join(timeout=1)
             self.reader = None
 
-    def send(self, order: Mapping[str, Any]) -> None:
-        """Give the far side an order."""
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send the remote side a message."""
         with suppress(OSError, ValueError):
             if self.process.stdin is not None:
-                self.process.stdin.write(to_line(order))
+                self.process.stdin.write(to_line(message))
                 self.process.stdin.flush()
 
     def hang_up(self) -> None:
-        """Close the far side's input: it ends what it has started."""
+        """Close the remote side's input: it ends what it has started."""
         with suppress(OSError):
             if self.process.stdin is not None:
                 self.process.stdin.close()
@@ -85,9 +85,9 @@ class SshSessions:
         """Begin with none.
 
         Args:
-            show: Gets each line of a machine's error output, with the machine's name.
-            needed: Machines without which the run cannot go on; the first one is among them.
-            beat_seconds: How often the far sides hear that we are there.
+            show: Gets each line of a node's error output, with the node's name.
+            needed: Nodes without which the run cannot go on; the first one is among them.
+            beat_seconds: How often the remote sides hear that we are there.
         """
         self.clients: list[SshSession] = []
         self._show, self._needed = show, needed
@@ -96,7 +96,7 @@ class SshSessions:
         self._signals: list[int] = []
 
     def start(self, part: SessionSpec) -> None:
-        """Start a client and give its far side the first order."""
+        """Start a client and give its remote side its task."""
         process = subprocess.Popen(
             part.words,
             stdin=subprocess.PIPE,
@@ -108,7 +108,7 @@ class SshSessions:
         client.reader = threading.Thread(target=self._read, args=(client,), daemon=True)
         client.reader.start()
         self.clients.append(client)
-        client.send(part.order)
+        client.send(part.task)
 
     def _read(self, client: SshSession) -> None:
         for line in client.process.stderr or ():
@@ -118,17 +118,17 @@ class SshSessions:
             elif client.ready:
                 self._show(client.host, text)
             else:
-                client.said = [*client.said, text][-_KEPT_LINES:]
+                client.lines = [*client.lines, text][-_KEPT_LINES:]
 
     def signal(self, number: int) -> None:
-        """Have every machine's launcher get a signal; may be called in a signal handler."""
+        """Have every node's launcher get a signal; may be called in a signal handler."""
         self._signals.append(number)
 
     def wait(self, *, start_seconds: float, end_seconds: float) -> SshSession | None:
         """Wait for all clients to end.
 
         Args:
-            start_seconds: How long the far sides may take to start.
+            start_seconds: How long the remote sides may take to start.
             end_seconds: How long the others may take once the run has ended badly.
 
         Returns:
@@ -154,15 +154,15 @@ class SshSessions:
         return bad or self._look()
 
     def _speak(self, now: float) -> None:
-        orders: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         while self._signals:
-            orders.append({"signal": self._signals.pop(0)})
+            messages.append({"signal": self._signals.pop(0)})
         if now - self._last_beat > self._beat_seconds:
             self._last_beat = now
-            orders.append({})
+            messages.append({})
         for client in self.clients:
-            for order in orders:
-                client.send(order)
+            for message in messages:
+                client.send(message)
 
     def _give_up_late(self) -> None:
         for client in self.clients:
@@ -171,18 +171,18 @@ class SshSessions:
                 client.process.kill()
 
     def _look(self) -> SshSession | None:
-        """The failure that ends the run: the first machine's, or the one that leaves too few."""
+        """Return the failure that ends the run: the first node's, or the one that leaves too few."""
         for client in self.clients:
             if client.has_failed and client not in self._failed:
                 self._failed.append(client)
                 left = len(self.clients) - len(self._failed)
                 if client is self.clients[0] or left < self._needed:
                     return client
-                self._show(client.host, f"{_last_words(client)}; {left} machines go on")
+                self._show(client.host, f"{_last_words(client)}; {left} nodes go on")
         return None
 
     def hang_up(self) -> None:
-        """End every machine's part; machines that have not started are not waited for."""
+        """End every node's part; nodes that have not started are not waited for."""
         for client in self.clients:
             client.hang_up()
             if not client.ready:
@@ -197,4 +197,4 @@ class SshSessions:
 def _last_words(client: SshSession) -> str:
     if client.ready and client.process.returncode == SSH_FAILED:
         return "the connection was lost"
-    return client.said[-1] if client.said else f"ended with {client.process.returncode}"
+    return client.lines[-1] if client.lines else f"ended with {client.process.returncode}"

@@ -1,4 +1,4 @@
-"""Messages and files between the agent and its nursery."""
+"""Messages and files between the agent and its fork server."""
 
 import os
 import threading

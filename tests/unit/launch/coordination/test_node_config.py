@@ -1,4 +1,4 @@
-"""One machine's part of a run on several: what the machines agreed on becomes this machine's plan."""
+"""One node's part of a run on several: what the nodes agreed on becomes this node's plan."""
 
 import socket
 from pathlib import Path
@@ -10,9 +10,10 @@ from fsdplaunch.config.schema.config import Config, LaunchSection
 from fsdplaunch.errors import MachineError
 from fsdplaunch.launch.coordination import join
 from fsdplaunch.launch.coordination.interfaces import RunAssignment
-from fsdplaunch.launch.coordination.node_config import agreed_config, node_folder, provisional_config
+from fsdplaunch.launch.coordination.node_config import agreed_config, provisional_config
 from fsdplaunch.launch.coordination.placement import find_placement
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan
+from fsdplaunch.run_dir import node_folder
 
 
 def assignment(rank: int) -> RunAssignment:
@@ -32,7 +33,7 @@ def plan_of(rank: int, launch: LaunchSection, *, gpus: int) -> LaunchPlan:
     run_dir = node_folder(Path("/runs/r7"), rank)
     return build_plan(
         config,
-        machine=machine,
+        node=machine,
         target=LaunchTarget(name="t.py"),
         run_id="r7",
         run_dir=run_dir,
@@ -41,7 +42,7 @@ def plan_of(rank: int, launch: LaunchSection, *, gpus: int) -> LaunchPlan:
 
 
 @pytest.mark.parametrize(("rank", "gpus"), [(0, 4), (1, 2)])
-def test_machines_with_unequal_gpus_start_one_worker_for_each(rank: int, gpus: int):
+def test_nodes_with_unequal_gpus_start_one_worker_for_each(rank: int, gpus: int):
     plan = plan_of(rank, LaunchSection(workers_per_node="auto"), gpus=gpus)
     assert (plan.workers, plan.nodes, plan.world_size) == (gpus, 2, 6)
     assert f"--nproc-per-node={gpus}" in plan.argv
@@ -64,7 +65,7 @@ def test_torch_is_told_everything_and_guesses_nothing(rank: int, address: str, f
     assert plan.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
-def test_lost_machine_is_dropped_by_torch_when_it_counts_as_lost_here():
+def test_lost_node_is_dropped_by_torch_when_it_counts_as_lost_here():
     launch = LaunchSection(nodes="2:4", machine_timeout_seconds=30, rendezvous_options={"last_call_timeout": "7"})
     options = agreed_config(resolve(Config(launch=launch)), assignment(0)).launch.rendezvous_options
     assert options == {"last_call_timeout": "7", "keep_alive_interval": "10", "keep_alive_max_attempt": "3"}
@@ -79,7 +80,7 @@ def test_name_that_means_loopback_is_no_address_for_others(monkeypatch):
     assert join.own_address(mine) == join.network.own_address() != "127.0.1.1"
 
 
-def test_dry_run_knows_where_the_machines_will_meet():
+def test_dry_run_knows_where_the_nodes_will_meet():
     config = Config(num_machines=2, main_process_ip="fe80::1", main_process_port=29600, machine_rank=1)
     before = provisional_config(config, find_placement(config, {}), address="unused")
     assert before.launch.rendezvous_endpoint == "[fe80::1]:29600"
@@ -103,20 +104,20 @@ def test_store_gets_the_next_port_or_any_that_is_free():
     ],
     ids=["found", "said-by-the-user", "asked-for"],
 )
-def test_workers_talk_over_the_interface_of_the_machines(launch, environ, variables):
+def test_workers_talk_over_the_interface_of_the_nodes(launch, environ, variables):
     assert join.interface_variables(Config(launch=launch), "127.0.0.1", environ) == variables
 
 
 @pytest.mark.parametrize(
     ("launch", "said"),
     [
-        (LaunchSection(network_interface="ib0"), r"network_interface is ib0, but this machine .* has lo \(127"),
+        (LaunchSection(network_interface="ib0"), r"network_interface is ib0, but this node .* has lo \(127"),
         (
             LaunchSection(local_address="192.0.2.77"),
-            r"local_address is 192.0.2.77, which this machine .* not have",
+            r"local_address is 192.0.2.77, which this node .* not have",
         ),
     ],
 )
-def test_interface_or_address_of_another_machine_is_refused(launch, said):
+def test_interface_or_address_of_another_node_is_refused(launch, said):
     with pytest.raises(MachineError, match=said):
         join.check_interface(Config(launch=launch))

@@ -1,4 +1,4 @@
-"""What keeps machines from running together."""
+"""What keeps nodes from running together."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def said(*machines: NodeInfo, most: int = 2, fatal: bool = True) -> list[str]:
     ]
 
 
-def test_machines_that_agree_have_no_troubles():
+def test_nodes_that_agree_have_no_troubles():
     assert find_incompatibilities([ONE, TWO], most=2) == []
 
 
@@ -49,7 +49,7 @@ def test_ranks_are_those_asked_for_and_else_the_lowest_free(asked, given):
         ({"config": {"use_cpu": "true"}}, "another configuration: use_cpu is 'true' there and left out on a"),
         ({"workers": 0}, "b (10.0.0.2) would start no workers"),
         ({"obstacles": ("t.py cannot be read\nsee it",)}, "b (10.0.0.2) cannot start: t.py cannot be read"),
-        ({"rank": 5}, "b (10.0.0.2) says that it is machine 5, but there are 2"),
+        ({"rank": 5}, "b (10.0.0.2) says that it is node 5, but there are 2"),
     ],
 )
 def test_difference_is_named_with_both_values(change, message):
@@ -82,7 +82,7 @@ def test_values_of_variables_are_compared_but_never_shown():
     assert texts["launch.env.TOKEN"] != other["launch.env.TOKEN"]
 
 
-def test_what_belongs_to_one_machine_is_not_compared():
+def test_what_belongs_to_one_node_is_not_compared():
     texts = config_texts(
         resolve(Config(machine_rank=1, gpu_ids="0", launch=LaunchSection(local_address="10.0.0.2")))
     )
@@ -90,13 +90,13 @@ def test_what_belongs_to_one_machine_is_not_compared():
 
 
 @pytest.mark.parametrize(("count", "tries"), [(2, 1), (16, 15), (17, 2), (128, 2)])
-def test_every_machine_is_tried_by_another_and_few_by_many(count, tries):
+def test_every_node_is_tried_by_another_and_few_by_many(count, tries):
     chosen = [targets(count, own) for own in range(count)]
     assert max(map(len, chosen)) == tries
     assert {place for places in chosen for place in places} == set(range(count))
 
 
-def test_machine_that_cannot_be_reached_is_named_by_the_one_that_tried():
+def test_node_that_cannot_be_reached_is_named_by_the_one_that_tried():
     (one, two) = unreachable({"a": ["b: no route to host"], "b": [], "c": None})
     assert one.message == "a cannot reach b: no route to host"
     assert two.message == "c did not answer any more"

@@ -1,4 +1,4 @@
-"""One end of a run out of every machine's record."""
+"""One end of a run out of every node's record."""
 
 import pytest
 
@@ -20,12 +20,12 @@ def end(*outcomes: dict, lost: tuple[str, ...] = (), stopped_by: str | None = No
     return merge_outcomes(outcomes, lost=lost, stopped_by=stopped_by)
 
 
-def test_run_whose_machines_all_ended_well_ends_with_0():
+def test_run_whose_nodes_all_ended_well_ends_with_0():
     final = end(outcome(0, WELL), outcome(1, make_worker(1, code=0)))
     assert (final["status"], final["cause"]) == (0, None)
 
 
-def test_earliest_failure_over_all_machines_is_the_cause():
+def test_earliest_failure_over_all_nodes_is_the_cause():
     late = outcome(0, make_worker(0, code=1, at=5, message="ValueError: late"), status=1)
     early = outcome(1, make_worker(1, code=7, at=4, message="SystemExit: 7"), status=7)
     final = end(late, early)
@@ -40,13 +40,13 @@ def test_clocks_that_differ_are_brought_together():
     assert end(here, there)["cause"]["rank"] == 1
 
 
-def test_broken_connection_to_a_lost_machine_is_not_the_cause():
+def test_broken_connection_to_a_lost_node_is_not_the_cause():
     blames = make_worker(0, code=1, message="RuntimeError: Connection closed by peer [10.0.0.2]")
-    final = end(outcome(0, blames, status=1), lost=("lost host1: no word for 10 s",))
-    assert (final["status"], final["lost"]) == (3, ["lost host1: no word for 10 s"])
+    final = end(outcome(0, blames, status=1), lost=("lost host1: no message for 10 s",))
+    assert (final["status"], final["lost"]) == (3, ["lost host1: no message for 10 s"])
 
 
-def test_failure_of_its_own_counts_before_a_lost_machine():
+def test_failure_of_its_own_counts_before_a_lost_node():
     final = end(outcome(0, make_worker(0, code=9), status=9), lost=("lost host1",))
     assert (final["status"], final["lost"]) == (9, [])
 
@@ -54,24 +54,24 @@ def test_failure_of_its_own_counts_before_a_lost_machine():
 @pytest.mark.parametrize(
     ("statuses", "status"), [((75, 75), 75), ((75, 0), 75), ((75, 143), 143), ((130, 130), 130)]
 )
-def test_stopped_run_ends_as_its_machines_did(statuses, status):
+def test_stopped_run_ends_as_its_nodes_did(statuses, status):
     parts = [outcome(n, WELL, status=one, stopped_by="SIGTERM") for n, one in enumerate(statuses)]
     final = end(*parts, stopped_by="SIGTERM")
     assert (final["status"], final["stopped_by"]) == (status, "SIGTERM")
 
 
-def test_machine_that_was_asked_to_end_is_not_the_failure():
+def test_node_that_was_asked_to_end_is_not_the_failure():
     asked = outcome(0, make_worker(0, code=-15, sent=(15,)), status=143, stopped_by="SIGTERM", ended=True)
     failed = outcome(1, status=3, error="RendezvousTimeoutError: nobody came")
     final = end(asked, failed)
     assert (final["status"], final["error"]) == (3, "RendezvousTimeoutError: nobody came")
 
 
-def test_record_of_another_machine_tells_the_common_cause():
+def test_record_of_another_node_tells_the_common_cause():
     cause = make_worker(3, code=7) | {"host": "host1", "machine": 1}
     final = {"status": 7, "stopped_by": None, "cause": cause, "error": None, "lost": [], "workers": []}
     own = outcome(0, WELL)
-    record = merged_record({"attempts": [own["attempt"]], "stopped_by": "SIGTERM"}, final, whole=False)
+    record = merged_record({"attempts": [own["attempt"]], "stopped_by": "SIGTERM"}, final, all_nodes=False)
     assert record["attempts"][-1]["cause"]["rank"] == 3
     assert record["attempts"][-1]["workers"] == [WELL]
     assert record["stopped_by"] is None

@@ -1,4 +1,4 @@
-"""Signals of a run on several machines: each reaches an agent once, wherever it came first."""
+"""Signals of a run on several nodes: each reaches an agent once, wherever it came first."""
 
 import signal
 
@@ -33,21 +33,21 @@ def parts(monkeypatch):
     return SignalRelay(others, agent, [TERM, USR1]), agent, others, clock
 
 
-def test_signal_to_this_machine_is_told_to_the_others_each_time(parts):
+def test_signal_to_this_node_is_told_to_the_others_each_time(parts):
     signals, _, others, _ = parts
     assert signals.came(TERM)
     assert signals.came(TERM)
     assert others.told == [(TERM, 1), (TERM, 2)]
 
 
-def test_signal_that_a_scheduler_sends_to_all_machines_arrives_once(parts):
+def test_signal_that_a_scheduler_sends_to_all_nodes_arrives_once(parts):
     signals, agent, others, _ = parts
     assert signals.came(TERM)
     signals.heard(TERM, 1)
     assert (agent.got, others.told) == ([], [(TERM, 1)])
 
 
-def test_signal_that_came_through_another_machine_first_is_not_repeated(parts):
+def test_signal_that_came_through_another_node_first_is_not_repeated(parts):
     signals, agent, others, clock = parts
     signals.heard(TERM, 1)
     assert agent.got == [TERM]
@@ -56,7 +56,7 @@ def test_signal_that_came_through_another_machine_first_is_not_repeated(parts):
     assert others.told == []
 
 
-def test_second_signal_on_another_machine_is_passed_on(parts):
+def test_second_signal_on_another_node_is_passed_on(parts):
     signals, agent, _, _ = parts
     signals.heard(TERM, 1)
     signals.heard(TERM, 2)

@@ -76,7 +76,7 @@ def test_collective_timeout_names_the_ranks_that_did_not_come(worker):
 
 def test_broken_connection_without_a_culprit_points_to_the_other_logs(worker):
     text = "RuntimeError: [../pair.cc:547] Connection closed by peer [10.0.0.2]:3301"
-    assert "no rank of this machine says why" in seen(worker(message=text)).why
+    assert "no rank of this node says why" in seen(worker(message=text)).why
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_block_class_that_another_library_did_not_find(worker):
         ("RuntimeError: CUDA error: invalid device ordinal", "higher than that of the last visible GPU"),
         ("OSError: [Errno 28] No space left on device: 'ckpt'", "the disk is full"),
         ("SystemExit: 7", "the script itself ended the run: sys.exit(7)"),
-        ("NeverShardedError: t.py ended without sharding a model", "a copy of its own"),
+        ("NeverShardedError: t.py ended without sharding a model", "a replica of its own"),
         ("RuntimeError: DataLoader worker is killed by signal: insufficient shared memory (shm)", "/dev/shm"),
     ],
 )

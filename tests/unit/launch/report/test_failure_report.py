@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from fsdplaunch.launch.report.diagnosis import Diagnosis
-from fsdplaunch.launch.report.failure_report import duration, end_line, failure_lines, user_frames
+from fsdplaunch.launch.report.failure_report import duration, end_line, failure_lines
 from fsdplaunch.launch.report.run_result import RunResult, read_result
+from fsdplaunch.launch.report.user_frames import user_frames
 
 TRACEBACK = """Traceback (most recent call last):
   File "/opt/pkg/fsdplaunch/runtime/bootstrap.py", line 10, in main
@@ -101,8 +102,8 @@ def test_run_that_lost_a_machine_is_told_of_elastic_runs_where_there_can_be_one(
     result = read_result({"error": "lost", "lost": ["lost host1: gone"]}, exit_code=3)
     lines = failure_lines(result, run_dir="r")
     assert lines[0] == "lost host1: gone"
-    assert lines[-1].startswith("  try  is that machine up, and its network? with launch.nodes: MIN:MAX")
-    assert failure_lines(result, run_dir="r", fixed_size=True)[-1] == "  try  is that machine up, and its network?"
+    assert lines[-1].startswith("  try  is that node up, and its network? with launch.nodes: MIN:MAX")
+    assert failure_lines(result, run_dir="r", fixed_size=True)[-1] == "  try  is that node up, and its network?"
 
 
 def test_end_without_a_failure_is_one_line():

@@ -11,7 +11,8 @@ import pytest
 
 from fsdplaunch.errors import UsageError
 from fsdplaunch.launch.runs.logs import LogTail, log_files
-from fsdplaunch.launch.runs.registry import JOB, cancel, find_run, read_runs, status_of, write_job
+from fsdplaunch.launch.runs.registry import cancel, find_run, read_runs, status_of, write_job
+from fsdplaunch.run_dir import JOB
 
 
 def make(folder: Path, name: str, *, result: dict | None = None, job: dict | None = None, at: int = 0) -> Path:

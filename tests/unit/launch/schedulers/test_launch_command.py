@@ -12,25 +12,27 @@ from fsdplaunch.config.schema.config import Config, LaunchSection, SlurmSection,
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.coordination.placement import assumed_settings, find_placement
 from fsdplaunch.launch.plan import LaunchTarget
-from fsdplaunch.launch.schedulers.launch_command import LaunchCommand
+from fsdplaunch.launch.schedulers.launch_command import launch_words
 from fsdplaunch.launch.schedulers.slurm.batch_script import batch_script
 from fsdplaunch.launch.schedulers.ssh.hosts import check_client, client_words, explain_end, read_hosts, to_line
 
 ODD = ("a b", "$(touch evaluated)", 'it\'s "quoted"', "two\nlines", "`id`", "$HOME", "\\", "*", "", "--x=1;2", "&")
 SCRIPT = "my 'odd' $(touch evaluated).py"
-ORDER = LaunchCommand(
-    target=LaunchTarget(name=SCRIPT, arguments=ODD), config="a config.yaml", overrides=("launch.env.A=$B c",)
-)
+TARGET = LaunchTarget(name=SCRIPT, arguments=ODD)
 
 
-def test_order_gives_every_word_back():
-    words = ORDER.words(["fsdplaunch"])
+def words_of(program: list[str]) -> list[str]:
+    return launch_words(program, TARGET, config="a config.yaml", overrides=("launch.env.A=$B c",))
+
+
+def test_command_gives_every_word_back():
+    words = words_of(["fsdplaunch"])
     assert words[:6] == ["fsdplaunch", "launch", "--config", "a config.yaml", "--set", "launch.env.A=$B c"]
     assert words[6:] == [SCRIPT, *ODD]
 
 
 def test_script_that_looks_like_an_option_is_kept_apart():
-    assert LaunchCommand(target=LaunchTarget(name="-x.py")).words(["f"]) == ["f", "launch", "--", "-x.py"]
+    assert launch_words(["f"], LaunchTarget(name="-x.py")) == ["f", "launch", "--", "-x.py"]
 
 
 def written(tmp_path: Path, config: Config, words: list[str], folder: Path | None = None) -> Path:
@@ -60,7 +62,7 @@ def run_script(file: Path, *, code: int = 0, **env: str) -> tuple[int, dict]:
 def test_batch_script_hands_every_word_to_srun(tmp_path: Path):
     folder = tmp_path / "an 'odd' $(touch evaluated) folder"
     folder.mkdir()
-    words = ORDER.words([sys.executable, "-m", "fsdplaunch"])
+    words = words_of([sys.executable, "-m", "fsdplaunch"])
     status, got = run_script(written(tmp_path, Config(), words, folder))
     assert status == 0
     assert got["words"] == ["--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=60", *words]
@@ -88,7 +90,7 @@ def test_batch_script_goes_back_into_the_queue_after_saving(tmp_path: Path, code
 
 
 @pytest.mark.parametrize(("part", "asked"), [("try0", True), ("try0/node1", True), ("other", False)])
-def test_batch_script_goes_back_into_the_queue_when_a_machine_was_lost(tmp_path: Path, part: str, asked: bool):
+def test_batch_script_goes_back_into_the_queue_when_a_node_was_lost(tmp_path: Path, part: str, asked: bool):
     place = tmp_path / "runs dir" / "r1" / part
     place.mkdir(parents=True)
     (place / "lost").write_text("lost host1\n")
@@ -153,7 +155,7 @@ def test_ssh_command_holds_nothing_of_the_run():
     assert "StrictHostKeyChecking" not in " ".join(words)
 
 
-def test_lost_connection_is_noticed_when_a_machine_counts_as_lost_unless_said_otherwise():
+def test_lost_connection_is_noticed_when_a_node_counts_as_lost_unless_said_otherwise():
     section = SshSection(options=("-oServerAliveInterval=60",))
     words = client_words("host1", section, python="python", module_path=None, silence=30)
     first = {word.partition("=")[0]: word for word in reversed(words)}  # of two, ssh takes the first
@@ -162,15 +164,15 @@ def test_lost_connection_is_noticed_when_a_machine_counts_as_lost_unless_said_ot
     assert first["-oServerAliveCountMax"] == "-oServerAliveCountMax=3"
 
 
-def test_order_to_the_far_side_is_one_line_whatever_it_holds():
+def test_message_to_the_remote_side_is_one_line_whatever_it_holds():
     line = to_line({"argv": list(ODD)})
     assert line.count(b"\n") == 1
     assert json.loads(line)["argv"] == list(ODD)
 
 
-def test_machine_without_ssh_is_told_so(monkeypatch):
+def test_node_without_ssh_is_told_so(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(MachineError, match="this machine has no ssh"):
+    with pytest.raises(MachineError, match="this node has no ssh"):
         check_client()
 
 
@@ -187,9 +189,9 @@ def test_hostfile_is_read_with_its_slots(tmp_path: Path):
         ("node1 slots=x\n", "hosts:1: 'node1 slots=x' is not NAME"),
         ("node1 8\n", "hosts:1"),
         ("a\nb\na\n", "a is named twice"),
-        ("# nobody\n", "names no machine"),
-        ("-oProxyCommand=id\n", "is not a name of a machine"),
-        ("$(id)\n", "is not a name of a machine"),
+        ("# nobody\n", "names no node"),
+        ("-oProxyCommand=id\n", "is not a name of a node"),
+        ("$(id)\n", "is not a name of a node"),
     ],
 )
 def test_wrong_hostfile_is_refused_with_its_line(tmp_path: Path, text: str, said: str):
@@ -209,7 +211,7 @@ def test_wrong_hostfile_is_refused_with_its_line(tmp_path: Path, text: str, said
     ],
 )
 def test_end_of_a_client_is_explained(status, ready, said, words):
-    why, hint = explain_end(status, was_ready=ready, said=said, python="/x/python")
+    why, hint = explain_end(status, was_ready=ready, lines=said, python="/x/python")
     assert words in why
     assert hint
 
@@ -239,7 +241,7 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
     ],
     ids=["slurm", "kubernetes", "open-mpi", "mpich", "variable", "variable-first", "none"],
 )
-def test_number_of_a_machine_comes_from_whoever_knows_it(monkeypatch, environ, rank):
+def test_number_of_a_node_comes_from_whoever_knows_it(monkeypatch, environ, rank):
     monkeypatch.setenv("PATH", "")  # no scontrol
     place = find_placement(Config(num_machines=2, main_process_ip="n1"), environ)
     assert (place.rank, place.least, place.host) == (rank, 2, "n1")
@@ -260,13 +262,13 @@ def test_inside_a_step_nothing_need_be_configured(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "environ", "said"),
     [
-        (Config(num_machines=3), STEP, "asks for 3 machines, but SLURM has 2"),
-        (Config(launch=LaunchSection(nodes="3:4")), STEP, "asks for 3 to 4 machines, but SLURM has 2"),
+        (Config(num_machines=3), STEP, "asks for 3 nodes, but SLURM has 2"),
+        (Config(launch=LaunchSection(nodes="3:4")), STEP, "asks for 3 to 4 nodes, but SLURM has 2"),
         (Config(num_machines=2), STEP | {"SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2"}, "started 4 launchers"),
-        (Config(num_machines=2, machine_rank=1), {}, "nothing says where machine 0 is"),
-        (Config(num_machines=2), {"FSDPLAUNCH_NODE_RANK": "2"}, "this is machine 2, but there are 2"),
-        (Config(num_machines=2), {"FSDPLAUNCH_NODE_RANK": ""}, "NODE_RANK is '', which is no machine's number"),
-        (Config(num_machines=2, main_process_ip="n1"), POD | {"JOB_COMPLETION_INDEX": "3"}, "this is machine 3"),
+        (Config(num_machines=2, machine_rank=1), {}, "nothing says where node 0 is"),
+        (Config(num_machines=2), {"FSDPLAUNCH_NODE_RANK": "2"}, "this is node 2, but there are 2"),
+        (Config(num_machines=2), {"FSDPLAUNCH_NODE_RANK": ""}, "NODE_RANK is '', which is no node's rank"),
+        (Config(num_machines=2, main_process_ip="n1"), POD | {"JOB_COMPLETION_INDEX": "3"}, "this is node 3"),
     ],
 )
 def test_place_that_cannot_be_is_refused(monkeypatch, config, environ, said):

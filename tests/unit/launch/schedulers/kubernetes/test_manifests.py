@@ -142,7 +142,7 @@ def test_exit_codes_decide_what_the_job_does():
     [
         (KubernetesSection(), LaunchSection(), "kubernetes.image is not set"),
         (FULL, LaunchSection(nodes="1:2"), "is elastic"),
-        (replace(FULL, kind="trainjob"), LaunchSection(), "kubernetes.secrets cannot be said in a TrainJob"),
+        (replace(FULL, kind="trainjob"), LaunchSection(), "kubernetes.secrets cannot be set in a TrainJob"),
         (replace(FULL, resources={"gpu": 8}), LaunchSection(), "kubernetes.resources holds gpu"),
     ],
 )

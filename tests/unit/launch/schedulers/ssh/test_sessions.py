@@ -1,4 +1,4 @@
-"""The ssh clients of a run and their far sides, without ssh: who ends, who goes on, what gets through."""
+"""The ssh clients of a run and their remote sides, without ssh: who ends, who goes on, what gets through."""
 
 import json
 import os
@@ -27,13 +27,13 @@ UNTIL_HUNG_UP = f"{UP} cat > /dev/null"
 def run(
     *scripts: str, needed: int | None = None, start: float = 10
 ) -> tuple[SshSession | None, SshSessions, list[str]]:
-    """Start a shell for each machine a, b, c; return who ended the run, the crowd, and what was shown."""
+    """Start a shell for each machine a, b, c; return who ended the run, the sessions, and what was shown."""
     shown: list[str] = []
     sessions = SshSessions(
         lambda host, text: shown.append(f"{host}: {text}"), needed=needed or len(scripts), beat_seconds=0.1
     )
     for host, script in zip("abc", scripts, strict=False):
-        sessions.start(SessionSpec(host=host, words=["sh", "-c", script], order={}))
+        sessions.start(SessionSpec(host=host, words=["sh", "-c", script], task={}))
     try:
         return sessions.wait(start_seconds=start, end_seconds=0.3), sessions, shown
     finally:
@@ -41,7 +41,7 @@ def run(
         sessions.kill()
 
 
-def test_machines_that_end_well_end_the_run_well():
+def test_nodes_that_end_well_end_the_run_well():
     bad, _, shown = run(f"{UP} echo hello >&2", UP)
     assert bad is None
     assert shown == ["a: hello"]
@@ -53,14 +53,14 @@ def test_first_failure_is_the_runs_and_the_others_are_hung_up():
     assert [client.process.returncode for client in sessions.clients] == [0, 7]
 
 
-def test_machine_that_refuses_ends_the_start_of_the_others():
+def test_node_that_refuses_ends_the_start_of_the_others():
     bad, sessions, _ = run("sleep 60", "echo 'ssh: no route' >&2; exit 255")
     assert bad is sessions.clients[1]
-    assert bad.said == ["ssh: no route"]
+    assert bad.lines == ["ssh: no route"]
     assert sessions.clients[0].process.returncode == -signal.SIGKILL
 
 
-def test_machine_that_says_nothing_is_given_up_in_time():
+def test_node_that_says_nothing_is_given_up_in_time():
     started = time.monotonic()
     bad, sessions, _ = run(UNTIL_HUNG_UP, "sleep 60", start=0.3)
     assert bad is sessions.clients[1]
@@ -68,14 +68,14 @@ def test_machine_that_says_nothing_is_given_up_in_time():
     assert time.monotonic() - started < 5
 
 
-def test_elastic_run_goes_on_without_a_machine_while_enough_are_left():
+def test_elastic_run_goes_on_without_a_node_while_enough_are_left():
     bad, _, shown = run(f"{UP} sleep 1", f"{UP} sleep 1", f"{UP} exit 255", needed=2)
     assert bad is None
-    assert shown == ["c: the connection was lost; 2 machines go on"]
+    assert shown == ["c: the connection was lost; 2 nodes go on"]
 
 
 @pytest.mark.parametrize("dead", [(0,), (1, 2)], ids=["first", "too-few"])
-def test_elastic_run_ends_without_its_first_machine_or_with_too_few(dead: tuple[int, ...]):
+def test_elastic_run_ends_without_its_first_node_or_with_too_few(dead: tuple[int, ...]):
     scripts = [f"{UP} exit 255" if number in dead else UNTIL_HUNG_UP for number in range(3)]
     bad, sessions, _ = run(*scripts, needed=2)
     assert bad in [sessions.clients[number] for number in dead]
@@ -85,9 +85,7 @@ def test_elastic_run_ends_without_its_first_machine_or_with_too_few(dead: tuple[
 def test_far_side_hears_signals_and_that_we_are_there(tmp_path: Path):
     heard = tmp_path / "heard"
     sessions = SshSessions(lambda _host, _text: None, needed=1, beat_seconds=0.1)
-    sessions.start(
-        SessionSpec(host="a", words=["sh", "-c", f"{UP} head -n 4 > {heard}"], order={"argv": ["a\nb"]})
-    )
+    sessions.start(SessionSpec(host="a", words=["sh", "-c", f"{UP} head -n 4 > {heard}"], task={"argv": ["a\nb"]}))
     sessions.signal(signal.SIGTERM)
     assert sessions.wait(start_seconds=10, end_seconds=1) is None
     assert [json.loads(line) for line in heard.read_text().splitlines()] == [
@@ -148,24 +146,24 @@ FLAG, FILE = ValueOrigin(layer="flag", text="command line"), ValueOrigin(layer="
 @pytest.mark.parametrize(
     ("config", "origins", "said"),
     [
-        (Config(num_machines=3), {("num_machines",): FILE}, "num_machines is 3, but ssh names 2 machines"),
-        (Config(num_machines=1), {("num_machines",): FLAG}, "num_machines is 1, but ssh names 2 machines"),
+        (Config(num_machines=3), {("num_machines",): FILE}, "num_machines is 3, but ssh names 2 nodes"),
+        (Config(num_machines=1), {("num_machines",): FLAG}, "num_machines is 1, but ssh names 2 nodes"),
         (Config(machine_rank=0), {("machine_rank",): FLAG}, "machine_rank is set"),
         (
             Config(num_processes=4),
             {("num_processes",): FILE},
             "num_processes is 4, but the hostfile's slots are 3",
         ),
-        (Config(launch=LaunchSection(nodes="3:4")), {}, "launch.nodes is 3:4, but ssh names 2 machines"),
+        (Config(launch=LaunchSection(nodes="3:4")), {}, "launch.nodes is 3:4, but ssh names 2 nodes"),
     ],
 )
-def test_list_of_machines_overrules_nothing_in_silence(config, origins, said):
+def test_list_of_nodes_overrules_nothing_in_silence(config, origins, said):
     hosts = [SshHost(name="a", slots=1), SshHost(name="b", slots=2)]
     with pytest.raises(UsageError, match=said):
         check_list(config, hosts, origins)
 
 
-def test_file_of_a_launcher_that_always_says_one_machine_goes_with_a_list():
+def test_file_of_a_launcher_that_always_says_one_node_goes_with_a_list():
     origins = dict.fromkeys([("num_machines",), ("machine_rank",), ("num_processes",)], FILE)
     config = Config(num_machines=1, machine_rank=0, num_processes=8)
     check_list(config, [SshHost(name="a"), SshHost(name="b")], origins)
