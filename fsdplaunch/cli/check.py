@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.cli.launch.options import LaunchOptions
 from fsdplaunch.cli.launch.single_node import (
     announce,
@@ -31,7 +32,6 @@ from fsdplaunch.worker_status import read_heartbeat
 
 WORKERS = 2
 _RECORD = "rehearsal.json"
-_MIB = 1024**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +161,7 @@ def _verdict(done: CheckResult, file: str, plan: LaunchPlan) -> list[str]:
     ended = "" if done.is_whole else ", then it ended by itself"
     lines = [f"{file} works with {plan.script}: {WORKERS} CPU workers, {steps}{ended}"]
     if done.checkpoint is not None:
-        lines.append(f"  a checkpoint of {done.checkpoint / _MIB:.1f} MiB was saved, read back and found equal")
+        lines.append(f"  a checkpoint of {size_words(done.checkpoint)} was saved, read back and found equal")
     elif done.is_whole:
         lines.append("  no checkpoint was tried: another library shards the model and saves it its own way")
     else:

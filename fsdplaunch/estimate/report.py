@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.estimate.advice import (
     MemoryCase,
     SetupChange,
@@ -16,8 +17,6 @@ from fsdplaunch.estimate.advice import (
 from fsdplaunch.estimate.memory import CONTEXT, MOMENTS, PARTS, MemoryNeed
 from fsdplaunch.estimate.trace_client import StepTrace
 from fsdplaunch.estimate.training_setup import TrainingSetup, alternatives
-
-GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.estimate.advice import verdict_of
 from fsdplaunch.estimate.memory import PARTS
-from fsdplaunch.estimate.report import GIB, Report, Row, moment_words, shares
+from fsdplaunch.estimate.report import Report, Row, moment_words, shares
 
 LETTERS = {
     "parameters": "p", "gradients": "g", "optimizer": "o", "gathered": "w", "communication": "c",

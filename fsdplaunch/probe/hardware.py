@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.probe.cgroup_limits import usable_cpus, usable_memory
 from fsdplaunch.probe.gpus import Gpu, read_gpus
-
-GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

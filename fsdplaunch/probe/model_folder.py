@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.repeated_blocks import RepeatedBlocks, find_blocks
 
@@ -96,7 +97,7 @@ def describe_model(model: ModelFacts) -> str:
     """
     words = [str(model.folder)] if model.folder else []
     if model.parameters is None:
-        return "   ".join([*words, f"{model.size_bytes / 1e9:.1f} GB of pickled weights, not looked into"])
+        return "   ".join([*words, f"{size_words(model.size_bytes)} of pickled weights, not looked into"])
     facts = [f"{short_count(model.parameters)} parameters", *([model.dtype] if model.dtype else [])]
     facts += [f"{group.count} repeated blocks ({group.prefix}.*)" for group in model.blocks[:2]]
     return "   ".join([*words, ", ".join(facts)])

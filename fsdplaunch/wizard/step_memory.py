@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.walk import build_config
 from fsdplaunch.errors import UsageError
@@ -10,7 +11,6 @@ from fsdplaunch.estimate.hf_config import read_architecture
 from fsdplaunch.estimate.memory import memory_need
 from fsdplaunch.estimate.model_sizes import read_sizes
 from fsdplaunch.estimate.training_setup import training_setup
-from fsdplaunch.probe.hardware import GIB
 from fsdplaunch.wizard.compose import compose
 from fsdplaunch.wizard.state import WizardState
 

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.walk import Path, build_config
-from fsdplaunch.probe.hardware import GIB, Hardware
+from fsdplaunch.probe.hardware import Hardware
 from fsdplaunch.probe.memory_plan import Sharding, plan_memory
 from fsdplaunch.probe.model_folder import ModelFacts
 from fsdplaunch.probe.scheduler import Cluster

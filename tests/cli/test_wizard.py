@@ -13,8 +13,9 @@ from prompt_toolkit.data_structures import Size
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output.vt100 import Vt100_Output
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.probe.gpus import Gpu
-from fsdplaunch.probe.hardware import GIB, Hardware
+from fsdplaunch.probe.hardware import Hardware
 from fsdplaunch.probe.scheduler import Cluster
 from fsdplaunch.wizard.file_choice import FileChoice
 from fsdplaunch.wizard.prompts import Prompts

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.doctor.facts import Check, MachineFacts
 from fsdplaunch.launch.ports import describe_process
 from fsdplaunch.probe.gpus import Gpu
-
-GIB = 1024**3
 
 
 def check_gpus(facts: MachineFacts) -> Iterator[Check]:

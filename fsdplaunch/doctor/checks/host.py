@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
+from fsdplaunch.byte_sizes import GIB, MIB
 from fsdplaunch.doctor.facts import Check, MachineFacts, Status
 
-MIB = 1024**2
-GIB = 1024**3
 _LITTLE_MEMORY = 4 * GIB
 _LITTLE_SHARED = GIB
 _NO_SHARED = 64 * MIB

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdplaunch.checkpoint.atomic_output import size_words
+from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.error_sync import raise_on_all_ranks

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdplaunch.checkpoint.atomic_output import size_words
+from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.collectives.error_sync import from_rank_0
 from fsdplaunch.runtime.collectives.monitored_barrier import name_ranks

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.config.resolve import strategy_named
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.walk import Path, keys_by_path
-from fsdplaunch.probe.hardware import GIB
 from fsdplaunch.probe.memory_plan import MemoryPlan, Sharding, plan_memory
 from fsdplaunch.wizard.questions.question import Choice, Question
 from fsdplaunch.wizard.state import WizardState

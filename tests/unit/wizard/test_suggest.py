@@ -1,8 +1,9 @@
 import pytest
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.config.schema.walk import all_keys, value_at
 from fsdplaunch.probe.gpus import Gpu
-from fsdplaunch.probe.hardware import GIB, Hardware
+from fsdplaunch.probe.hardware import Hardware
 from fsdplaunch.probe.model_folder import ModelFacts
 from fsdplaunch.probe.scheduler import Cluster
 from fsdplaunch.wizard.suggest import suggest
