@@ -51,3 +51,9 @@ def read_heartbeat(folder: Path) -> Heartbeat | None:
         return None
     pid, steps, time_ns = LAYOUT.unpack_from(data)
     return Heartbeat(pid=pid, steps=steps, time_ns=time_ns)
+
+
+def is_library_file(file: str) -> bool:
+    """Tell whether a file of a stack is Python's, this package's or an installed one's, not the user's."""
+    places = ("site-packages/", "dist-packages/", "/fsdplaunch/", "<frozen", "/lib/python3")
+    return any(place in file for place in places)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdplaunch.worker_status import STACK, STACK_SIGNAL, Heartbeat, read_heartbeat
+from fsdplaunch.worker_status import STACK, STACK_SIGNAL, Heartbeat, is_library_file, read_heartbeat
 
 ANSWER_SECONDS = 2.0
 """How long the ranks get to write their stacks."""
@@ -42,7 +42,7 @@ def read_position(rank: int, beat: Heartbeat | None, dump: str) -> Position:
     """Make out where a rank is from the stack its faulthandler has written; the main thread's comes last."""
     frames = [match.groupdict() for line in _main_thread(dump) if (match := _FRAME.fullmatch(line))]
     innermost = frames[0]["file"] if frames else ""
-    own = next((frame for frame in frames if not _is_installed(frame["file"])), frames[0] if frames else None)
+    own = next((frame for frame in frames if not is_library_file(frame["file"])), frames[0] if frames else None)
     return Position(
         rank=rank,
         steps=beat.steps if beat is not None else None,
@@ -54,10 +54,6 @@ def read_position(rank: int, beat: Heartbeat | None, dump: str) -> Position:
 def _main_thread(dump: str) -> list[str]:
     blocks = [block for block in dump.split("\n\n") if block.strip()]
     return blocks[-1].splitlines() if blocks else []
-
-
-def _is_installed(file: str) -> bool:
-    return any(part in file for part in ("site-packages/", "/fsdplaunch/", "<frozen", "/lib/python3"))
 
 
 def find_behind(positions: Sequence[Position]) -> list[Position]:

@@ -13,7 +13,8 @@ from fsdplaunch.config.schema.walk import KeySpec, all_keys, value_at
 REST = -1
 """A mesh size that means: what the other sizes leave."""
 _STRATEGIES = get_args(StrategyName)
-_KEEP_GATHERED = {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"}
+KEEPS_GATHERED = {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"}
+"""Strategies under which parameters stay gathered from forward to backward."""
 
 
 def resolve(config: Config) -> Config:
@@ -74,7 +75,7 @@ def _version_1(fsdp: FsdpConfig) -> dict[str, Any]:
 def _version_2(fsdp: FsdpConfig) -> dict[str, Any]:
     reshard = fsdp.fsdp_reshard_after_forward
     if reshard is None:
-        reshard = fsdp.fsdp_sharding_strategy not in _KEEP_GATHERED
+        reshard = fsdp.fsdp_sharding_strategy not in KEEPS_GATHERED
     if not isinstance(reshard, bool) and reshard in (0, 1):
         reshard = bool(reshard)
     prefetch = fsdp.fsdp_backward_prefetch

@@ -6,6 +6,9 @@ from fsdplaunch.config.resolve import REST
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import UsageError
 
+CPU_WORKERS = 2
+"""Workers for `auto` on a machine without GPUs: the fewest between which something is sharded."""
+
 
 def node_range(config: Config) -> tuple[int, int]:
     """The fewest and the most machines a run may have."""

@@ -7,7 +7,8 @@ from fsdplaunch.estimate.activations import Activations, activations_of
 from fsdplaunch.estimate.families.parts import ActivationShape
 from fsdplaunch.estimate.fsdp_units import split_into_units
 from fsdplaunch.estimate.model_sizes import ModelSizes, UnitSize
-from fsdplaunch.estimate.training_setup import STATES, TrainingSetup
+from fsdplaunch.estimate.training_setup import TrainingSetup
+from fsdplaunch.probe.memory_plan import STATES, kept_bytes
 
 PARTS = ("parameters", "gradients", "optimizer", "gathered", "communication", "activations", "temporary")
 """What memory is for, in the order it is shown."""
@@ -109,8 +110,7 @@ def _kept(sizes: ModelSizes, root: UnitSize, blocks: tuple[UnitSize, ...], setup
     """What stays for the whole run, and gradients."""
     flat = setup.version == 1
     held = sum(unit.share(setup.shards, flat=flat) * unit.count for unit in (root, *blocks))
-    held *= setup.widths(sizes)[0]
-    return {"parameters": held, "gradients": held, "optimizer": held * STATES[setup.optimizer]}
+    return kept_bytes(held, setup.widths(sizes)[0], setup.optimizer)
 
 
 class _Bytes:

@@ -1,20 +1,13 @@
 """How a run shards and computes, as far as memory depends on it: from a configuration, or varied from one."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from fsdplaunch.config.resolve import KEEPS_GATHERED
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.config.world_size import mesh_sizes, workers_per_node, world_size
+from fsdplaunch.config.world_size import CPU_WORKERS, mesh_sizes, workers_per_node, world_size
 from fsdplaunch.errors import UsageError
 from fsdplaunch.estimate.model_sizes import ModelSizes
-
-WIDTHS: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
-STATES: Mapping[str, int] = {
-    "adamw": 2, "adam": 2, "nadam": 2, "adagrad": 1, "rmsprop": 1, "momentum": 1, "sgd": 0,
-}  # fmt: skip
-"""Tensors that each optimizer keeps per parameter, of the parameter's own size."""
-_KEEPS = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
-CPU_WORKERS = 2
+from fsdplaunch.probe.memory_plan import ITEMSIZES, STATES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +97,7 @@ def training_setup(
     strategy = fsdp.fsdp_sharding_strategy or "FULL_SHARD"
     reshard = fsdp.fsdp_reshard_after_forward
     if fsdp.fsdp_version == 1 or isinstance(reshard, str | None):
-        keeps = int(strategy in _KEEPS)
+        keeps = int(strategy in KEEPS_GATHERED)
     else:
         keeps = int(reshard) if not isinstance(reshard, bool) else int(not reshard)
     return TrainingSetup(
@@ -114,9 +107,9 @@ def training_setup(
         shards=shard_ranks(config, world, per_node),
         keeps=keeps,
         version=fsdp.fsdp_version or 2,
-        master=WIDTHS.get(formats.master or "", 0),
-        compute=WIDTHS.get(formats.param or "", 0),
-        reduce=WIDTHS.get(formats.reduce or "", 0),
+        master=ITEMSIZES.get(formats.master or "", 0),
+        compute=ITEMSIZES.get(formats.param or "", 0),
+        reduce=ITEMSIZES.get(formats.reduce or "", 0),
         offload=fsdp.fsdp_offload_params and on_gpu,
         checkpointing=fsdp.fsdp_activation_checkpointing,
         checkpoint_offload=fsdp.fsdp_activation_checkpointing_offload and on_gpu,

@@ -7,6 +7,7 @@ from typing import Any
 from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.walk import Path, build_config
+from fsdplaunch.config.world_size import CPU_WORKERS
 from fsdplaunch.probe.hardware import Hardware
 from fsdplaunch.probe.memory_plan import Sharding, plan_memory
 from fsdplaunch.probe.model_folder import ModelFacts
@@ -14,8 +15,6 @@ from fsdplaunch.probe.scheduler import Cluster
 
 SPARE = 0.8
 """Part of a GPU's memory that a plan may fill; the rest is for activations."""
-CPU_WORKERS = 2
-"""Workers on a machine without GPUs: the fewest between which something is sharded."""
 _HOST_SPARE = 0.6
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from fsdplaunch.config.resolve import REST, strategy_named
+from fsdplaunch.config.resolve import KEEPS_GATHERED, REST, strategy_named
 from fsdplaunch.config.rules.base import RuleContext, Violation, fsdp, mesh, rule, shown_value
 from fsdplaunch.config.schema.walk import Path, all_keys, keys_by_path, value_at
 from fsdplaunch.config.world_size import world_size
@@ -97,7 +97,7 @@ def _strategy_against_reshard(view: RuleContext) -> Iterator[Violation]:
             message = f"says {named}, but fsdp_sharding_strategy says {strategy}"
             yield Violation(about=about, message=message, hint="keep one of the two")
         return
-    keeps = strategy in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
+    keeps = strategy in KEEPS_GATHERED
     if isinstance(reshard, bool) and strategy != "NO_SHARD" and reshard is keeps:
         message = f"{shown_value(reshard)} contradicts fsdp_sharding_strategy {strategy}"
         yield Violation(about=about, message=message, hint="keep one of the two")

@@ -18,7 +18,6 @@ from fsdplaunch.config.schema.key import Key, key
 from fsdplaunch.config.schema.launch_section import CheckpointSection, LaunchSection, PrecisionSection
 
 __all__ = [
-    "OWN_SECTIONS",
     "CheckpointSection",
     "Config",
     "DynamoConfig",
@@ -34,8 +33,6 @@ __all__ = [
     "SshSection",
 ]
 
-OWN_SECTIONS = ("launch", "precision", "sharding", "checkpoint", "slurm", "kubernetes", "ssh")
-"""Sections that accelerate does not have and refuses."""
 _TPU = "Written by accelerate for TPUs; without effect here."
 
 

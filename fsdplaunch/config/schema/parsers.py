@@ -274,6 +274,11 @@ def parse_endpoint(value: Any) -> str:
     return f"{host}:{port_number(port)}"
 
 
+def join_endpoint(host: str, port: int) -> str:
+    """Write HOST:PORT; a host with colons of its own stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 _SETTING = re.compile(r"[A-Za-z_]\w*=[^,]*")
 
 

@@ -81,6 +81,11 @@ def section_classes() -> dict[str, type]:
     return {entry.name: section for entry in fields(Config) if (section := _section(entry)) is not None}
 
 
+def own_sections() -> tuple[str, ...]:
+    """Return the sections that accelerate does not have and refuses; the names of its own end in `_config`."""
+    return tuple(name for name in section_classes() if not name.endswith("_config"))
+
+
 def variable_of(dotted: str) -> str:
     """The environment variable that carries a key, for example `launch.log_dir`."""
     return keys_by_path()[tuple(dotted.split("."))].env

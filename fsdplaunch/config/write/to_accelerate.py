@@ -3,13 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
-from fsdplaunch.config.load.key_names import PREFIXES
+from fsdplaunch.config.load.key_names import key_prefix
 from fsdplaunch.config.load.load import LoadedConfig
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.rules.base import fsdp, mesh, shown_value
-from fsdplaunch.config.schema.config import OWN_SECTIONS, Config, ParallelismConfig
+from fsdplaunch.config.schema.config import Config, ParallelismConfig
 from fsdplaunch.config.schema.walk import Path as KeyPath
-from fsdplaunch.config.schema.walk import all_keys, section_classes, value_at
+from fsdplaunch.config.schema.walk import all_keys, own_sections, section_classes, value_at
 from fsdplaunch.config.world_size import mesh_sizes, world_size
 from fsdplaunch.config.write.render import render_values, values_to_write
 from fsdplaunch.config.write.to_fsdp2 import Conversion, KeyChange
@@ -45,7 +45,7 @@ def accelerate_values(config: Config) -> tuple[dict[KeyPath, Any], list[KeyChang
         UsageError: accelerate has no way to say it.
     """
     changes: list[KeyChange] = []
-    said = {path: value for path, value in values_to_write(config).items() if path[0] not in OWN_SECTIONS}
+    said = {path: value for path, value in values_to_write(config).items() if path[0] not in own_sections()}
     said = {**_ALWAYS, **said, **_workers(config, changes), **_meeting(config)}
     said = _sharding(config, said, changes)
     return {spec.path: said[spec.path] for spec in all_keys() if said.get(spec.path) is not None}, changes
@@ -120,7 +120,7 @@ def to_accelerate(loaded: LoadedConfig) -> Conversion:
         UsageError: accelerate has no way to say it.
     """
     values, changes = accelerate_values(loaded.config)
-    plain = resolve(replace(loaded.config, **{name: section_classes()[name]() for name in OWN_SECTIONS}))
+    plain = resolve(replace(loaded.config, **{name: section_classes()[name]() for name in own_sections()}))
     lost = [
         KeyChange(key=spec.dotted, action="dropped", message=f"{shown_value(value)}; {_LOST[spec.path[0]]}")
         for spec in all_keys()
@@ -137,7 +137,7 @@ def keys_ignored_by_accelerate(loaded: LoadedConfig) -> tuple[str, ...]:
     lines = [
         f"{written}: accelerate does not know this spelling of {canonical}"
         for written, canonical in loaded.aliases.items()
-        if PREFIXES["fsdp_config"] + written.rpartition(".")[2] != canonical
+        if key_prefix("fsdp_config") + written.rpartition(".")[2] != canonical
     ]
     said = {path for path, origin in loaded.origins.items() if origin.layer == "file"}
     lines += [

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from fsdplaunch.config.load.load import LoadedConfig, stack
 from fsdplaunch.config.load.yaml_reader import read_text
-from fsdplaunch.config.resolve import REST
+from fsdplaunch.config.resolve import KEEPS_GATHERED, REST
 from fsdplaunch.config.rules.base import fsdp, mesh
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.walk import Path as KeyPath
@@ -17,7 +17,6 @@ from fsdplaunch.config.schema.walk import keys_by_path
 from fsdplaunch.config.write.yaml_edit import set_keys
 from fsdplaunch.errors import UsageError
 
-_KEEPS_GATHERED = {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"}
 _ALWAYS = "version 2 always does so"
 
 
@@ -106,7 +105,7 @@ def _added(path: KeyPath, value: Any, message: str) -> _Step:
 def _strategy(loaded: LoadedConfig) -> Iterator[_Step]:
     strategy = loaded.config.fsdp_config.fsdp_sharding_strategy or "FULL_SHARD"
     reshard = fsdp("reshard_after_forward")
-    keeps = strategy in _KEEPS_GATHERED
+    keeps = strategy in KEEPS_GATHERED
     meaning = "false: parameters stay gathered until backward" if keeps else "true"
     if _said(loaded, fsdp("sharding_strategy")):
         message = f"{strategy} is said by fsdp_reshard_after_forward and the mesh"

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from fsdplaunch.byte_sizes import GIB, MIB
+from fsdplaunch.config.world_size import CPU_WORKERS
 from fsdplaunch.doctor.facts import Check, MachineFacts, Status
 
 _LITTLE_MEMORY = 4 * GIB
@@ -17,7 +18,7 @@ _FLEETING_KINDS = ("tmpfs", "ramfs", "overlay")
 
 def check_processors(facts: MachineFacts) -> Iterator[Check]:
     """There is a processor for each worker."""
-    workers = len(facts.gpus) or 2
+    workers = len(facts.gpus) or CPU_WORKERS
     text = f"{facts.cpus} usable (affinity and container limits counted)"
     if facts.cpus < workers:
         hint = "give the container more processors, or start fewer workers"

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fsdplaunch.config.schema.parsers import join_endpoint
 from fsdplaunch.errors import MachineError
 from fsdplaunch.launch.coordination.interfaces import JoinProgress, RunAssignment
 from fsdplaunch.launch.coordination.network import is_loopback
@@ -125,7 +126,7 @@ class JoinPhase(CoordinatorServer):
             nodes,
             self._own,
             self.requirements,
-            f"{_bracketed(place)}:{self.requirements.store_port}",
+            join_endpoint(place, self.requirements.store_port),
             place,
             notes,
         )
@@ -161,7 +162,3 @@ def _agreement(
         address=address,
         notes=tuple(notes),
     )
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from fsdplaunch.config.schema.parsers import join_endpoint
 from fsdplaunch.errors import EXIT_MACHINE, MachineError
 from fsdplaunch.launch.coordination.interfaces import JoinProgress, RunActions, RunAssignment, Tell, WakeUp
 from fsdplaunch.launch.coordination.network import reason
@@ -128,7 +129,7 @@ class NodeClient:
             rank=message["rank"],
             names=message["names"],
             workers=message["workers"],
-            store=f"{_bracketed(self._place[0])}:{message['store_port']}",
+            store=join_endpoint(self._place[0], message["store_port"]),
             address=node_info.address,
             notes=tuple(message["notes"]),
         )
@@ -235,10 +236,6 @@ class NodeClient:
 def with_address(node_info: NodeInfo, address: str) -> NodeInfo:
     """The greeting with the address the way to machine 0 showed, unless one was said."""
     return node_info if node_info.address else replace(node_info, address=address)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 _HINTS = {

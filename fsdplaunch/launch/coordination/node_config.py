@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.schema.parsers import join_endpoint
 from fsdplaunch.config.world_size import node_range
 from fsdplaunch.launch.coordination.interfaces import RunAssignment
 from fsdplaunch.launch.coordination.join import LAST_CALL_SECONDS
@@ -21,7 +22,7 @@ def provisional_config(config: Config, place: Placement, *, address: str) -> Con
         place: This machine's.
         address: Machine 0's, or what stands for it.
     """
-    endpoint = f"{_bracketed(place.host or address)}:{place.port}"
+    endpoint = join_endpoint(place.host or address, place.port)
     return _placed(
         config, endpoint=endpoint, rank=place.rank or 0, machines=place.least, address=None, run_id=None
     )
@@ -84,7 +85,3 @@ def node_folder(run_dir: Path, rank: int) -> Path:
     On a file system that all machines share nothing collides; elsewhere each machine has its part.
     """
     return run_dir if rank == 0 else run_dir / f"node{rank}"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -4,6 +4,7 @@ import re
 from itertools import pairwise
 
 from fsdplaunch.launch.report.run_result import Failure, RunResult
+from fsdplaunch.worker_status import is_library_file
 
 FRAME_LIMIT = 6
 """Frames of the user's own code to show of a traceback; the innermost ones."""
@@ -38,7 +39,7 @@ def user_frames(traceback: str, *, folder: str = "") -> list[str]:
     """
     lines = [*traceback.rstrip().splitlines(), ""]
     found = [(match, code) for line, code in pairwise(lines) if (match := _FRAME.match(line))]
-    own = [pair for pair in found if not _is_installed(pair[0]["file"])] or found[-1:]
+    own = [pair for pair in found if not is_library_file(pair[0]["file"])] or found[-1:]
     return [_frame(match, code, folder) for match, code in own[-FRAME_LIMIT:]]
 
 
@@ -46,12 +47,6 @@ def _frame(match: re.Match[str], code: str, folder: str) -> str:
     file = match["file"].removeprefix(folder.rstrip("/") + "/") if folder else match["file"]
     text = f"   {code.strip()}" if code.startswith("    ") else ""
     return f"{file}:{match['line']} in {match['name']}{text}"
-
-
-def _is_installed(file: str) -> bool:
-    return any(
-        part in file for part in ("site-packages/", "dist-packages/", "/fsdplaunch/", "<frozen", "/lib/python3")
-    )
 
 
 def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_size: bool = False) -> list[str]:

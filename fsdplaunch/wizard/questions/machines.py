@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.schema.parsers import MAX_PORT, join_endpoint
 from fsdplaunch.config.schema.walk import Path, keys_by_path
+from fsdplaunch.config.world_size import CPU_WORKERS
+from fsdplaunch.launch.ports import DEFAULT_PORT
 from fsdplaunch.wizard.questions.question import Choice, Question
 from fsdplaunch.wizard.state import WizardState
-from fsdplaunch.wizard.suggest import CPU_WORKERS
 
-DEFAULT_PORT = 29500
 _SEVERAL = ("machines", "slurm")
-_HIGHEST_PORT = 65535
 _USE_CPU: Path = ("use_cpu",)
 _MACHINES: Path = ("num_machines",)
 _IP: Path = ("main_process_ip",)
@@ -97,12 +97,8 @@ def _read_rendezvous(config: Config, _: WizardState) -> str | None:
     if config.launch.rendezvous_endpoint:
         return config.launch.rendezvous_endpoint
     if config.main_process_ip:
-        return _endpoint(config.main_process_ip, config.main_process_port or DEFAULT_PORT)
-    return _endpoint(socket.gethostname(), DEFAULT_PORT)
-
-
-def _endpoint(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return join_endpoint(config.main_process_ip, config.main_process_port or DEFAULT_PORT)
+    return join_endpoint(socket.gethostname(), DEFAULT_PORT)
 
 
 def split_endpoint(text: str) -> tuple[str, int]:
@@ -119,14 +115,14 @@ def split_endpoint(text: str) -> tuple[str, int]:
         msg = f"must be HOST:PORT, got {text!r}"
         raise ValueError(msg)
     port = int(match[2] or match[4] or DEFAULT_PORT)
-    if not 1 <= port <= _HIGHEST_PORT:
-        msg = f"the port must be between 1 and {_HIGHEST_PORT}, got {port}"
+    if not 1 <= port <= MAX_PORT:
+        msg = f"the port must be between 1 and {MAX_PORT}, got {port}"
         raise ValueError(msg)
     return match[1] or match[3], port
 
 
 def _check_rendezvous(text: str, _: WizardState) -> str:
-    return _endpoint(*split_endpoint(text))
+    return join_endpoint(*split_endpoint(text))
 
 
 def _write_rendezvous(answer: str, _: WizardState) -> Mapping[Path, Any]:

@@ -13,7 +13,8 @@ from fsdplaunch.estimate.advice import MemoryCase, changes, fewest_ranks, larges
 from fsdplaunch.estimate.hf_config import describe
 from fsdplaunch.estimate.memory import memory_need
 from fsdplaunch.estimate.report import make_report, row_data
-from fsdplaunch.estimate.training_setup import STATES, TrainingSetup, alternatives, ranks_of, training_setup
+from fsdplaunch.estimate.training_setup import TrainingSetup, alternatives, ranks_of, training_setup
+from fsdplaunch.probe.memory_plan import STATES
 
 GIB = 1024**3
 
