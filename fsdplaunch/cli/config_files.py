@@ -60,8 +60,8 @@ def _values(loaded: LoadedConfig, *, origin: bool) -> dict[str, Any]:
             place = place.setdefault(part, {})
         value: Any = plain_value(spec, value_at(loaded.config, spec.path))
         if origin:
-            said = loaded.origins[spec.path]
-            value = {"value": value, "layer": said.layer, "from": said.text}
+            source = loaded.origins[spec.path]
+            value = {"value": value, "layer": source.layer, "from": source.text}
         place[spec.name] = value
     return {"file": None if loaded.path is None else str(loaded.path), "config": tree}
 
@@ -71,9 +71,9 @@ def _origin_lines(loaded: LoadedConfig) -> list[str]:
 
     rows = []
     for spec in all_keys():
-        value, said = value_at(loaded.config, spec.path), loaded.origins[spec.path]
-        if said.layer != "default" or (value is not None and not spec.key.noise and not spec.key.pending):
-            rows.append((f"{spec.dotted}: {flow_text(plain_value(spec, value))}", said.text))
+        value, source = value_at(loaded.config, spec.path), loaded.origins[spec.path]
+        if source.layer != "default" or (value is not None and not spec.key.noise and not spec.key.pending):
+            rows.append((f"{spec.dotted}: {flow_text(plain_value(spec, value))}", source.text))
     width = max(len(left) for left, _ in rows) + 2
     return [f"{left:<{width}}# {right}" for left, right in rows]
 

@@ -148,7 +148,7 @@ def _report(
 ) -> Report:
     config = loaded.config
     gpus = 0 if config.use_cpu else len(hardware.gpus)
-    world, per_node = ranks_of(config, gpus=gpus, asked=wanted.world)
+    world, per_node = ranks_of(config, gpus=gpus, given=wanted.world)
     traced = wanted.exact or bool(source.function)
     if source.case is None and not traced:
         read_architecture(source.path)  # says why it is not known

@@ -21,7 +21,7 @@ def resolve(config: Config) -> Config:
     """Return the Config with every "decided from the rest" value decided.
 
     Args:
-        config: As read; None where the file is silent.
+        config: As read; None where a key is not set.
     """
     version = config.fsdp_config.fsdp_version or default_version(config)
     fill = _version_1 if version == 1 else _version_2
@@ -89,9 +89,9 @@ def _version_2(fsdp: FsdpConfig) -> dict[str, Any]:
 
 
 def _mesh(config: Config, fsdp: FsdpConfig) -> ParallelismConfig:
-    """Translate the strategies that mean a mesh under version 2. Sizes that are said stay."""
-    said = config.parallelism_config
-    copies, shards = said.parallelism_config_dp_replicate_size, said.parallelism_config_dp_shard_size
+    """Translate the strategies that mean a mesh under version 2. Sizes that are set stay."""
+    configured = config.parallelism_config
+    copies, shards = configured.parallelism_config_dp_replicate_size, configured.parallelism_config_dp_shard_size
     strategy = fsdp.fsdp_sharding_strategy or "FULL_SHARD"
     if fsdp.fsdp_version == 1:
         pass
@@ -99,20 +99,22 @@ def _mesh(config: Config, fsdp: FsdpConfig) -> ParallelismConfig:
         copies, shards = copies or REST, shards or 1
     elif strategy.startswith("HYBRID") and copies is None:
         copies = config.num_machines if shards in (None, REST) else REST
-    return replace(said, parallelism_config_dp_replicate_size=copies or 1, parallelism_config_dp_shard_size=shards)
+    return replace(
+        configured, parallelism_config_dp_replicate_size=copies or 1, parallelism_config_dp_shard_size=shards
+    )
 
 
 def _precision(config: Config, version: int) -> PrecisionSection:
-    said = config.precision
+    configured = config.precision
     compute: DtypeName | None = None
     if config.mixed_precision != "no":
         compute = "fp16" if config.mixed_precision == "fp16" else "bf16"  # fp8 computes its other layers in bf16
-    param = said.param or compute
+    param = configured.param or compute
     lower = param not in (None, "fp32")
     return replace(
-        said,
+        configured,
         param=param,
-        reduce=said.reduce or ("fp32" if lower else None),
-        buffer=said.buffer or (compute if version == 1 else None),
-        master=said.master or ("fp32" if lower else None),
+        reduce=configured.reduce or ("fp32" if lower else None),
+        buffer=configured.buffer or (compute if version == 1 else None),
+        master=configured.master or ("fp32" if lower else None),
     )

@@ -20,10 +20,14 @@ def node_range(config: Config) -> tuple[int, int]:
 
 def workers_per_node(config: Config) -> int | None:
     """Workers on each machine, or None when that depends on the machine's GPUs."""
-    said = config.launch.workers_per_node
-    if isinstance(said, int):
-        return said
-    if said is None and isinstance(config.num_processes, int) and config.num_processes % config.num_machines == 0:
+    configured = config.launch.workers_per_node
+    if isinstance(configured, int):
+        return configured
+    if (
+        configured is None
+        and isinstance(config.num_processes, int)
+        and config.num_processes % config.num_machines == 0
+    ):
         return config.num_processes // config.num_machines
     return None
 
@@ -32,8 +36,8 @@ def world_size(config: Config) -> int | None:
     """Workers over all machines, or None when that depends on the machines' GPUs."""
     if isinstance(config.num_processes, int):
         return config.num_processes
-    said = config.launch.workers_per_node
-    return said * config.num_machines if isinstance(said, int) else None
+    configured = config.launch.workers_per_node
+    return configured * config.num_machines if isinstance(configured, int) else None
 
 
 def mesh_sizes(config: Config, world: int) -> tuple[int, int]:
@@ -63,7 +67,7 @@ def mesh_sizes(config: Config, world: int) -> tuple[int, int]:
 def with_mesh(config: Config, world: int) -> Config:
     """Return the Config with both mesh sizes as numbers, which is what other libraries read from the environment.
 
-    A mesh of one dimension stays unsaid.
+    A mesh of one dimension stays unset.
 
     Raises:
         UsageError: The sizes do not fit the number of workers.

@@ -138,24 +138,24 @@ def shard_ranks(config: Config, world: int, per_node: int) -> int:
     return shards
 
 
-def ranks_of(config: Config, *, gpus: int, asked: int | None) -> tuple[int, int]:
+def ranks_of(config: Config, *, gpus: int, given: int | None) -> tuple[int, int]:
     """Return (ranks over all machines, ranks on each).
 
     Args:
         config: Resolved.
         gpus: GPUs seen here.
-        asked: What the command line says for all machines, or None.
+        given: The command line's number over all nodes, or None.
 
     Raises:
-        UsageError: The number asked for is less than 1.
+        UsageError: The number given for is less than 1.
     """
-    if asked is not None and asked < 1:
-        msg = f"--world-size must be at least 1, got {asked}"
+    if given is not None and given < 1:
+        msg = f"--world-size must be at least 1, got {given}"
         raise UsageError(msg)
     here = workers_per_node(config) or gpus
-    world = asked or world_size(config) or (here or CPU_WORKERS) * config.num_machines
+    world = given or world_size(config) or (here or CPU_WORKERS) * config.num_machines
     per_node = here or (world if world <= 8 else 8)  # noqa: PLR2004  (most machines with GPUs have 8)
-    if asked is not None and (per_node > world or world % per_node):
+    if given is not None and (per_node > world or world % per_node):
         per_node = next(size for size in range(min(per_node, world), 0, -1) if world % size == 0)
     return world, per_node
 

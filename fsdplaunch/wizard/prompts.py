@@ -75,7 +75,7 @@ class Prompts:
         return self._ask(question, explains=not filtered)
 
     def line(
-        self, text: str, *, default: str = "", remark: str = "", fault: Callable[[str], str | None]
+        self, text: str, *, default: str = "", remark: str = "", problem: Callable[[str], str | None]
     ) -> str | PromptRequest:
         """Let a line be typed.
 
@@ -83,11 +83,11 @@ class Prompts:
             text: The question.
             default: What already stands there.
             remark: Shown behind the question.
-            fault: What is wrong with a line, or None; `?` alone always asks for the explanation.
+            problem: What is wrong with a line, or None; `?` alone always asks for the explanation.
         """
 
         def accepts(answer: str) -> bool | str:
-            return True if answer.strip() == "?" else fault(answer) or True
+            return True if answer.strip() == "?" else problem(answer) or True
 
         question = questionary.text(
             text,

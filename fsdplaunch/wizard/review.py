@@ -72,7 +72,7 @@ def repeat_command(state: WizardState, file: FilePath, *, overwrite: bool = Fals
         file: The file.
         overwrite: Whether the command must replace a file.
     """
-    answers, settings = _said(state)
+    answers, settings = _repeatable_answers(state)
     words = ["fsdplaunch", "config"]
     for question in QUESTIONS:
         if answers.get(question.name):
@@ -85,7 +85,7 @@ def repeat_command(state: WizardState, file: FilePath, *, overwrite: bool = Fals
     return shlex.join([*words, *(["--overwrite"] if overwrite else []), "--yes"])
 
 
-def _said(state: WizardState) -> tuple[dict[str, str], dict[Path, Any]]:
+def _repeatable_answers(state: WizardState) -> tuple[dict[str, str], dict[Path, Any]]:
     """The options and the `--set`s that lead to the same values when nobody is asked and no file is edited."""
     answers = {name: text for name, text in state.answers.items() if text != KEEP}
     settings: dict[Path, Any] = {} if state.version == NEWEST else {VERSION: state.version}

@@ -50,11 +50,11 @@ class WizardState:
 
     @property
     def _is_old(self) -> bool:
-        """Whether the edited file means version 1 without saying so."""
+        """Whether the edited file means FSDP1 without setting fsdp_version."""
         if not self.editing:
             return False
-        said = [keys_by_path()[path].key.versions for path in self.base]
-        return (1,) in said or default_version(build_config(self.base)) == 1
+        versions = [keys_by_path()[path].key.versions for path in self.base]
+        return (1,) in versions or default_version(build_config(self.base)) == 1
 
     @property
     def num_nodes(self) -> int:

@@ -44,8 +44,8 @@ def step_words(state: WizardState) -> Iterator[str]:
     memory = state.machines.hardware.gpu_memory_bytes
     verdict = verdict_of(need.gpu, memory)
     limit = f" of {memory / GIB:.0f}" if memory else ""
-    said = f" ({verdict})" if verdict != "unknown" else ""
+    fits = f" ({verdict})" if verdict != "unknown" else ""
     yield (
-        f"One step of 1 x {setup.length} tokens per worker: {need.gpu / GIB:.1f}{limit} GiB per GPU{said}; "
+        f"One step of 1 x {setup.length} tokens per worker: {need.gpu / GIB:.1f}{limit} GiB per GPU{fits}; "
         f"fsdplaunch estimate {model.folder} says more."
     )

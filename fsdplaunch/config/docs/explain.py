@@ -49,7 +49,7 @@ def needs_torch(spec: KeySpec) -> str:
 
 def describe(spec: KeySpec, loaded: LoadedConfig | None = None) -> dict[str, Any]:
     """Return everything the schema says about a key; with a loaded file, its value and where that came from."""
-    said: dict[str, Any] = {
+    described: dict[str, Any] = {
         "key": spec.dotted,
         "text": spec.key.text,
         "values": spec.key.kind.expects,
@@ -63,9 +63,9 @@ def describe(spec: KeySpec, loaded: LoadedConfig | None = None) -> dict[str, Any
         "needs_torch": needs_torch(spec),
     }
     if loaded is not None:
-        said["value"] = plain_value(spec, value_at(loaded.config, spec.path))
-        said["origin"] = loaded.origins[spec.path].text
-    return said
+        described["value"] = plain_value(spec, value_at(loaded.config, spec.path))
+        described["origin"] = loaded.origins[spec.path].text
+    return described
 
 
 def explain(spec: KeySpec, loaded: LoadedConfig | None = None) -> str:

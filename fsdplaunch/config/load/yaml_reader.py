@@ -215,7 +215,7 @@ def _scalar(node: ScalarNode, *, verbatim: bool) -> Any:
 
 
 def read_text(data: str | bytes, source: str) -> YamlText:
-    """Read one YAML (or JSON) document. Never raises for a fault of the text: it is in `problems`.
+    """Read one YAML (or JSON) document. Never raises for what is wrong with the text: it is in `problems`.
 
     Args:
         data: The text, or a file's bytes, which must be UTF-8 with or without a byte order mark.
@@ -257,7 +257,7 @@ def _compose(text: YamlText, decoded: str) -> None:
 
 
 def _syntax(error: yaml.MarkedYAMLError, decoded: str) -> tuple[str, str | None]:
-    """PyYAML's words in ours, for the faults people make."""
+    """PyYAML's words in ours, for the mistakes people make."""
     mark, problem = error.problem_mark, str(error.problem or error.context)
     lines = decoded.splitlines()
     line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""

@@ -6,11 +6,11 @@ from fsdplaunch.config.rules import compute, launch_rules, sharding  # noqa: F40
 from fsdplaunch.config.rules.base import RULES, RuleContext, Violation
 
 
-def find_violations(view: RuleContext) -> Iterator[tuple[str, Violation]]:
+def find_violations(context: RuleContext) -> Iterator[tuple[str, Violation]]:
     """Every violation with the id of its rule, in the rules' order."""
     for rule_id, check in RULES.items():
-        for fault in check(view):
-            yield rule_id, fault
+        for violation in check(context):
+            yield rule_id, violation
 
 
 def all_rules() -> dict[str, str]:

@@ -45,10 +45,10 @@ def accelerate_values(config: Config) -> tuple[dict[KeyPath, Any], list[KeyChang
         UsageError: accelerate has no way to say it.
     """
     changes: list[KeyChange] = []
-    said = {path: value for path, value in values_to_write(config).items() if path[0] not in own_sections()}
-    said = {**_ALWAYS, **said, **_workers(config, changes), **_meeting(config)}
-    said = _sharding(config, said, changes)
-    return {spec.path: said[spec.path] for spec in all_keys() if said.get(spec.path) is not None}, changes
+    values = {path: value for path, value in values_to_write(config).items() if path[0] not in own_sections()}
+    values = {**_ALWAYS, **values, **_workers(config, changes), **_meeting(config)}
+    values = _sharding(config, values, changes)
+    return {spec.path: values[spec.path] for spec in all_keys() if values.get(spec.path) is not None}, changes
 
 
 def _workers(config: Config, changes: list[KeyChange]) -> dict[KeyPath, Any]:
@@ -69,29 +69,29 @@ def _meeting(config: Config) -> dict[KeyPath, Any]:
     }
 
 
-def _sharding(config: Config, said: dict[KeyPath, Any], changes: list[KeyChange]) -> dict[KeyPath, Any]:
+def _sharding(config: Config, values: dict[KeyPath, Any], changes: list[KeyChange]) -> dict[KeyPath, Any]:
     """fsdp_config and the mesh in the words its runtime reads."""
-    said = {path: value for path, value in said.items() if path[0] != "parallelism_config"}
+    values = {path: value for path, value in values.items() if path[0] != "parallelism_config"}
     if config.distributed_type != "FSDP":
-        return {path: value for path, value in said.items() if path[0] != "fsdp_config"}
+        return {path: value for path, value in values.items() if path[0] != "fsdp_config"}
     if config.fsdp_config.fsdp_version == 1:
         if config.parallelism_config != ParallelismConfig(parallelism_config_dp_replicate_size=1):
             message = "accelerate's version 1 has no mesh; HYBRID_SHARD makes one copy per machine"
             changes.append(KeyChange(key="parallelism_config", action="dropped", message=message))
-        return said
-    said.pop(fsdp("sharding_strategy"), None)
+        return values
+    values.pop(fsdp("sharding_strategy"), None)
     reshard = config.fsdp_config.fsdp_reshard_after_forward
     if not isinstance(reshard, bool):
         message = f"true instead of groups of {reshard}; accelerate knows true and false only"
         changes.append(KeyChange(key="fsdp_config.fsdp_reshard_after_forward", action="changed", message=message))
-        said[fsdp("reshard_after_forward")] = True
-    if said.pop(fsdp("forward_prefetch"), None):
+        values[fsdp("reshard_after_forward")] = True
+    if values.pop(fsdp("forward_prefetch"), None):
         message = "accelerate ignores it under version 2; blocks are gathered when they are needed"
         changes.append(KeyChange(key="fsdp_config.fsdp_forward_prefetch", action="dropped", message=message))
-    if said.pop(fsdp("sync_module_states"), None) is not None:
+    if values.pop(fsdp("sync_module_states"), None) is not None:
         message = "accelerate's version 2 sends rank 0's weights only with fsdp_cpu_ram_efficient_loading"
         changes.append(KeyChange(key="fsdp_config.fsdp_sync_module_states", action="dropped", message=message))
-    return said | _mesh(config)
+    return values | _mesh(config)
 
 
 def _mesh(config: Config) -> dict[KeyPath, Any]:
@@ -139,16 +139,16 @@ def keys_ignored_by_accelerate(loaded: LoadedConfig) -> tuple[str, ...]:
         for written, canonical in loaded.aliases.items()
         if key_prefix("fsdp_config") + written.rpartition(".")[2] != canonical
     ]
-    said = {path for path, origin in loaded.origins.items() if origin.layer == "file"}
+    in_file = {path for path, origin in loaded.origins.items() if origin.layer == "file"}
     lines += [
         f"{name}: accelerate takes it from its command line only"
         for name in ("rdzv_backend", "same_network", "enable_cpu_affinity", "downcast_bf16")
-        if (name,) in said
+        if (name,) in in_file
     ]
     version = loaded.config.fsdp_config.fsdp_version
-    if version == 1 and fsdp("reshard_after_forward") in said:
+    if version == 1 and fsdp("reshard_after_forward") in in_file:
         lines.append("fsdp_reshard_after_forward: accelerate runs FULL_SHARD whatever strategy is named here")
-    if version != 1 and fsdp("sharding_strategy") in said:
+    if version != 1 and fsdp("sharding_strategy") in in_file:
         lines.append("fsdp_sharding_strategy: accelerate reads fsdp_reshard_after_forward only")
     if version != 1 and value_at(loaded.config, fsdp("forward_prefetch")):
         lines.append("fsdp_forward_prefetch: accelerate ignores it under version 2")

@@ -80,17 +80,17 @@ def _steps(loaded: LoadedConfig) -> Iterator[_Step]:
     yield fsdp("version"), 2, KeyChange(key="fsdp_config.fsdp_version", action="changed", message="2")
     yield from _strategy(loaded)
     for path, message in _dropped(loaded.config).items():
-        if _said(loaded, path):
+        if _is_set(loaded, path):
             yield path, None, KeyChange(key=".".join(path), action="dropped", message=message)
     if loaded.config.fsdp_config.fsdp_state_dict_type == "LOCAL_STATE_DICT":
         message = "SHARDED_STATE_DICT; version 2 has no local flat shards, old checkpoints must be merged first"
         yield _changed(fsdp("state_dict_type"), "SHARDED_STATE_DICT", message)
-    elif not _said(loaded, fsdp("state_dict_type")):
+    elif not _is_set(loaded, fsdp("state_dict_type")):
         message = "FULL_STATE_DICT, which version 1 had by default; SHARDED_STATE_DICT is version 2's"
         yield _added(fsdp("state_dict_type"), "FULL_STATE_DICT", message)
 
 
-def _said(loaded: LoadedConfig, path: KeyPath) -> bool:
+def _is_set(loaded: LoadedConfig, path: KeyPath) -> bool:
     return loaded.origins[path].layer != "default"
 
 
@@ -107,14 +107,14 @@ def _strategy(loaded: LoadedConfig) -> Iterator[_Step]:
     reshard = fsdp("reshard_after_forward")
     keeps = strategy in KEEPS_GATHERED
     meaning = "false: parameters stay gathered until backward" if keeps else "true"
-    if _said(loaded, fsdp("sharding_strategy")):
-        message = f"{strategy} is said by fsdp_reshard_after_forward and the mesh"
+    if _is_set(loaded, fsdp("sharding_strategy")):
+        message = f"{strategy} is set by fsdp_reshard_after_forward and the mesh"
         yield (
             fsdp("sharding_strategy"),
             None,
             KeyChange(key="fsdp_config.fsdp_sharding_strategy", action="dropped", message=message),
         )
-    action = _changed if _said(loaded, reshard) else _added
+    action = _changed if _is_set(loaded, reshard) else _added
     yield action(reshard, not keeps, f"{meaning} ({strategy})")
     if strategy.startswith("HYBRID") or strategy == "NO_SHARD":
         yield from _mesh(loaded, strategy)
@@ -125,7 +125,7 @@ def _mesh(loaded: LoadedConfig, strategy: str) -> Iterator[_Step]:
     if strategy == "NO_SHARD":
         yield _added(copies, REST, "-1: every worker holds a copy (NO_SHARD)")
         yield _added(shards, 1, "1: nothing is sharded (NO_SHARD)")
-    elif not _said(loaded, copies) and not _said(loaded, shards):
+    elif not _is_set(loaded, copies) and not _is_set(loaded, shards):
         machines = loaded.config.num_machines
         yield _added(copies, machines, f"{machines}: one copy per machine ({strategy})")
 

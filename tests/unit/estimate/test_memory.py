@@ -189,11 +189,11 @@ def test_unknown_optimizer_is_refused_with_the_known_ones():
 
 
 @pytest.mark.parametrize(
-    ("asked", "gpus", "expected"),
+    ("given", "gpus", "expected"),
     [(None, 8, (8, 8)), (64, 8, (64, 8)), (None, 0, (2, 2)), (12, 8, (12, 6)), (6, 0, (6, 6))],
 )
-def test_ranks_come_from_the_command_line_then_the_file_then_the_machine(asked, gpus, expected):
-    assert ranks_of(loaded(), gpus=gpus, asked=asked) == expected
+def test_ranks_come_from_the_command_line_then_the_file_then_the_machine(given, gpus, expected):
+    assert ranks_of(loaded(), gpus=gpus, given=given) == expected
 
 
 def test_resized_run_keeps_its_way_to_shard():
