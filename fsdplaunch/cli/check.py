@@ -102,7 +102,7 @@ def shrunk(config: Config) -> tuple[Config, tuple[str, ...]]:
         notes.append(f"{strategy} needs more than {WORKERS} workers: checked as {inside}")
         strategy = inside  # type: ignore[assignment]
     elif config.parallelism_config.parallelism_config_dp_replicate_size not in (None, 1):
-        notes.append(f"the mesh needs more than {WORKERS} workers: checked with one copy of the model")
+        notes.append(f"the mesh needs more than {WORKERS} workers: checked with one replica of the model")
     if not isinstance(reshard, bool | str | None):
         reshard = True
     if fsdp.fsdp_offload_params:

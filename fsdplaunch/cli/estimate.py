@@ -28,7 +28,7 @@ class EstimateRequest:
 
     Attributes:
         source: A model folder, a config.json, or SCRIPT:FUNCTION; None for a model folder found here.
-        world: Ranks over all machines; None for the configuration's.
+        world: Ranks over all nodes; None for the configuration's.
         gpu_memory: Of one GPU, in bytes; None for that of the GPUs here.
         batch_size: Sequences per rank and step.
         length: Tokens of each; None for the model's own, up to 2,048.

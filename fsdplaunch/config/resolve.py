@@ -34,9 +34,9 @@ def resolve(config: Config) -> Config:
 
 
 def default_version(config: Config) -> int:
-    """The FSDP version of a file that names none: 1 if written for version 1 or for accelerate, else 2.
+    """The FSDP version of a file that names none: 1 if written for FSDP1 or for accelerate, else 2.
 
-    A key of version 1 that holds its default does not show here; `load` sees which keys a file says.
+    A key of FSDP1 that holds its default does not show here; `load` sees which keys a file says.
     """
     if config.compute_environment is not None:
         return 1
@@ -46,13 +46,13 @@ def default_version(config: Config) -> int:
 
 
 def keys_of_version_1() -> tuple[KeySpec, ...]:
-    """The keys that only files for version 1 say; accelerate has fsdp_sync_module_states there only."""
+    """The keys that only files for FSDP1 say; accelerate has fsdp_sync_module_states there only."""
     also = ("fsdp_config", "fsdp_sync_module_states")
     return tuple(spec for spec in all_keys() if spec.key.versions == (1,) or spec.path == also)
 
 
 def strategy_named(reshard: bool | int | str | None) -> str | None:
-    """Read fsdp_reshard_after_forward as version 1 does: a strategy's name or code."""
+    """Read fsdp_reshard_after_forward as FSDP1 does: a strategy's name or code."""
     if isinstance(reshard, str):
         return reshard
     if reshard is None or isinstance(reshard, bool) or not 1 <= reshard <= len(_STRATEGIES):
@@ -83,24 +83,24 @@ def _version_2(fsdp: FsdpConfig) -> dict[str, Any]:
         "fsdp_sharding_strategy": fsdp.fsdp_sharding_strategy or ("FULL_SHARD" if reshard else "SHARD_GRAD_OP"),
         "fsdp_reshard_after_forward": reshard,
         "fsdp_state_dict_type": fsdp.fsdp_state_dict_type or "SHARDED_STATE_DICT",
-        # Version 2 does so of its own accord; another value is refused by a rule.
+        # FSDP2 does so of its own accord; another value is refused by a rule.
         "fsdp_backward_prefetch": None if prefetch == "BACKWARD_PRE" else prefetch,
     }
 
 
 def _mesh(config: Config, fsdp: FsdpConfig) -> ParallelismConfig:
-    """Translate the strategies that mean a mesh under version 2. Sizes that are set stay."""
+    """Translate the strategies that mean a mesh under FSDP2. Sizes that are set stay."""
     configured = config.parallelism_config
-    copies, shards = configured.parallelism_config_dp_replicate_size, configured.parallelism_config_dp_shard_size
+    replicas, shards = configured.parallelism_config_dp_replicate_size, configured.parallelism_config_dp_shard_size
     strategy = fsdp.fsdp_sharding_strategy or "FULL_SHARD"
     if fsdp.fsdp_version == 1:
         pass
     elif strategy == "NO_SHARD":
-        copies, shards = copies or REST, shards or 1
-    elif strategy.startswith("HYBRID") and copies is None:
-        copies = config.num_machines if shards in (None, REST) else REST
+        replicas, shards = replicas or REST, shards or 1
+    elif strategy.startswith("HYBRID") and replicas is None:
+        replicas = config.num_machines if shards in (None, REST) else REST
     return replace(
-        configured, parallelism_config_dp_replicate_size=copies or 1, parallelism_config_dp_shard_size=shards
+        configured, parallelism_config_dp_replicate_size=replicas or 1, parallelism_config_dp_shard_size=shards
     )
 
 

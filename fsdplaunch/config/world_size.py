@@ -11,7 +11,7 @@ CPU_WORKERS = 2
 
 
 def node_range(config: Config) -> tuple[int, int]:
-    """The fewest and the most machines a run may have."""
+    """The fewest and the most nodes a run may have."""
     if config.launch.nodes is None:
         return config.num_machines, config.num_machines
     least, _, most = config.launch.nodes.partition(":")
@@ -19,7 +19,7 @@ def node_range(config: Config) -> tuple[int, int]:
 
 
 def workers_per_node(config: Config) -> int | None:
-    """Workers on each machine, or None when that depends on the machine's GPUs."""
+    """Workers on each node, or None when that depends on the node's GPUs."""
     configured = config.launch.workers_per_node
     if isinstance(configured, int):
         return configured
@@ -33,7 +33,7 @@ def workers_per_node(config: Config) -> int | None:
 
 
 def world_size(config: Config) -> int | None:
-    """Workers over all machines, or None when that depends on the machines' GPUs."""
+    """Workers over all nodes, or None when that depends on the nodes' GPUs."""
     if isinstance(config.num_processes, int):
         return config.num_processes
     configured = config.launch.workers_per_node
@@ -41,27 +41,27 @@ def world_size(config: Config) -> int | None:
 
 
 def mesh_sizes(config: Config, world: int) -> tuple[int, int]:
-    """Return (copies, ranks per copy) for a number of workers; their product is `world`.
+    """Return (replicas, ranks per replica) for a number of workers; their product is `world`.
 
     Args:
         config: Resolved.
-        world: Number of workers over all machines.
+        world: Number of workers over all nodes.
 
     Raises:
         UsageError: The sizes do not fit.
     """
     sizes = config.parallelism_config
-    copies, shards = (
+    replicas, shards = (
         sizes.parallelism_config_dp_replicate_size or 1,
         sizes.parallelism_config_dp_shard_size or REST,
     )
-    known = max(copies, 1) * max(shards, 1)
-    if REST in (copies, shards) and world % known == 0:
-        copies, shards = (world // known if size == REST else size for size in (copies, shards))
-    if copies * shards != world or min(copies, shards) < 1:
-        msg = f"a mesh of {copies} x {shards} does not fit {world} workers"
+    known = max(replicas, 1) * max(shards, 1)
+    if REST in (replicas, shards) and world % known == 0:
+        replicas, shards = (world // known if size == REST else size for size in (replicas, shards))
+    if replicas * shards != world or min(replicas, shards) < 1:
+        msg = f"a mesh of {replicas} x {shards} does not fit {world} workers"
         raise UsageError(msg, hint="the sizes must multiply to the number of workers; -1 takes the rest")
-    return copies, shards
+    return replicas, shards
 
 
 def with_mesh(config: Config, world: int) -> Config:
@@ -75,10 +75,10 @@ def with_mesh(config: Config, world: int) -> Config:
     mesh = config.parallelism_config
     if mesh.parallelism_config_dp_replicate_size == 1 and mesh.parallelism_config_dp_shard_size is None:
         return config
-    copies, shards = mesh_sizes(config, world)
+    replicas, shards = mesh_sizes(config, world)
     return replace(
         config,
         parallelism_config=replace(
-            mesh, parallelism_config_dp_replicate_size=copies, parallelism_config_dp_shard_size=shards
+            mesh, parallelism_config_dp_replicate_size=replicas, parallelism_config_dp_shard_size=shards
         ),
     )

@@ -94,9 +94,9 @@ def _candidates(case: MemoryCase, yours: TrainingSetup) -> Iterator[tuple[str, s
         )
     if yours.shards < yours.world:
         yield (
-            f"split over all {yours.world} ranks",
+            f"shard over all {yours.world} ranks",
             "fsdp_sharding_strategy=FULL_SHARD",
-            "gathers cross machines" if yours.world > yours.per_node else "gathers in forward and backward",
+            "gathers cross nodes" if yours.world > yours.per_node else "gathers in forward and backward",
             replace(yours, shards=yours.world, strategy="FULL_SHARD", keeps=0),
         )
     compute = yours.widths(case.sizes)[1]
@@ -131,14 +131,14 @@ def resized(yours: TrainingSetup, world: int) -> TrainingSetup:
     """The same run with another number of ranks, sharded in the same way."""
     inside = yours.strategy.startswith("HYBRID")
     per_node = min(yours.per_node, world)
-    shards = 1 if yours.strategy == "NO_SHARD" else per_node if inside else max(1, world // yours.copies)
+    shards = 1 if yours.strategy == "NO_SHARD" else per_node if inside else max(1, world // yours.replicas)
     return replace(yours, world=max(world, shards), per_node=per_node, shards=min(shards, world))
 
 
 def fewest_ranks(case: MemoryCase, yours: TrainingSetup, memory: int) -> int | None:
     """Return the smallest number of ranks with which the run fits, or None when no number is enough.
 
-    Ranks beyond one machine come in whole machines.
+    Ranks beyond one node come in whole nodes.
 
     Args:
         case: The model.
@@ -147,7 +147,7 @@ def fewest_ranks(case: MemoryCase, yours: TrainingSetup, memory: int) -> int | N
     """
     if yours.strategy == "NO_SHARD":
         return 1 if _fits(case, yours, memory) else None
-    single = replace(yours, shards=1, world=1)  # one copy; more copies change nothing per rank
+    single = replace(yours, shards=1, world=1)  # one replica; more replicas change nothing per rank
 
     def at(ranks: int) -> bool:
         spread = replace(single, world=ranks, shards=ranks, per_node=min(ranks, yours.per_node))

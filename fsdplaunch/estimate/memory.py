@@ -31,7 +31,7 @@ class MemoryNeed:
         moments: Bytes on the GPU at each moment, by what they are for.
         context: Bytes that the GPU's driver and libraries take on top.
         host: Bytes per rank in host memory while training.
-        loading: Bytes per machine in host memory while weights are read.
+        loading: Bytes per node in host memory while weights are read.
         checkpoint: Bytes of one checkpoint, over all files.
         has_activations: Whether activations are known and counted.
     """
@@ -66,7 +66,7 @@ class MemoryNeed:
 
     @property
     def host_per_node(self) -> int:
-        """Bytes of host memory on each machine while training."""
+        """Bytes of host memory on each node while training."""
         return self.host * self.setup.per_node
 
 

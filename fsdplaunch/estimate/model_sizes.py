@@ -58,7 +58,7 @@ class UnitSize:
         return max((tensor.shape[0] for tensor, _ in self.tensors if tensor.shape), default=1)
 
     def share(self, ranks: int, *, flat: bool = False) -> int:
-        """Elements of one unit that a rank holds; flat: cut anywhere, as FSDP version 1 does."""
+        """Elements of one unit that a rank holds; flat: cut anywhere, as FSDP1 does."""
         if flat:
             return -(-self.parameters // ranks)
         return sum(tensor.share(ranks) * number for tensor, number in self.tensors)
@@ -174,7 +174,7 @@ def _ordered(content: Counter[TensorSize]) -> tuple[tuple[TensorSize, int], ...]
 def _width(path: Path, name: str, code: str) -> int:
     found = next((dtype.size for dtype in DTYPES.values() if dtype.code == code), 0)
     if not found:
-        msg = f"{path}: {name} has the unknown number format {code}"
+        msg = f"{path}: {name} has the unknown dtype {code}"
         raise UsageError(msg)
     return found
 

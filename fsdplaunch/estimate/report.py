@@ -205,7 +205,7 @@ def make_report(
 
 def name_of(setup: TrainingSetup) -> str:
     """A way to shard in a few words: `HYBRID_SHARD 2 x 8, offload`."""
-    layout = f" {setup.copies} x {setup.shards}" if setup.copies > 1 and setup.shards > 1 else ""
+    layout = f" {setup.replicas} x {setup.shards}" if setup.replicas > 1 and setup.shards > 1 else ""
     return f"{setup.strategy}{layout}{', offload' if setup.offload else ''}"
 
 
@@ -224,7 +224,7 @@ def _own_notes(case: MemoryCase, need: MemoryNeed, host_memory: int | None) -> l
         for amount, what in ((need.host_per_node, "training"), (need.loading, "loading the weights")):
             if amount > host_memory:
                 notes.append(
-                    f"{what} needs {amount / GIB:.0f} GiB of host memory per machine, "
+                    f"{what} needs {amount / GIB:.0f} GiB of host memory per node, "
                     f"this one has {host_memory / GIB:.0f}"
                 )
     rows = max((unit.rows for unit in (case.sizes.root, *case.sizes.blocks)), default=1)

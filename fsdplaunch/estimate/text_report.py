@@ -123,7 +123,7 @@ def _answers(report: Report) -> Iterator[str]:
             batch = f"{report.batch} x {setup.length} tokens per rank" if report.batch else "not even 1"
             yield f"largest batch   {batch}, with {setup.world} ranks"
     loading, offloaded = need.loading / GIB, need.host_per_node / GIB
-    yield f"host memory     {loading:.1f} GiB per machine while loading, {offloaded:.1f} for offloaded state"
+    yield f"host memory     {loading:.1f} GiB per node while loading, {offloaded:.1f} for offloaded state"
     yield f"checkpoint      {need.checkpoint / GIB:.1f} GiB, optimizer included"
 
 

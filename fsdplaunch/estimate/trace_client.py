@@ -66,8 +66,8 @@ def trace_step(
         config: Resolved.
         source: Path of a `config.json`, or of a script.
         function: Name of the script's function that builds the model; empty for a `config.json`.
-        world: Ranks over all machines.
-        per_node: Ranks on each machine.
+        world: Ranks over all nodes.
+        per_node: Ranks on each node.
         batch_size: Sequences per rank and step.
         length: Tokens of each.
         optimizer: Its name.
@@ -76,7 +76,7 @@ def trace_step(
         LaunchError: The model cannot be built, sharded or traced.
     """
     if config.fsdp_config.fsdp_version == 1:
-        msg = "the exact estimate covers fsdp_version 2 only: torch's memory tracker does not know version 1"
+        msg = "the exact estimate covers FSDP2 only: torch's memory tracker does not know FSDP1"
         raise UsageError(msg, hint="leave --exact out, or set fsdp_version to 2")
     request = {
         "source": source, "function": function, "world": world, "per_node": per_node, "batch_size": batch_size,

@@ -16,9 +16,9 @@ class TrainingSetup:
 
     Attributes:
         strategy: Name of the sharding strategy, for people.
-        world: Ranks over all machines.
-        per_node: Ranks on each machine.
-        shards: Ranks that one copy of the model is split over.
+        world: Ranks over all nodes.
+        per_node: Ranks on each node.
+        shards: Ranks that one replica of the model is sharded over.
         keeps: After forward gathered parameters are freed (0), kept (1), or kept split over so many ranks.
         version: Of FSDP.
         master: Bytes per element of what is kept; 0 for the model's own.
@@ -33,7 +33,7 @@ class TrainingSetup:
         batch_size: Sequences per rank and step.
         length: Tokens of each.
         on_gpu: Whether the run computes on GPUs.
-        ram_efficient: Whether only one rank of a machine reads weights.
+        ram_efficient: Whether only one rank of a node reads weights.
     """
 
     strategy: str
@@ -57,8 +57,8 @@ class TrainingSetup:
     ram_efficient: bool = True
 
     @property
-    def copies(self) -> int:
-        """Copies of the model over all machines."""
+    def replicas(self) -> int:
+        """Replicas of the model over all nodes."""
         return self.world // self.shards
 
     @property
@@ -80,8 +80,8 @@ def training_setup(
 
     Args:
         config: Resolved.
-        world: Ranks over all machines.
-        per_node: Ranks on each machine.
+        world: Ranks over all nodes.
+        per_node: Ranks on each node.
         batch_size: Sequences per rank and step.
         length: Tokens of each.
         optimizer: A key of STATES.
@@ -124,7 +124,7 @@ def training_setup(
 
 
 def shard_ranks(config: Config, world: int, per_node: int) -> int:
-    """Return over how many ranks one copy of the model is split.
+    """Return over how many ranks one replica of the model is sharded.
 
     Raises:
         UsageError: The configured sizes do not fit the ranks.
@@ -132,14 +132,14 @@ def shard_ranks(config: Config, world: int, per_node: int) -> int:
     strategy = config.fsdp_config.fsdp_sharding_strategy or "FULL_SHARD"
     if strategy == "NO_SHARD":
         return 1
-    copies, shards = mesh_sizes(config, world)
-    if strategy.startswith("HYBRID") and copies == 1 and world > per_node:
+    replicas, shards = mesh_sizes(config, world)
+    if strategy.startswith("HYBRID") and replicas == 1 and world > per_node:
         return per_node
     return shards
 
 
 def ranks_of(config: Config, *, gpus: int, given: int | None) -> tuple[int, int]:
-    """Return (ranks over all machines, ranks on each).
+    """Return (ranks over all nodes, ranks on each).
 
     Args:
         config: Resolved.

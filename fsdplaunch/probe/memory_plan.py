@@ -25,7 +25,7 @@ class Sharding:
     """A way to shard, as far as memory depends on it.
 
     Attributes:
-        ranks: Ranks one copy of the model is split over.
+        ranks: Ranks that one replica of the model is sharded over.
         compute: Format of mixed_precision: no, bf16, fp16 or fp8.
         reshard: Whether gathered blocks are freed after forward.
         offload: Whether what is kept lives in host memory.

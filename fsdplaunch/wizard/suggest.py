@@ -36,12 +36,12 @@ class SuggestionFacts:
 
     @property
     def gpus_per_node(self) -> int:
-        """GPUs on each machine: what is seen here, else what the scheduler gave."""
+        """GPUs on each node: what is seen here, else what the scheduler gave."""
         return len(self.hardware.gpus) or self.cluster.gpus_on_node or 0
 
     @property
     def num_nodes(self) -> int:
-        """Machines in the job, 1 when nobody says."""
+        """Nodes in the job, 1 when nobody says."""
         return self.cluster.num_nodes or 1
 
 
@@ -97,9 +97,9 @@ def suggest_for(facts: SuggestionFacts) -> Suggestion:
 
 def _places(facts: SuggestionFacts) -> list[_Choice]:
     nodes, per_node = facts.num_nodes, facts.gpus_per_node
-    places = [_Choice(("num_machines",), nodes, "machines of this run")] if nodes > 1 else []
+    places = [_Choice(("num_machines",), nodes, "nodes of this run")] if nodes > 1 else []
     if per_node > 0:
-        across = f"one for each of {per_node} GPUs on {nodes} machines"
+        across = f"one for each of {per_node} GPUs on {nodes} nodes"
         here = f"one for each of {per_node} GPUs" if per_node > 1 else "one GPU"
         return [*places, _Choice(("num_processes",), nodes * per_node, across if nodes > 1 else here)]
     if facts.elsewhere:
@@ -127,7 +127,7 @@ def _sharding(facts: SuggestionFacts) -> list[_Choice]:
         _Choice((section, "fsdp_version"), 2, "the implementation torch develops"),
         _Choice((section, "fsdp_sharding_strategy"), "FULL_SHARD", "least memory per worker"),
         _Choice((section, "fsdp_auto_wrap_policy"), "TRANSFORMER_BASED_WRAP", "each repeated block is one unit"),
-        _Choice((section, "fsdp_state_dict_type"), "SHARDED_STATE_DICT", "every worker writes its own part"),
+        _Choice((section, "fsdp_state_dict_type"), "SHARDED_STATE_DICT", "every worker writes its own shards"),
     ]
     if _needs_offload(facts):
         reason = "the model does not fit the GPUs otherwise"
@@ -136,7 +136,7 @@ def _sharding(facts: SuggestionFacts) -> list[_Choice]:
             _Choice((section, "fsdp_activation_checkpointing"), True, reason),
         ]
     if _loads_too_often(facts):
-        reason = "every worker loading its own copy would fill this machine's memory"
+        reason = "every worker loading the full model would fill this machine's memory"
         chosen.append(_Choice((section, "fsdp_cpu_ram_efficient_loading"), True, reason))
     return chosen
 
@@ -174,7 +174,7 @@ def _notes(facts: SuggestionFacts) -> list[str]:
     if given and seen and seen != given:
         notes.append(f"the scheduler gave {given} GPUs to this machine, {seen} are visible")
     if facts.gpus_per_node == 1 and facts.num_nodes == 1:
-        notes.append("with one GPU nothing is split; sharding starts to save memory at two")
+        notes.append("with one GPU nothing is sharded; sharding starts to save memory at two")
     if _needs_offload(facts):
         notes += _offload_notes(facts)
     return notes

@@ -77,7 +77,7 @@ def explain(spec: KeySpec, loaded: LoadedConfig | None = None) -> str:
         head += f"    yours: {shown} ({loaded.origins[spec.path].text})"
     facts = [("values", spec.key.kind.expects), ("env", spec.env)]
     if len(spec.key.versions) == 1:
-        facts.append(("only", f"fsdp_version {spec.key.versions[0]}"))
+        facts.append(("only", f"FSDP{spec.key.versions[0]}"))
     if spec.key.needs_torch:
         facts.append(("needs", needs_torch(spec)))
     if spec.key.aliases:

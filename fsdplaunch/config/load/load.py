@@ -210,7 +210,7 @@ def _notes(layer: Layer, context: RuleContext) -> tuple[str, ...]:
         notes.append(f"without effect here: {', '.join(noise)}")
     if context.version != 1:
         notes += [
-            f"{spec.name} is left out under fsdp_version 2, which does the same of its own accord"
+            f"{spec.name} is left out under FSDP2, which does the same of its own accord"
             for spec in all_keys()
             if spec.key.versions == (1,)
             and spec.path in context.set_paths

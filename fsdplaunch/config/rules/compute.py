@@ -13,7 +13,7 @@ _REGIONAL = ("dynamo_config", "dynamo_use_regional_compilation")
 
 @rule("fp8")
 def _fp8(context: RuleContext) -> Iterator[Violation]:
-    """mixed_precision: fp8 with another library than torchao, or under fsdp_version 1."""
+    """mixed_precision: fp8 with another library than torchao, or under FSDP1."""
     if context.config.mixed_precision != "fp8":
         return
     backend = context.config.fp8_config.backend
@@ -21,7 +21,7 @@ def _fp8(context: RuleContext) -> Iterator[Violation]:
         message = f"{backend} is not supported, only AO (torchao) is"
         yield Violation(about=(_BACKEND, ("mixed_precision",)), message=message, hint="use AO, or leave it out")
     if context.version == 1 and context.shards:
-        message = "fp8 needs fsdp_version 2"
+        message = "fp8 needs FSDP2"
         yield Violation(about=(("mixed_precision",), fsdp("version")), message=message, hint="set fsdp_version: 2")
 
 

@@ -9,7 +9,7 @@ from fsdplaunch.config.world_size import node_range, workers_per_node, world_siz
 _PROCESSES = ("num_processes",)
 _MACHINES = ("num_machines",)
 _PER_NODE = ("launch", "workers_per_node")
-_COPIES = ("parallelism_config", "parallelism_config_dp_replicate_size")
+_REPLICAS = ("parallelism_config", "parallelism_config_dp_replicate_size")
 _OWN = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 )
@@ -27,12 +27,12 @@ def _divisible(context: RuleContext) -> Iterator[Violation]:
         return
     if isinstance(per_node, int):
         if total != per_node * machines:
-            message = f"{total} is not {per_node} workers_per_node x {machines} machines"
+            message = f"{total} is not {per_node} workers_per_node x {machines} nodes"
             about = (_PROCESSES, _PER_NODE, _MACHINES)
             yield Violation(about=about, message=message, hint="leave num_processes out, or make them agree")
     elif per_node is None and total % machines:
-        message = f"{total} workers cannot be split evenly over {machines} machines"
-        hint = "num_processes counts all machines; with unequal machines set launch.workers_per_node: auto"
+        message = f"{total} workers cannot be split evenly over {machines} nodes"
+        hint = "num_processes counts all nodes; with unequal nodes set launch.workers_per_node: auto"
         yield Violation(about=(_PROCESSES, _MACHINES), message=message, hint=hint)
 
 
@@ -53,7 +53,7 @@ def _machine_rank(context: RuleContext) -> Iterator[Violation]:
     """machine_rank outside 0 to num_machines - 1."""
     rank, machines = context.config.machine_rank, context.config.num_machines
     if rank is not None and rank >= machines:
-        message = f"{rank} is not below num_machines {machines}; machines count from 0"
+        message = f"{rank} is not below num_machines {machines}; nodes count from 0"
         yield Violation(about=(("machine_rank",), _MACHINES), message=message, hint="leave machine_rank out")
 
 
@@ -67,7 +67,7 @@ def _gpu_count(context: RuleContext) -> Iterator[Violation]:
     if len(set(names)) < len(names):
         yield Violation(about=(("gpu_ids",),), message=f"{ids} names a GPU twice", hint="name each GPU once")
     elif workers is not None and len(names) < workers and not context.config.use_cpu:
-        message = f"{len(names)} GPUs cannot serve {workers} workers on each machine"
+        message = f"{len(names)} GPUs cannot serve {workers} workers on each node"
         about = (("gpu_ids",), _PROCESSES, _PER_NODE)
         yield Violation(about=about, message=message, hint=f"name {workers} GPUs, or lower the number of workers")
 
@@ -107,7 +107,7 @@ def _elastic_run(context: RuleContext) -> Iterator[Violation]:
     least, most = node_range(config)
     if least == most:
         return
-    why = f"launch.nodes {config.launch.nodes} lets machines come and go"
+    why = f"launch.nodes {config.launch.nodes} lets nodes come and go"
     if config.rdzv_backend == "static":
         yield Violation(about=(("rdzv_backend",),), message=f"{why}, and static cannot", hint="use c10d")
     if isinstance(config.num_processes, int):
@@ -116,9 +116,9 @@ def _elastic_run(context: RuleContext) -> Iterator[Violation]:
             about=(_PROCESSES,), message=f"{why}, and {config.num_processes} workers do not", hint=hint
         )
     if config.parallelism_config.parallelism_config_dp_replicate_size not in (None, 1):
-        about = (("fsdp_config", "fsdp_sharding_strategy"), _COPIES)
-        message = f"{why}, and a number of copies does not"
-        yield Violation(about=about, message=message, hint="use FULL_SHARD, over however many machines there are")
+        about = (("fsdp_config", "fsdp_sharding_strategy"), _REPLICAS)
+        message = f"{why}, and a number of replicas does not"
+        yield Violation(about=about, message=message, hint="use FULL_SHARD, over however many nodes there are")
 
 
 @rule("shown-rank")
@@ -143,7 +143,7 @@ def _local_rank(context: RuleContext) -> Iterator[Violation]:
     }
     for name, ranks in uses.items():
         if workers is not None and ranks and max(ranks) >= workers:
-            message = f"local rank {max(ranks)} does not exist among {workers} workers on each machine"
+            message = f"local rank {max(ranks)} does not exist among {workers} workers on each node"
             yield Violation(about=(("launch", name), _PROCESSES, _PER_NODE), message=message, hint="count from 0")
 
 

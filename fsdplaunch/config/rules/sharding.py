@@ -8,9 +8,9 @@ from fsdplaunch.config.schema.walk import Path, all_keys, keys_by_path, value_at
 from fsdplaunch.config.world_size import world_size
 
 _INSTEAD: dict[Path, str] = {
-    fsdp("backward_prefetch"): "version 2 always gathers the next unit ahead, as BACKWARD_PRE does; leave it out",
-    fsdp("use_orig_params"): "version 2 always shows the model's own parameters; leave it out",
-    ("precision", "buffer"): "version 2 leaves buffers in their own format; leave it out",
+    fsdp("backward_prefetch"): "FSDP2 always gathers the next unit ahead, as BACKWARD_PRE does; leave it out",
+    fsdp("use_orig_params"): "FSDP2 always shows the model's own parameters; leave it out",
+    ("precision", "buffer"): "FSDP2 leaves buffers in their own dtype; leave it out",
     fsdp("activation_checkpointing_offload"): "use fsdp_version: 2, or leave it out",
     ("precision", "output"): "use fsdp_version: 2, or leave it out",
 }
@@ -38,30 +38,30 @@ def _wrong_version(context: RuleContext) -> Iterator[Violation]:
     for spec in all_keys():
         if context.version in spec.key.versions or not context.sets(spec) or _same_anyway(context, spec.path):
             continue
-        message = f"{shown_value(value_at(context.given, spec.path))} has no meaning under fsdp_version {context.version}"
+        message = f"{shown_value(value_at(context.given, spec.path))} has no meaning under FSDP{context.version}"
         yield Violation(about=(spec.path, _VERSION), message=message, hint=_INSTEAD.get(spec.path))
 
 
 def _same_anyway(context: RuleContext, path: Path) -> bool:
-    """Whether version 2 does of its own accord what a key of version 1 asks for."""
+    """Whether FSDP2 does of its own accord what a key of FSDP1 asks for."""
     return path == fsdp("backward_prefetch") and context.given.fsdp_config.fsdp_backward_prefetch == "BACKWARD_PRE"
 
 
 @rule("local-state-dict")
 def _local_state_dict(context: RuleContext) -> Iterator[Violation]:
-    """LOCAL_STATE_DICT under version 2."""
+    """LOCAL_STATE_DICT under FSDP2."""
     if context.version != 1 and context.given.fsdp_config.fsdp_state_dict_type == "LOCAL_STATE_DICT":
-        message = "LOCAL_STATE_DICT exists only under fsdp_version 1"
+        message = "LOCAL_STATE_DICT exists only under FSDP1"
         yield Violation(about=(fsdp("state_dict_type"), _VERSION), message=message, hint="use SHARDED_STATE_DICT")
 
 
 @rule("local-state-dict-copies")
 def _local_copies(context: RuleContext) -> Iterator[Violation]:
-    """LOCAL_STATE_DICT with a strategy that makes copies of the model: torch cannot write their flat shards."""
+    """LOCAL_STATE_DICT with a strategy that makes replicas of the model: torch cannot write their flat shards."""
     strategy = context.config.fsdp_config.fsdp_sharding_strategy or ""
-    copies = strategy.startswith("HYBRID") or strategy == "NO_SHARD"
-    if context.version == 1 and copies and context.given.fsdp_config.fsdp_state_dict_type == "LOCAL_STATE_DICT":
-        message = f"LOCAL_STATE_DICT cannot hold a model with copies, as {strategy} makes them"
+    replicas = strategy.startswith("HYBRID") or strategy == "NO_SHARD"
+    if context.version == 1 and replicas and context.given.fsdp_config.fsdp_state_dict_type == "LOCAL_STATE_DICT":
+        message = f"LOCAL_STATE_DICT cannot hold a model with replicas, as {strategy} makes them"
         about = (fsdp("state_dict_type"), fsdp("sharding_strategy"))
         yield Violation(about=about, message=message, hint="use SHARDED_STATE_DICT")
 
@@ -74,18 +74,18 @@ def _reshard_value(context: RuleContext) -> Iterator[Violation]:
     if reshard is None:
         return
     if context.version == 1 and strategy_named(reshard) is None:
-        message = f"{shown_value(reshard)} is not a sharding strategy, which fsdp_version 1 needs here"
+        message = f"{shown_value(reshard)} is not a sharding strategy, which FSDP1 needs here"
         hint = "FULL_SHARD is what true means, SHARD_GRAD_OP what false means; or use fsdp_version: 2"
         yield Violation(about=about, message=message, hint=hint)
     if context.version != 1 and isinstance(reshard, str):
-        message = f"{reshard} is a strategy of fsdp_version 1; version 2 needs true, false or a number of ranks"
+        message = f"{reshard} is a strategy of FSDP1; FSDP2 needs true, false or a number of ranks"
         hint = f"write fsdp_sharding_strategy: {reshard}, or true or false here"
         yield Violation(about=about, message=message, hint=hint)
 
 
 @rule("strategy-against-reshard")
 def _strategy_against_reshard(context: RuleContext) -> Iterator[Violation]:
-    """fsdp_sharding_strategy and fsdp_reshard_after_forward say different things."""
+    """fsdp_sharding_strategy and fsdp_reshard_after_forward contradict each other."""
     given = context.given.fsdp_config
     strategy, reshard = given.fsdp_sharding_strategy, given.fsdp_reshard_after_forward
     if strategy is None or reshard is None:
@@ -105,12 +105,12 @@ def _strategy_against_reshard(context: RuleContext) -> Iterator[Violation]:
 
 @rule("hybrid-without-copies")
 def _hybrid(context: RuleContext) -> Iterator[Violation]:
-    """HYBRID_SHARD or HYBRID_SHARD_ZERO2 where there would be one copy only."""
+    """HYBRID_SHARD or HYBRID_SHARD_ZERO2 where there would be one replica only."""
     strategy = context.config.fsdp_config.fsdp_sharding_strategy or ""
     sizes = context.given.parallelism_config
     alone = context.config.num_machines == 1 and sizes.parallelism_config_dp_replicate_size in (None, 1)
     if strategy.startswith("HYBRID") and alone and sizes.parallelism_config_dp_shard_size in (None, REST):
-        message = f"{strategy} on one machine needs the number of copies"
+        message = f"{strategy} on one node needs the number of replicas"
         hint = "set parallelism_config_dp_replicate_size, or use FULL_SHARD"
         about = (fsdp("sharding_strategy"), fsdp("reshard_after_forward"), mesh("dp_replicate"), ("num_machines",))
         yield Violation(about=about, message=message, hint=hint)
@@ -122,13 +122,13 @@ def _copies(context: RuleContext) -> Iterator[Violation]:
     strategy = context.config.fsdp_config.fsdp_sharding_strategy or ""
     sizes = context.given.parallelism_config
     about = (mesh("dp_replicate"), mesh("dp_shard"), fsdp("sharding_strategy"), _VERSION)
-    copies, shards = sizes.parallelism_config_dp_replicate_size, sizes.parallelism_config_dp_shard_size
+    replicas, shards = sizes.parallelism_config_dp_replicate_size, sizes.parallelism_config_dp_shard_size
     if (
         context.version == 1
         and not strategy.startswith("HYBRID")
-        and (copies not in (None, 1) or shards is not None)
+        and (replicas not in (None, 1) or shards is not None)
     ):
-        message = f"a mesh under fsdp_version 1 needs HYBRID_SHARD, not {strategy}"
+        message = f"a mesh under FSDP1 needs HYBRID_SHARD, not {strategy}"
         yield Violation(
             about=about, message=message, hint="use HYBRID_SHARD, HYBRID_SHARD_ZERO2, or fsdp_version: 2"
         )
@@ -141,37 +141,37 @@ def _copies(context: RuleContext) -> Iterator[Violation]:
 def _mesh_size(context: RuleContext) -> Iterator[Violation]:
     """Mesh sizes that do not multiply to the number of workers."""
     sizes = context.config.parallelism_config
-    copies, shards = (
+    replicas, shards = (
         sizes.parallelism_config_dp_replicate_size or 1,
         sizes.parallelism_config_dp_shard_size or REST,
     )
     world = world_size(context.config)
     about = (mesh("dp_replicate"), mesh("dp_shard"), ("num_processes",), ("launch", "workers_per_node"))
-    if copies == REST and shards == REST:
+    if replicas == REST and shards == REST:
         message = "dp_replicate_size and dp_shard_size cannot both be the rest"
         yield Violation(about=about, message=message, hint="give one of them a number")
     elif world is not None:
-        product = max(copies, 1) * max(shards, 1)
-        open_end = REST in (copies, shards)
+        product = max(replicas, 1) * max(shards, 1)
+        open_end = REST in (replicas, shards)
         if (world % product) if open_end else (product != world):
-            parts = f"{copies} x {shards}" if not open_end else str(product)
+            parts = f"{replicas} x {shards}" if not open_end else str(product)
             message = f"a mesh of {parts} does not fit {world} workers"
             yield Violation(about=about, message=message, hint="the sizes must multiply to the number of workers")
 
 
 @rule("reshard-group")
 def _reshard_group(context: RuleContext) -> Iterator[Violation]:
-    """fsdp_reshard_after_forward names a group size that does not divide the ranks of a copy."""
+    """fsdp_reshard_after_forward names a group size that does not divide the ranks of a replica."""
     group = context.config.fsdp_config.fsdp_reshard_after_forward
     world = world_size(context.config)
     if context.version == 1 or isinstance(group, bool | str | None) or world is None:
         return
     sizes = context.config.parallelism_config
-    copies = max(sizes.parallelism_config_dp_replicate_size or 1, 1)
+    replicas = max(sizes.parallelism_config_dp_replicate_size or 1, 1)
     shards = sizes.parallelism_config_dp_shard_size or REST
-    ranks = shards if shards != REST else world // copies
+    ranks = shards if shards != REST else world // replicas
     if ranks % group:
-        message = f"groups of {group} do not divide the {ranks} ranks a copy is sharded over"
+        message = f"groups of {group} do not divide the {ranks} ranks a replica is sharded over"
         about = (fsdp("reshard_after_forward"), mesh("dp_shard"), ("num_processes",))
         yield Violation(about=about, message=message, hint="use true, false or a divisor")
 

@@ -43,7 +43,7 @@ class Fp8Config:
     margin: int = _other_key(v.WHOLE, 0, "TE: margin of the scaling factor.", env="ACCELERATE_FP8_MARGIN")
     interval: int = _other_key(v.COUNT, 1, "TE: steps between new scaling factors.", env="ACCELERATE_FP8_INTERVAL")
     fp8_format: v.Fp8FormatName = _other_key(
-        v.FP8_FORMAT, "HYBRID", "TE: number format of forward and backward.", env="ACCELERATE_FP8_FORMAT"
+        v.FP8_FORMAT, "HYBRID", "TE: dtype of forward and backward.", env="ACCELERATE_FP8_FORMAT"
     )
     amax_history_length: int = _other_key(
         v.COUNT,

@@ -47,7 +47,7 @@ class Config:
     compute_environment: v.EnvironmentName | None = key(
         v.ENVIRONMENT,
         None,
-        "Written by accelerate. A file that says it means fsdp_version 1 where it names none.",
+        "Written by accelerate. A file with this key means FSDP1 where it sets no fsdp_version.",
     )
     distributed_type: v.DistributedName = key(
         v.DISTRIBUTED,
@@ -58,26 +58,24 @@ class Config:
     num_processes: v.Workers = key(
         v.WORKERS,
         "auto",
-        "Worker processes over all machines: a number, or auto for one per GPU (2 on a machine without).",
+        "Worker processes over all nodes: a number, or auto for one per GPU (2 on a node without).",
         question="How many workers in all?",
     )
-    num_machines: int = key(
-        v.COUNT, 1, "Machines that take part.", question="How many machines?", aliases=("nnodes",)
-    )
+    num_machines: int = key(v.COUNT, 1, "Nodes that take part.", question="How many nodes?", aliases=("nnodes",))
     machine_rank: int | None = key(
         v.WHOLE,
         None,
-        "This machine's number, from 0. Best left out: the same file then serves every machine.",
+        "This node's number, from 0. Best left out: the same file then serves every node.",
         aliases=("node_rank",),
     )
-    main_process_ip: str | None = key(v.TEXT, None, "Address of machine 0.", aliases=("master_addr",))
+    main_process_ip: str | None = key(v.TEXT, None, "Address of node 0.", aliases=("master_addr",))
     main_process_port: int | None = key(
-        v.PORT, None, "Port of machine 0. Left out or 0 on one machine, a free one.", aliases=("master_port",)
+        v.PORT, None, "Port of node 0. Left out or 0 on one node, a free one.", aliases=("master_port",)
     )
     rdzv_backend: v.RendezvousName = key(
         v.RENDEZVOUS,
         "c10d",
-        "How machines find each other: c10d, or static, which numbers them by machine_rank.",
+        "How nodes find each other: c10d, or static, which numbers them by machine_rank.",
     )
     same_network: bool = key(
         v.FLAG, True, "Written by accelerate; addresses are used the same way whatever it says.", noise=True
@@ -85,9 +83,9 @@ class Config:
     mixed_precision: v.PrecisionName = key(
         v.PRECISION,
         "no",
-        "Format of forward and backward: no (the model's own), bf16, fp16, fp8.",
+        "Dtype of forward and backward: no (the model's own), bf16, fp16, fp8.",
         env="ACCELERATE_MIXED_PRECISION",
-        question="Which number format computes?",
+        question="Which dtype computes?",
         pinned=(1, 2),
     )
     downcast_bf16: bool = key(v.FLAG, False, _TPU, noise=True)

@@ -21,7 +21,7 @@ class FsdpConfig:
         None,
         """Which implementation shards: 2 is fully_shard (one DTensor per parameter), 1 is
         FullyShardedDataParallel. Left out, it is 1 in a file written for accelerate or using a key that only
-        version 1 has, else 2.""",
+        FSDP1 has, else 2.""",
         env="FSDP_VERSION",
         question="Which FSDP?",
         pinned=(1, 2),
@@ -31,8 +31,8 @@ class FsdpConfig:
         None,
         """What is split over the ranks. FULL_SHARD (1): parameters, gradients, optimizer state.
         SHARD_GRAD_OP (2): gradients and optimizer state. NO_SHARD (3): nothing. HYBRID_SHARD (4): FULL_SHARD
-        inside each node, copies across nodes. HYBRID_SHARD_ZERO2 (5): SHARD_GRAD_OP inside each node. Left out,
-        FULL_SHARD. Under version 2 it is translated to a mesh and to fsdp_reshard_after_forward.""",
+        inside each node, replicas across nodes. HYBRID_SHARD_ZERO2 (5): SHARD_GRAD_OP inside each node. Left out,
+        FULL_SHARD. Under FSDP2 it is translated to a mesh and to fsdp_reshard_after_forward.""",
         env="FSDP_SHARDING_STRATEGY",
         question="What is sharded?",
         pinned=(1,),
@@ -40,9 +40,9 @@ class FsdpConfig:
     fsdp_reshard_after_forward: v.Reshard | None = key(
         v.RESHARD,
         None,
-        """Version 2: free the gathered parameters after forward (true), keep them until backward (false), or keep
-        them sharded over groups of N ranks (a whole number). Version 1: another name for fsdp_sharding_strategy.
-        Left out under version 2, true unless the strategy says otherwise.""",
+        """FSDP2: free the gathered parameters after forward (true), keep them until backward (false), or keep
+        them sharded over groups of N ranks (a whole number). FSDP1: another name for fsdp_sharding_strategy.
+        Left out under FSDP2, true unless the strategy says otherwise.""",
         env="FSDP_RESHARD_AFTER_FORWARD",
         pinned=(2,),
     )
@@ -83,7 +83,7 @@ class FsdpConfig:
         v.PREFETCH,
         None,
         """When the next unit's parameters are gathered in backward. BACKWARD_PRE (1): before the current gradients
-        are computed. BACKWARD_POST (2): after. NO_PREFETCH (3): not ahead. Left out under version 1,
+        are computed. BACKWARD_POST (2): after. NO_PREFETCH (3): not ahead. Left out under FSDP1,
         BACKWARD_PRE.""",
         env="FSDP_BACKWARD_PREFETCH",
         versions=(1,),
@@ -100,9 +100,9 @@ class FsdpConfig:
     fsdp_state_dict_type: v.StateDictName | None = key(
         v.STATE_DICT,
         None,
-        """How checkpoints hold the model. SHARDED_STATE_DICT (3): every rank writes its own part. FULL_STATE_DICT
-        (1): rank 0 gathers and writes everything. LOCAL_STATE_DICT (2): version 1's flat shards. Left out,
-        SHARDED_STATE_DICT under version 2 and FULL_STATE_DICT under version 1.""",
+        """How checkpoints hold the model. SHARDED_STATE_DICT (3): every rank writes its own shards.
+        FULL_STATE_DICT (1): rank 0 gathers and writes everything. LOCAL_STATE_DICT (2): FSDP1's flat shards.
+        Left out, SHARDED_STATE_DICT under FSDP2 and FULL_STATE_DICT under FSDP1.""",
         env="FSDP_STATE_DICT_TYPE",
         question="How are checkpoints written?",
         pinned=(1, 2),
@@ -184,14 +184,14 @@ class ParallelismConfig:
     parallelism_config_dp_replicate_size: int | None = key(
         v.MESH_SIZE,
         None,
-        """Number of complete copies of the model. Left out, 1; under version 2 with HYBRID_SHARD, one copy per
-        machine, and with NO_SHARD one per worker.""",
+        """Number of replicas of the model. Left out, 1; under FSDP2 with HYBRID_SHARD, one per
+        node, and with NO_SHARD one per worker.""",
         env="PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
     )
     parallelism_config_dp_shard_size: int | None = key(
         v.MESH_SIZE,
         None,
-        """Number of ranks that one copy is sharded over. Left out, all that dp_replicate_size leaves.""",
+        """Number of ranks that one replica is sharded over. Left out, all that dp_replicate_size leaves.""",
         env="PARALLELISM_CONFIG_DP_SHARD_SIZE",
     )
     parallelism_config_tp_size: int = key(

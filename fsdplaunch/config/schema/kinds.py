@@ -121,7 +121,7 @@ NAMES = Kind(
     verbatim=True,
 )
 HOSTS = Kind(
-    "names of machines separated by commas, or a list of them",
+    "names of nodes separated by commas, or a list of them",
     p.parse_hosts,
     NAMES.schema,
     write=",".join,
@@ -263,7 +263,7 @@ OPT_LEVEL = one_of(OptLevelName)
 DYNAMO = one_of(DynamoName)
 DYNAMO_MODE = one_of(DynamoModeName)
 RESHARD = Kind(
-    "true, false, a number of ranks (version 2), or a sharding strategy's name (version 1)",
+    "true, false, a number of ranks (FSDP2), or a sharding strategy's name (FSDP1)",
     _parse_reshard,
     {"anyOf": [{"type": "boolean"}, {"type": "integer"}, STRATEGY.schema]},
 )

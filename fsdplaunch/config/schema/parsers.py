@@ -12,7 +12,7 @@ from typing import Any
 TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
 MAX_PORT = 65535
 RENDEZVOUS_PORT = 29400
-"""Where machines meet when an endpoint names no port, as torchrun has it."""
+"""Where nodes meet when an endpoint names no port, as torchrun has it."""
 FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})
 
 
@@ -119,10 +119,10 @@ def parse_names(value: Any) -> tuple[str, ...]:
 
 
 def parse_hosts(value: Any) -> tuple[str, ...]:
-    """Names of machines; one that is missing between commas is a shell's variable that was not set."""
+    """Names of nodes; one that is missing between commas is a shell's variable that was not set."""
     names = value.split(",") if isinstance(value, str) and value.strip() else value or ()
     if isinstance(names, list | tuple) and not all(str(name).strip() for name in names):
-        msg = f"must be names of machines separated by commas, and {','.join(map(str, names))!r} lacks one"
+        msg = f"must be names of nodes separated by commas, and {','.join(map(str, names))!r} lacks one"
         raise NotedValueError(msg)
     return parse_names(value)
 
@@ -210,7 +210,7 @@ def parse_workers(value: Any) -> int | str:
 
 
 def parse_local_workers(value: Any) -> int | str:
-    """The same, or gpu or cpu: as many as this machine has of these."""
+    """The same, or gpu or cpu: as many as this node has of these."""
     word = value.strip().lower() if isinstance(value, str) else ""
     return word if word in ("gpu", "cpu") else parse_workers(value)
 

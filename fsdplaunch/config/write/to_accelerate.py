@@ -28,7 +28,7 @@ _ALWAYS = {
 
 _LOST = {
     "launch": "accelerate takes it on its command line or not at all",
-    "precision": "accelerate derives formats from mixed_precision",
+    "precision": "accelerate derives dtypes from mixed_precision",
     "checkpoint": "accelerate's scripts name the folder themselves",
 }
 _ELSEWHERE = {("launch", "workers_per_node"), ("launch", "rendezvous_endpoint")}
@@ -76,7 +76,7 @@ def _sharding(config: Config, values: dict[KeyPath, Any], changes: list[KeyChang
         return {path: value for path, value in values.items() if path[0] != "fsdp_config"}
     if config.fsdp_config.fsdp_version == 1:
         if config.parallelism_config != ParallelismConfig(parallelism_config_dp_replicate_size=1):
-            message = "accelerate's version 1 has no mesh; HYBRID_SHARD makes one copy per machine"
+            message = "accelerate's FSDP1 has no mesh; HYBRID_SHARD makes one replica per node"
             changes.append(KeyChange(key="parallelism_config", action="dropped", message=message))
         return values
     values.pop(fsdp("sharding_strategy"), None)
@@ -86,10 +86,10 @@ def _sharding(config: Config, values: dict[KeyPath, Any], changes: list[KeyChang
         changes.append(KeyChange(key="fsdp_config.fsdp_reshard_after_forward", action="changed", message=message))
         values[fsdp("reshard_after_forward")] = True
     if values.pop(fsdp("forward_prefetch"), None):
-        message = "accelerate ignores it under version 2; blocks are gathered when they are needed"
+        message = "accelerate ignores it under FSDP2; blocks are gathered when they are needed"
         changes.append(KeyChange(key="fsdp_config.fsdp_forward_prefetch", action="dropped", message=message))
     if values.pop(fsdp("sync_module_states"), None) is not None:
-        message = "accelerate's version 2 sends rank 0's weights only with fsdp_cpu_ram_efficient_loading"
+        message = "accelerate's FSDP2 sends rank 0's weights only with fsdp_cpu_ram_efficient_loading"
         changes.append(KeyChange(key="fsdp_config.fsdp_sync_module_states", action="dropped", message=message))
     return values | _mesh(config)
 
@@ -103,11 +103,11 @@ def _mesh(config: Config) -> dict[KeyPath, Any]:
     if world is None:
         msg = "accelerate needs the number of workers to lay out a mesh"
         raise UsageError(msg, hint="set num_processes first")
-    copies, shards = mesh_sizes(config, world)
+    replicas, shards = mesh_sizes(config, world)
     if shards == 1:
-        msg = "accelerate has no version 2 without sharding"
+        msg = "accelerate has no FSDP2 without sharding"
         raise UsageError(msg, hint="set fsdp_version: 1 with NO_SHARD, or distributed_type: MULTI_GPU")
-    return {mesh("dp_replicate"): copies, mesh("dp_shard"): shards}
+    return {mesh("dp_replicate"): replicas, mesh("dp_shard"): shards}
 
 
 def to_accelerate(loaded: LoadedConfig) -> Conversion:
@@ -151,5 +151,5 @@ def keys_ignored_by_accelerate(loaded: LoadedConfig) -> tuple[str, ...]:
     if version != 1 and fsdp("sharding_strategy") in in_file:
         lines.append("fsdp_sharding_strategy: accelerate reads fsdp_reshard_after_forward only")
     if version != 1 and value_at(loaded.config, fsdp("forward_prefetch")):
-        lines.append("fsdp_forward_prefetch: accelerate ignores it under version 2")
+        lines.append("fsdp_forward_prefetch: accelerate ignores it under FSDP2")
     return tuple(lines)

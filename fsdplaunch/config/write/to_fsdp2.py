@@ -1,4 +1,4 @@
-"""A file for version 1 of FSDP -> the same file for version 2.
+"""A file for FSDP1 -> the same file for FSDP2.
 
 Every key that changes is named with what that means for a run; nothing is dropped silently.
 """
@@ -17,7 +17,7 @@ from fsdplaunch.config.schema.walk import keys_by_path
 from fsdplaunch.config.write.yaml_edit import set_keys
 from fsdplaunch.errors import UsageError
 
-_ALWAYS = "version 2 always does so"
+_ALWAYS = "FSDP2 always does so"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +49,10 @@ class Conversion:
 
 
 def to_fsdp2(text: str, *, source: str = "the file") -> Conversion:
-    """Return the file for version 2 of FSDP, comments and layout kept.
+    """Return the file for FSDP2, comments and layout kept.
 
     Args:
-        text: A file for version 1; one for version 2 comes back as it is.
+        text: A file for FSDP1; one for FSDP2 comes back as it is.
         source: What messages call it.
 
     Raises:
@@ -83,10 +83,10 @@ def _steps(loaded: LoadedConfig) -> Iterator[_Step]:
         if _is_set(loaded, path):
             yield path, None, KeyChange(key=".".join(path), action="dropped", message=message)
     if loaded.config.fsdp_config.fsdp_state_dict_type == "LOCAL_STATE_DICT":
-        message = "SHARDED_STATE_DICT; version 2 has no local flat shards, old checkpoints must be merged first"
+        message = "SHARDED_STATE_DICT; FSDP2 has no local flat shards, old checkpoints must be merged first"
         yield _changed(fsdp("state_dict_type"), "SHARDED_STATE_DICT", message)
     elif not _is_set(loaded, fsdp("state_dict_type")):
-        message = "FULL_STATE_DICT, which version 1 had by default; SHARDED_STATE_DICT is version 2's"
+        message = "FULL_STATE_DICT, which FSDP1 had by default; SHARDED_STATE_DICT is FSDP2's"
         yield _added(fsdp("state_dict_type"), "FULL_STATE_DICT", message)
 
 
@@ -121,24 +121,24 @@ def _strategy(loaded: LoadedConfig) -> Iterator[_Step]:
 
 
 def _mesh(loaded: LoadedConfig, strategy: str) -> Iterator[_Step]:
-    copies, shards = mesh("dp_replicate"), mesh("dp_shard")
+    replicas, shards = mesh("dp_replicate"), mesh("dp_shard")
     if strategy == "NO_SHARD":
-        yield _added(copies, REST, "-1: every worker holds a copy (NO_SHARD)")
+        yield _added(replicas, REST, "-1: every worker holds a replica (NO_SHARD)")
         yield _added(shards, 1, "1: nothing is sharded (NO_SHARD)")
-    elif not _is_set(loaded, copies) and not _is_set(loaded, shards):
+    elif not _is_set(loaded, replicas) and not _is_set(loaded, shards):
         machines = loaded.config.num_machines
-        yield _added(copies, machines, f"{machines}: one copy per machine ({strategy})")
+        yield _added(replicas, machines, f"{machines}: one replica per node ({strategy})")
 
 
 def _dropped(config: Config) -> dict[KeyPath, str]:
-    """What each key of version 1 becomes."""
+    """What each key of FSDP1 becomes."""
     old = config.fsdp_config
     return {
         fsdp("backward_prefetch"): _ALWAYS
         if old.fsdp_backward_prefetch == "BACKWARD_PRE"
-        else f"{old.fsdp_backward_prefetch}; version 2 gathers the next unit ahead: more memory, faster",
+        else f"{old.fsdp_backward_prefetch}; FSDP2 gathers the next unit ahead: more memory, faster",
         fsdp("use_orig_params"): _ALWAYS
         if old.fsdp_use_orig_params
         else "false; the optimizer sees the model's own parameters, its old checkpoints must be re-keyed",
-        ("precision", "buffer"): "version 2 leaves buffers in their own format",
+        ("precision", "buffer"): "FSDP2 leaves buffers in their own dtype",
     }

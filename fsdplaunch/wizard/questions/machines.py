@@ -30,7 +30,7 @@ def _where_choices(state: WizardState) -> tuple[Choice, ...]:
     in_job = f"job {job.job_id}" if job.kind == "slurm" else "inside an allocation"
     return (
         Choice(value="here", title="On this machine's GPUs", consequence=seen),
-        Choice(value="machines", title="On several machines", detail="Each one runs the same launch command."),
+        Choice(value="machines", title="On several nodes", detail="Each one runs the same launch command."),
         Choice(value="slurm", title="In a SLURM job", consequence=in_job, detail="Start it with srun."),
         Choice(
             value="cpu",
@@ -186,7 +186,7 @@ WHERE = Question(
 NODES = Question(
     name="nodes",
     text=keys_by_path()[_MACHINES].key.question or "",
-    help="Machines that take part.",
+    help="Nodes that take part.",
     metavar="N",
     keys=(_MACHINES,),
     write=_write_nodes,
@@ -198,8 +198,8 @@ NODES = Question(
 )
 RENDEZVOUS = Question(
     name="rendezvous",
-    text="Where do the machines meet? Address of the first one",
-    help="HOST:PORT of the first machine, as the others reach it.",
+    text="Where do the nodes meet? Address of node 0",
+    help="HOST:PORT of node 0, as the others reach it.",
     metavar="HOST:PORT",
     keys=(_IP, _PORT, _ENDPOINT),
     write=_write_rendezvous,
@@ -211,7 +211,7 @@ RENDEZVOUS = Question(
 WORKERS = Question(
     name="workers-per-node",
     text=keys_by_path()[_WORKERS].key.question or "",
-    help="Worker processes on each machine: a number, or auto for one per GPU.",
+    help="Worker processes on each node: a number, or auto for one per GPU.",
     metavar="N|auto",
     keys=(_PROCESSES, _WORKERS),
     write=_write_workers,

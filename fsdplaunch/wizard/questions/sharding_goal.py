@@ -15,7 +15,7 @@ _STRATEGY: Path = ("fsdp_config", "fsdp_sharding_strategy")
 _RESHARD: Path = ("fsdp_config", "fsdp_reshard_after_forward")
 _OFFLOAD: Path = ("fsdp_config", "fsdp_offload_params")
 _RECOMPUTE: Path = ("fsdp_config", "fsdp_activation_checkpointing")
-_COPIES: Path = ("parallelism_config", "parallelism_config_dp_replicate_size")
+_REPLICAS: Path = ("parallelism_config", "parallelism_config_dp_replicate_size")
 _SHARDS: Path = ("parallelism_config", "parallelism_config_dp_shard_size")
 
 
@@ -54,16 +54,16 @@ def memory_words(goal: str, state: WizardState) -> tuple[str, str | None]:
 
 _GOALS = {
     "balanced": (
-        "Balanced: everything is split",
+        "Balanced: everything is sharded",
         "FULL_SHARD: each block is gathered for forward, freed, and gathered again for backward.",
     ),
     "fastest": (
         "Fastest: gathered once per step",
-        "SHARD_GRAD_OP: parameters stay whole from forward to backward, which saves one gather per block.",
+        "SHARD_GRAD_OP: parameters stay gathered from forward to backward, which saves one gather per block.",
     ),
     "hybrid": (
-        "Split inside each machine only",
-        "HYBRID_SHARD: every machine holds a whole copy, so that only gradients cross the network.",
+        "Shard inside each node only",
+        "HYBRID_SHARD: every node holds a full replica, so that only gradients cross the network.",
     ),
     "biggest": (
         "Biggest model: host memory helps",
@@ -91,7 +91,7 @@ def _write_goal(answer: str, state: WizardState) -> Mapping[Path, Any]:
     if answer == "hybrid":
         if not new or state.workers is None:
             return {_STRATEGY: "HYBRID_SHARD"}
-        return {_STRATEGY: "HYBRID_SHARD", _COPIES: state.num_nodes, _SHARDS: state.workers}
+        return {_STRATEGY: "HYBRID_SHARD", _REPLICAS: state.num_nodes, _SHARDS: state.workers}
     return {_STRATEGY: "FULL_SHARD"} | ({_OFFLOAD: True, _RECOMPUTE: True} if answer == "biggest" else {})
 
 
@@ -120,9 +120,9 @@ def _read_goal(config: Config, state: WizardState) -> str | None:
 GOAL = Question(
     name="goal",
     text=keys_by_path()[_STRATEGY].key.question or "",
-    help="What matters most: balanced, fastest, hybrid (a copy per machine) or biggest (host memory helps).",
+    help="What matters most: balanced, fastest, hybrid (a replica per node) or biggest (host memory helps).",
     metavar="balanced|fastest|hybrid|biggest",
-    keys=(_STRATEGY, _RESHARD, _OFFLOAD, _COPIES, _SHARDS),
+    keys=(_STRATEGY, _RESHARD, _OFFLOAD, _REPLICAS, _SHARDS),
     write=_write_goal,
     read=_read_goal,
     choices=_goal_choices,

@@ -198,6 +198,6 @@ def test_ranks_come_from_the_command_line_then_the_file_then_the_machine(given, 
 
 def test_resized_run_keeps_its_way_to_shard():
     inside = TrainingSetup(strategy="HYBRID_SHARD", world=16, per_node=8, shards=8)
-    assert (resized(inside, 32).shards, resized(inside, 32).copies) == (8, 4)
+    assert (resized(inside, 32).shards, resized(inside, 32).replicas) == (8, 4)
     spread = TrainingSetup(strategy="FULL_SHARD", world=16, per_node=8, shards=16)
     assert resized(spread, 32).shards == 32
