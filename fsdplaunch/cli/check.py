@@ -90,7 +90,7 @@ def check(
 
 
 def shrunk(config: Config) -> tuple[Config, tuple[str, ...]]:
-    """Return the configuration for two CPU workers on one machine, and what had to change beside that.
+    """Return the configuration for two CPU workers on one node, and what had to change beside that.
 
     Args:
         config: Resolved.
@@ -170,7 +170,7 @@ def _verdict(done: CheckResult, file: str, plan: LaunchPlan) -> list[str]:
 
 
 def _rehearsed(plan: LaunchPlan) -> CheckResult:
-    """What every rank did, by their files."""
+    """Return what every rank did, by their files."""
     folders = [plan.run_dir / "ranks" / str(rank) for rank in range(WORKERS)]
     records = [json.loads(path.read_text()) for folder in folders if (path := folder / _RECORD).is_file()]
     beats = [beat.steps for folder in folders if (beat := read_heartbeat(folder)) is not None]

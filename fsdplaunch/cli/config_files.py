@@ -50,7 +50,7 @@ def _tell(loaded: LoadedConfig, out: Out) -> None:
 
 
 def _values(loaded: LoadedConfig, *, origin: bool) -> dict[str, Any]:
-    """Every key by section; with `origin`, as {"value", "layer", "from"}."""
+    """Return every key by section; with `origin`, as {"value", "layer", "from"}."""
     from fsdplaunch.config.write.yaml_scalars import plain_value
 
     tree: dict[str, Any] = {}
@@ -98,7 +98,7 @@ def set_values(assignments: Sequence[str], *, file: Path | None, out: Out) -> in
 
 
 def _text_of(path: Path) -> str:
-    """A file's text, line breaks as they are; raises the problems of a file that cannot be read."""
+    """Return a file's text, line breaks as they are; raises the problems of a file that cannot be read."""
     read = read_file(path, Path.cwd())
     if read.problems:
         raise ConfigError(read.problems)
@@ -157,7 +157,7 @@ def explain(word: str | None, *, file: Path | None, as_json: bool, markdown: boo
 
 
 def _quietly(load: Callable[[], LoadedConfig]) -> LoadedConfig | None:
-    """What a file says, or None when it cannot be read: an explanation needs no file."""
+    """Return what a file says, or None when it cannot be read: an explanation needs no file."""
     try:
         loaded = load()
     except ConfigError:

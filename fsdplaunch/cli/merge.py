@@ -133,7 +133,7 @@ def show_plan(checkpoint: Path, output: Path, *, options: MergeOptions, as_json:
 
 
 def result_as_data(result: MergeResult) -> dict[str, Any]:
-    """The result as plain data for `--json`."""
+    """Return the result as plain data for `--json`."""
     return {
         "source": str(result.source),
         "output": str(result.output),

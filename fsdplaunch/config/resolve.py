@@ -34,7 +34,7 @@ def resolve(config: Config) -> Config:
 
 
 def default_version(config: Config) -> int:
-    """The FSDP version of a file that names none: 1 if written for FSDP1 or for accelerate, else 2.
+    """Return the FSDP version of a file that names none: 1 if written for FSDP1 or for accelerate, else 2.
 
     A key of FSDP1 that holds its default does not show here; `load` sees which keys a file says.
     """
@@ -46,7 +46,7 @@ def default_version(config: Config) -> int:
 
 
 def keys_of_version_1() -> tuple[KeySpec, ...]:
-    """The keys that only files for FSDP1 say; accelerate has fsdp_sync_module_states there only."""
+    """Return the keys that only files for FSDP1 say; accelerate has fsdp_sync_module_states there only."""
     also = ("fsdp_config", "fsdp_sync_module_states")
     return tuple(spec for spec in all_keys() if spec.key.versions == (1,) or spec.path == also)
 

@@ -7,11 +7,11 @@ from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import UsageError
 
 CPU_WORKERS = 2
-"""Workers for `auto` on a machine without GPUs: the fewest between which something is sharded."""
+"""Workers for `auto` on a node without GPUs: the fewest between which something is sharded."""
 
 
 def node_range(config: Config) -> tuple[int, int]:
-    """The fewest and the most nodes a run may have."""
+    """Return the fewest and the most nodes a run may have."""
     if config.launch.nodes is None:
         return config.num_machines, config.num_machines
     least, _, most = config.launch.nodes.partition(":")
@@ -19,7 +19,7 @@ def node_range(config: Config) -> tuple[int, int]:
 
 
 def workers_per_node(config: Config) -> int | None:
-    """Workers on each node, or None when that depends on the node's GPUs."""
+    """Return workers on each node, or None when that depends on the node's GPUs."""
     configured = config.launch.workers_per_node
     if isinstance(configured, int):
         return configured
@@ -33,7 +33,7 @@ def workers_per_node(config: Config) -> int | None:
 
 
 def world_size(config: Config) -> int | None:
-    """Workers over all nodes, or None when that depends on the nodes' GPUs."""
+    """Return workers over all nodes, or None when that depends on the nodes' GPUs."""
     if isinstance(config.num_processes, int):
         return config.num_processes
     configured = config.launch.workers_per_node

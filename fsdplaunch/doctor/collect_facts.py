@@ -80,7 +80,7 @@ def collect_facts(
 
 
 def _counts(config: Any, gpus: int) -> Iterator[tuple[str, str, bool]]:
-    """Whether there is a GPU for each worker that is asked for."""
+    """Tell whether there is a GPU for each configured worker."""
     from fsdplaunch.config.world_size import workers_per_node
 
     asked = workers_per_node(config)

@@ -11,7 +11,7 @@ from fsdplaunch.estimate.training_setup import TrainingSetup
 
 Verdict = Literal["fits", "close", "does not fit", "unknown"]
 COMFORT = 0.9
-"""Part of a GPU's memory up to which a plan fits: the allocator rounds and leaves gaps."""
+"""Share of a GPU's memory up to which a plan fits: the allocator rounds and leaves gaps."""
 _MOST_RANKS = 65_536
 _LARGEST_BATCH = 1 << 20
 
@@ -57,7 +57,7 @@ class MemoryCase:
     shape: ActivationShape | None
 
     def need(self, setup: TrainingSetup) -> MemoryNeed:
-        """What a setup needs."""
+        """Return what a setup needs."""
         return memory_need(self.sizes, self.shape, setup)
 
 
@@ -128,7 +128,7 @@ def _candidates(case: MemoryCase, yours: TrainingSetup) -> Iterator[tuple[str, s
 
 
 def resized(yours: TrainingSetup, world: int) -> TrainingSetup:
-    """The same run with another number of ranks, sharded in the same way."""
+    """Return the same run with another number of ranks, sharded in the same way."""
     inside = yours.strategy.startswith("HYBRID")
     per_node = min(yours.per_node, world)
     shards = 1 if yours.strategy == "NO_SHARD" else per_node if inside else max(1, world // yours.replicas)
@@ -156,8 +156,8 @@ def fewest_ranks(case: MemoryCase, yours: TrainingSetup, memory: int) -> int | N
     inside = next((ranks for ranks in range(1, yours.per_node + 1) if at(ranks)), None)
     if inside is not None or yours.strategy.startswith("HYBRID"):
         return inside
-    machines = _first(lambda count: at(count * yours.per_node), _MOST_RANKS // yours.per_node)
-    return machines * yours.per_node if machines else None
+    nodes = _first(lambda count: at(count * yours.per_node), _MOST_RANKS // yours.per_node)
+    return nodes * yours.per_node if nodes else None
 
 
 def largest_batch(case: MemoryCase, yours: TrainingSetup, memory: int) -> int | None:
@@ -183,7 +183,7 @@ def _fits(case: MemoryCase, setup: TrainingSetup, memory: int) -> bool:
 
 
 def _first(holds: Callable[[int], bool], limit: int) -> int | None:
-    """The smallest number from 1 for which something holds that goes on holding; None up to a limit."""
+    """Return the smallest number from 1 for which something holds that goes on holding; None up to a limit."""
     high = 1
     while not holds(high):
         if high >= limit:

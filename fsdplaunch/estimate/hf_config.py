@@ -72,7 +72,7 @@ def describe(config: Mapping[str, Any], *, source: str) -> DescribedModel:
 
 
 def _has_head(config: Mapping[str, Any]) -> str:
-    """What stands on top, from the class's name: lm, masked, classify or none."""
+    """Return what stands on top, from the class's name: lm, masked, classify or none."""
     named = config.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else ""
     if name.endswith("ForSequenceClassification"):

@@ -132,7 +132,7 @@ def _table(report: Report) -> Iterator[str]:
 
 
 def _course(report: Report) -> Iterator[str]:
-    """The traced course of the step, or the moments that were calculated."""
+    """Yield the traced course of the step, or the moments that were calculated."""
     trace = report.exact
     if trace is not None:
         where = f" of {trace.module}" if trace.module else ""

@@ -24,11 +24,11 @@ class TensorSize:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return number of elements."""
         return prod(self.shape)
 
     def share(self, ranks: int) -> int:
-        """Elements that the first of `ranks` ranks holds: whole rows of the first dimension, rounded up."""
+        """Return elements that the first of `ranks` ranks holds: whole rows of the first dimension, rounded up."""
         rows = self.shape[0] if self.shape else 1
         return -(-rows // ranks) * (self.numel // rows if rows else 0)
 
@@ -49,16 +49,16 @@ class UnitSize:
 
     @property
     def parameters(self) -> int:
-        """Elements of one unit."""
+        """Return elements of one unit."""
         return sum(tensor.numel * number for tensor, number in self.tensors)
 
     @property
     def rows(self) -> int:
-        """The longest first dimension: more ranks than this leave some without a part."""
+        """Return the longest first dimension: more ranks than this leave some without a shard."""
         return max((tensor.shape[0] for tensor, _ in self.tensors if tensor.shape), default=1)
 
     def share(self, ranks: int, *, flat: bool = False) -> int:
-        """Elements of one unit that a rank holds; flat: cut anywhere, as FSDP1 does."""
+        """Return elements of one unit that a rank holds; flat: cut anywhere, as FSDP1 does."""
         if flat:
             return -(-self.parameters // ranks)
         return sum(tensor.share(ranks) * number for tensor, number in self.tensors)
@@ -84,17 +84,17 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """Elements of the whole model."""
+        """Return elements of the whole model."""
         return self.root.parameters + sum(unit.parameters * unit.count for unit in self.blocks)
 
     @property
     def depth(self) -> int:
-        """Repeated blocks of all kinds."""
+        """Return repeated blocks of all kinds."""
         return sum(unit.count for unit in self.blocks)
 
     @property
     def stored(self) -> int:
-        """Bytes of all tensors in their own formats."""
+        """Return bytes of all tensors in their own dtypes."""
         return sum(tensor.numel * tensor.itemsize for tensor in self.names.values())
 
 
@@ -180,7 +180,7 @@ def _width(path: Path, name: str, code: str) -> int:
 
 
 def _check_length(path: Path, header: Mapping[str, Any]) -> None:
-    """A file that ends before its last tensor was cut short."""
+    """Raise for a file that ends before its last tensor: it was cut short."""
     try:
         end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
     except (KeyError, IndexError, TypeError, ValueError):

@@ -58,7 +58,7 @@ def _verdict(row: Row) -> str:
 
 
 def _bars(report: Report, width: int) -> Iterator[str]:
-    """A bar per way to shard, a letter per part; `|` marks the memory of one GPU where the bars reach that far."""
+    """Draw a bar per way to shard, a letter per part; `|` marks the memory of one GPU where bars reach it."""
     wide = max(len(_name(row)) for row in report.rows)
     room = max(20, min(width, 120) - wide - 2)
     longest = max([row.need.gpu for row in report.rows] + [report.memory or 0]) or 1

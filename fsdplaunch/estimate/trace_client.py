@@ -45,7 +45,7 @@ class StepTrace:
 
     @property
     def total(self) -> int:
-        """Bytes on the GPU at the peak."""
+        """Return bytes on the GPU at the peak."""
         return sum(self.parts.values())
 
 

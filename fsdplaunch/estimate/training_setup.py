@@ -23,7 +23,7 @@ class TrainingSetup:
         version: Of FSDP.
         master: Bytes per element of what is kept; 0 for the model's own.
         compute: Bytes per element of what is gathered and computed with; 0 for that of what is kept.
-        reduce: Bytes per element of gradients as they are summed; 0 for the computing format.
+        reduce: Bytes per element of gradients as they are summed; 0 for the dtype of the computation.
         offload: Whether what is kept lies in host memory.
         checkpointing: Whether blocks are computed again in backward.
         checkpoint_offload: Whether checkpointed inputs wait in host memory.
@@ -58,16 +58,16 @@ class TrainingSetup:
 
     @property
     def replicas(self) -> int:
-        """Replicas of the model over all nodes."""
+        """Return the replicas of the model over all nodes."""
         return self.world // self.shards
 
     @property
     def tokens(self) -> int:
-        """Tokens per rank and step."""
+        """Return the tokens per rank and step."""
         return self.batch_size * self.length
 
     def widths(self, sizes: ModelSizes) -> tuple[int, int, int]:
-        """Bytes per element of what is kept, computed with, and summed over ranks, for this model."""
+        """Return bytes per element of what is kept, computed with, and summed over ranks, for this model."""
         master = self.master or sizes.itemsize
         compute = self.compute or master
         return master, compute, self.reduce or compute
@@ -93,7 +93,7 @@ def training_setup(
     if optimizer not in STATES:
         msg = f"the optimizer {optimizer!r} is not known"
         raise UsageError(msg, hint=f"one of {', '.join(STATES)}")
-    fsdp, formats = config.fsdp_config, config.precision
+    fsdp, precision = config.fsdp_config, config.precision
     strategy = fsdp.fsdp_sharding_strategy or "FULL_SHARD"
     reshard = fsdp.fsdp_reshard_after_forward
     if fsdp.fsdp_version == 1 or isinstance(reshard, str | None):
@@ -107,9 +107,9 @@ def training_setup(
         shards=shard_ranks(config, world, per_node),
         keeps=keeps,
         version=fsdp.fsdp_version or 2,
-        master=ITEMSIZES.get(formats.master or "", 0),
-        compute=ITEMSIZES.get(formats.param or "", 0),
-        reduce=ITEMSIZES.get(formats.reduce or "", 0),
+        master=ITEMSIZES.get(precision.master or "", 0),
+        compute=ITEMSIZES.get(precision.param or "", 0),
+        reduce=ITEMSIZES.get(precision.reduce or "", 0),
         offload=fsdp.fsdp_offload_params and on_gpu,
         checkpointing=fsdp.fsdp_activation_checkpointing,
         checkpoint_offload=fsdp.fsdp_activation_checkpointing_offload and on_gpu,

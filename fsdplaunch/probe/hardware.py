@@ -27,12 +27,12 @@ class Hardware:
 
     @property
     def gpu_memory_bytes(self) -> int | None:
-        """Memory of the smallest GPU, which is what a plan must fit in; None where none is known."""
+        """Return memory of the smallest GPU, which is what a plan must fit in; None where none is known."""
         return min((gpu.memory_bytes for gpu in self.gpus if gpu.memory_bytes), default=None)
 
     @property
     def all_have_bf16(self) -> bool:
-        """Whether there are GPUs and every one computes bf16."""
+        """Tell whether there are GPUs and every one computes bf16."""
         return bool(self.gpus) and all(gpu.has_bf16 for gpu in self.gpus)
 
 

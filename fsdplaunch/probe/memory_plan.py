@@ -26,7 +26,7 @@ class Sharding:
 
     Attributes:
         ranks: Ranks that one replica of the model is sharded over.
-        compute: Format of mixed_precision: no, bf16, fp16 or fp8.
+        compute: Value of mixed_precision: no, bf16, fp16 or fp8.
         reshard: Whether gathered blocks are freed after forward.
         offload: Whether what is kept lives in host memory.
     """
@@ -42,10 +42,10 @@ class MemoryPlan:
     """Bytes each rank needs before activations.
 
     Attributes:
-        parameters: Its part of the parameters.
-        gradients: Its part of the gradients.
-        optimizer: Its part of Adam's two moments.
-        gathered: Whole blocks that are on the GPU at the same time.
+        parameters: Its shard of the parameters.
+        gradients: Its shard of the gradients.
+        optimizer: Its shard of Adam's two moments.
+        gathered: Gathered blocks that are on the GPU at the same time.
         offload: Whether the first three lie in host memory.
     """
 
@@ -57,17 +57,17 @@ class MemoryPlan:
 
     @property
     def kept(self) -> int:
-        """Bytes that stay for the whole run."""
+        """Return bytes that stay for the whole run."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def gpu(self) -> int:
-        """Bytes on the GPU."""
+        """Return bytes on the GPU."""
         return self.gathered if self.offload else self.kept + self.gathered
 
     @property
     def host(self) -> int:
-        """Bytes in host memory, per rank."""
+        """Return bytes in host memory, per rank."""
         return self.kept if self.offload else 0
 
 

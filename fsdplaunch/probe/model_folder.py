@@ -1,4 +1,4 @@
-"""What a model folder holds: parameters, formats, repeated blocks, read from the headers of its safetensors files.
+"""What a model folder holds: parameters, dtypes, repeated blocks, read from the headers of its safetensors files.
 
 A header is 8 bytes of length and that much JSON, so an 800 GB model is described in milliseconds and nothing in
 the folder is ever executed. Folders with pickled weights only (`.bin`) tell their size and no more.
@@ -27,13 +27,13 @@ _NAMES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F64": "fp64", "F8_E4M3"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A model on disk, or a size somebody named.
+    """A model on disk, or a given size.
 
     Attributes:
         folder: Where it lies; None for a size that was only named.
         parameters: Number of parameters, buffers that were saved included; None where only a size is known.
         size_bytes: Bytes of the weight files.
-        dtypes: Parameters per number format, most first.
+        dtypes: Parameters per dtype, most first.
         blocks: The repeated blocks, largest share first.
         unit: Parameters of the largest block, or of everything when nothing is repeated.
         outside: Parameters in no repeated block: embeddings, head, last norm.
@@ -51,7 +51,7 @@ class ModelFacts:
 
     @property
     def dtype(self) -> str | None:
-        """The format most parameters are in: fp32, bf16, fp16, ..., or None."""
+        """Return the dtype most parameters are in: fp32, bf16, fp16, ..., or None."""
         return next(iter(self.dtypes), None)
 
 
@@ -90,7 +90,7 @@ def sized_model(parameters: int) -> ModelFacts:
 
 
 def describe_model(model: ModelFacts) -> str:
-    """Return one line: parameters, format, blocks.
+    """Return one line: parameters, dtype, blocks.
 
     Args:
         model: What was found.
@@ -242,7 +242,7 @@ def _architecture(folder: Path) -> str | None:
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
-    """A JSON mapping, or an empty one when there is no such file or it holds something else."""
+    """Return a JSON mapping, or an empty one when there is no such file or it holds something else."""
     try:
         if path.stat().st_size > _TEXT_LIMIT:
             return {}

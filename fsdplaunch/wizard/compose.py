@@ -14,7 +14,7 @@ from fsdplaunch.wizard.state import VERSION, WizardState
 
 
 def drop_stale_answers(state: WizardState) -> WizardState:
-    """Return the situation with every answer dropped that no longer matters or is no longer possible.
+    """Return the state with every answer dropped that no longer matters or is no longer possible.
 
     Args:
         state: With any answers.
@@ -55,7 +55,7 @@ def compose(state: WizardState) -> dict[Path, Any]:
 
 
 def _file_stands(question: Question, answer: str | None, state: WizardState) -> bool:
-    """Whether an answer only repeats the edited file, whose own spelling then stays."""
+    """Tell whether an answer only repeats the edited file, whose own spelling then stays."""
     if answer == KEEP or not state.editing:
         return answer == KEEP
     file = in_file(state)
@@ -65,7 +65,7 @@ def _file_stands(question: Question, answer: str | None, state: WizardState) -> 
 
 
 def in_file(state: WizardState) -> WizardState:
-    """Return the situation with the edited file's own answers.
+    """Return the state with the edited file's own answers.
 
     Args:
         state: With the file's values.

@@ -93,7 +93,7 @@ class Conversation:
         self.state = drop_stale_answers(self.state)
 
     def _needs_asking(self, question: Question, before: WizardState) -> bool:
-        """Whether a question must be put; otherwise its answer is stored, or dropped when it does not matter."""
+        """Tell whether a question must be put; else store its answer, or drop it when it does not matter."""
         if not question.applies(before):
             self.state = self.state.without(question.name)
             return False
@@ -170,7 +170,7 @@ class Conversation:
         )
 
     def _problem(self, question: Question, before: WizardState, line: str) -> str | None:
-        """What is wrong with an answer: it is none, or a rule is against it that no later answer can satisfy."""
+        """Return what is wrong with an answer: it is none, or breaks a rule that no later answer can satisfy."""
         try:
             answer = accept(question, line, before)
         except ValueError as error:

@@ -111,7 +111,7 @@ class Prompts:
         return answer if isinstance(answer, PromptRequest) else str(answer).strip()
 
     def _shown(self, choice: Choice, mark: str) -> questionary.Choice:
-        """The choice as a line no longer than the terminal is wide; what does not fit moves below the list."""
+        """Return the choice as a line that fits the terminal; what does not fit moves below the list."""
         width = min(self._output.get_size().columns, _WIDEST) - _EDGE
         title = f"{choice.title} ({mark})" if mark else choice.title
         below = choice.detail

@@ -86,7 +86,7 @@ def repeat_command(state: WizardState, file: FilePath, *, overwrite: bool = Fals
 
 
 def _repeatable_answers(state: WizardState) -> tuple[dict[str, str], dict[Path, Any]]:
-    """The options and the `--set`s that lead to the same values when nobody is asked and no file is edited."""
+    """Return the options and `--set`s that lead to the same values without questions and without a file."""
     answers = {name: text for name, text in state.answers.items() if text != KEEP}
     settings: dict[Path, Any] = {} if state.version == NEWEST else {VERSION: state.version}
     target = compose(state)
@@ -102,7 +102,7 @@ def _repeatable_answers(state: WizardState) -> tuple[dict[str, str], dict[Path, 
 
 
 def _differences(before: Mapping[Path, Any], after: Mapping[Path, Any]) -> dict[Path, Any]:
-    """The values that turn one configuration into another; None takes a key back."""
+    """Return the values that turn one configuration into another; None takes a key back."""
     paths = [
         path
         for path, spec in keys_by_path().items()

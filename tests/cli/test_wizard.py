@@ -223,7 +223,7 @@ def test_wizard_model_too_big_shows_why_a_choice_is_not_possible():
     small = replace(EIGHT, hardware=replace(EIGHT.hardware, gpus=EIGHT.hardware.gpus[:1]))
     talked = talk(ENTER + "30b" + ENTER, ENTER * 6, facts=small)
     assert re.search(r"Balanced: everything is sharded \(needs [\d.]+ of 80 GiB per GPU\)", talked.drawn)
-    assert "Note: with one GPU nothing is split" in talked.words.text
+    assert "Note: with one GPU nothing is sharded" in talked.words.text
     assert talked.result.config.fsdp_config.fsdp_offload_params
 
 

@@ -33,14 +33,14 @@ def keys_named(word: str) -> tuple[KeySpec, ...]:
 
 
 def default_text(spec: KeySpec) -> str:
-    """The default as a file would say it; "left out" where the rest of the file or the machine decides."""
+    """Return the default as a file would say it; "left out" where the rest of the file or the machine decides."""
     if spec.default is None or spec.default in ((), {}):
         return "left out"
     return flow_text(plain_value(spec, spec.default))
 
 
 def needs_torch(spec: KeySpec) -> str:
-    """Which torch the key needs, in words: `torch 2.9 or newer`; "" where every one will do."""
+    """Return which torch the key needs, in words: `torch 2.9 or newer`; "" where every one will do."""
     needed = spec.key.needs_torch
     if isinstance(needed, str):
         return f"torch {needed} or newer" if needed else ""

@@ -53,7 +53,7 @@ def _property(spec: KeySpec) -> dict[str, Any]:
 
 
 def _values(spec: KeySpec) -> dict[str, Any]:
-    """The kind's own words, and null."""
+    """Return the kind's own words, and null."""
     kind = dict(spec.key.kind.schema)
     if "enum" in kind:
         return {"enum": [*kind["enum"], None]}

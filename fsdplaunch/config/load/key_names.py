@@ -72,7 +72,7 @@ def find_bare(name: str) -> KeySpec | None:
 
 
 def is_bare_section(names: Iterable[str]) -> bool:
-    """Whether a file's top level consists of keys of fsdp_config alone, as transformers' own files do."""
+    """Tell whether a file's top level consists of keys of fsdp_config alone, as transformers' own files do."""
     words = list(names)
     return bool(words) and all(word in spellings("fsdp_config") and word not in spellings("") for word in words)
 
@@ -99,5 +99,5 @@ def _guess(section: str, name: str) -> str | None:
 
 
 def path_of(dotted: str) -> Path:
-    """`section.key` -> its parts, dashes as underscores."""
+    """Split `section.key` into its parts, dashes as underscores."""
     return tuple(dotted.strip().replace("-", "_").split("."))

@@ -83,7 +83,7 @@ class Layer:
 
 
 def shown(value: Any) -> str:
-    """A value as a message quotes it."""
+    """Return a value as a message quotes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict | list):
@@ -170,7 +170,7 @@ def env_layer(environ: Mapping[str, str]) -> Layer:
 
 
 def _strangers(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that look like a key's but carry none -> the variable that was probably meant."""
+    """Return variables that look like a key's but carry none -> the variable that was probably meant."""
     known = [spec.env for spec in all_keys()]
     unread = [name for name in environ if name.startswith(_PREFIXES) and name not in known]
     near = {name: closest(name, known, cutoff=_ALIKE) for name in unread}

@@ -33,7 +33,7 @@ class LoadedConfig:
         config: Resolved.
         path: The file that was read, or None when there is none.
         origins: Which layer decided each key.
-        notes: What the user should read once.
+        notes: Lines to print once.
         aliases: Names as the file spells them -> the canonical name, where the two differ.
     """
 

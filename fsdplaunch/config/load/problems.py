@@ -61,17 +61,17 @@ class Problem:
 
     @property
     def file(self) -> str | None:
-        """The file, `env NAME` or `command line`."""
+        """Return the file, `env NAME` or `command line`."""
         return self.place.source if self.place else None
 
     @property
     def line(self) -> int | None:
-        """Line in the file, from 1."""
+        """Return line in the file, from 1."""
         return self.place.line if self.place else None
 
     @property
     def col(self) -> int | None:
-        """Column in the line, from 1."""
+        """Return the column in the line, from 1."""
         return self.place.col if self.place else None
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Problem:
         return f"{text}\n    hint: {self.hint}" if self.hint else text
 
     def as_json(self) -> dict[str, str | int | None]:
-        """What a program wants to know, for `--json`."""
+        """Return what a program wants to know, for `--json`."""
         return {
             "id": self.id,
             "key": self.key,

@@ -37,7 +37,7 @@ class RuleContext:
 
     @property
     def version(self) -> int:
-        """The FSDP version that would run."""
+        """Return the FSDP version that would run."""
         return self.config.fsdp_config.fsdp_version or 2
 
     @property
@@ -120,5 +120,5 @@ def _newer_torch(context: RuleContext) -> Iterator[Violation]:
 
 
 def shown_value(value: Any) -> str:
-    """A canonical value as a message quotes it."""
+    """Return a canonical value as a message quotes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

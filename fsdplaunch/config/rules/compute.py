@@ -31,7 +31,7 @@ def _unused_fp8(context: RuleContext) -> Iterator[Violation]:
     keys = [spec for spec in all_keys() if spec.path[0] == _BACKEND[0] and not spec.key.pending]
     configured = [spec for spec in keys if context.sets(spec)]
     if configured and context.config.mixed_precision != "fp8":
-        message = f"says how float8 computes, but mixed_precision is {context.config.mixed_precision}"
+        message = f"configures float8, but mixed_precision is {context.config.mixed_precision}"
         about = (configured[0].path, ("mixed_precision",))
         yield Violation(about=about, message=message, hint="set mixed_precision: fp8, or leave fp8_config out")
 
@@ -41,7 +41,7 @@ def _unused_compile(context: RuleContext) -> Iterator[Violation]:
     """Keys of dynamo_config without a backend."""
     configured = [spec for spec in all_keys() if spec.path[0] == _COMPILER[0] and context.sets(spec)]
     if configured and context.config.dynamo_config.dynamo_backend == "NO":
-        message = "says how to compile, but dynamo_backend is NO"
+        message = "configures torch.compile, but dynamo_backend is NO"
         about = (configured[0].path, _COMPILER)
         yield Violation(about=about, message=message, hint="set dynamo_backend: INDUCTOR, or leave it out")
 

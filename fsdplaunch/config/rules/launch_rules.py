@@ -1,4 +1,4 @@
-"""Rules about machines, workers and how they meet."""
+"""Rules about nodes, workers and how they meet."""
 
 from collections.abc import Iterator
 
@@ -102,7 +102,7 @@ def _static_restarts(context: RuleContext) -> Iterator[Violation]:
 
 @rule("elastic-run")
 def _elastic_run(context: RuleContext) -> Iterator[Violation]:
-    """launch.nodes with a range, and keys that count on a fixed number of machines."""
+    """launch.nodes with a range, and keys that count on a fixed number of nodes."""
     config = context.config
     least, most = node_range(config)
     if least == most:
@@ -134,7 +134,7 @@ def _shown_rank(context: RuleContext) -> Iterator[Violation]:
 
 @rule("local-rank")
 def _local_rank(context: RuleContext) -> Iterator[Violation]:
-    """launch.redirects, tee or show_local_ranks names a worker that a machine does not have."""
+    """launch.redirects, tee or show_local_ranks names a worker that a node does not have."""
     workers, launch = workers_per_node(context.config), context.config.launch
     uses = {
         "redirects": _streamed_ranks(launch.redirects),

@@ -27,7 +27,7 @@ def _not_asked_for(context: RuleContext) -> Iterator[Violation]:
         if spec.path[0] in _SHARDING and context.sets(spec) and not spec.key.pending
     ]
     if set_paths and not context.shards:
-        message = f"{context.config.distributed_type} shards nothing, but {set_paths[0][0]} says how to shard"
+        message = f"{context.config.distributed_type} shards nothing, but {set_paths[0][0]} configures sharding"
         hint = f"use FSDP, or leave {set_paths[0][0]} out"
         yield Violation(about=(("distributed_type",), *set_paths), message=message, hint=hint)
 
@@ -43,7 +43,7 @@ def _wrong_version(context: RuleContext) -> Iterator[Violation]:
 
 
 def _same_anyway(context: RuleContext, path: Path) -> bool:
-    """Whether FSDP2 does of its own accord what a key of FSDP1 asks for."""
+    """Tell whether FSDP2 does of its own accord what a key of FSDP1 asks for."""
     return path == fsdp("backward_prefetch") and context.given.fsdp_config.fsdp_backward_prefetch == "BACKWARD_PRE"
 
 
@@ -94,7 +94,7 @@ def _strategy_against_reshard(context: RuleContext) -> Iterator[Violation]:
     if context.version == 1:
         named = strategy_named(reshard)
         if named is not None and named != strategy:
-            message = f"says {named}, but fsdp_sharding_strategy says {strategy}"
+            message = f"means {named}, but fsdp_sharding_strategy is {strategy}"
             yield Violation(about=about, message=message, hint="keep one of the two")
         return
     keeps = strategy in KEEPS_GATHERED

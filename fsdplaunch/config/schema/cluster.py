@@ -79,9 +79,9 @@ class KubernetesSection:
 class SshSection:
     """Nodes that are reached over ssh. Naming some makes launch start there."""
 
-    hosts: tuple[str, ...] = key(v.HOSTS, (), "Nodes, as ssh knows them, node 0 first.")
+    hosts: tuple[str, ...] = key(v.HOSTS, (), "Nodes, as ssh knows them, node 0 first.", per_node=True)
     hostfile: str | None = key(
-        v.TEXT, None, "File with one node per line, slots=N for its number of workers allowed."
+        v.TEXT, None, "File with one node per line, slots=N for its number of workers allowed.", per_node=True
     )
     options: tuple[str, ...] = key(
         v.LINES, (), "Further options of the ssh command, each one word: -F, my_config, -oPort=2222."

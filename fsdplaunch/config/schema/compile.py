@@ -14,7 +14,7 @@ _OTHER = "float8 is computed by torchao only; TransformerEngine and MS-AMP are n
 
 
 def _other_key(kind: v.Kind, default: Any, text: str, **remarks: Any) -> Any:
-    """A key of a float8 library that is not supported."""
+    """Declare a key of a float8 library that is not supported."""
     return key(kind, default, text, pending=_OTHER, **remarks)
 
 

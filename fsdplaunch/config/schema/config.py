@@ -60,6 +60,7 @@ class Config:
         "auto",
         "Worker processes over all nodes: a number, or auto for one per GPU (2 on a node without).",
         question="How many workers in all?",
+        per_node=True,
     )
     num_machines: int = key(v.COUNT, 1, "Nodes that take part.", question="How many nodes?", aliases=("nnodes",))
     machine_rank: int | None = key(
@@ -67,10 +68,15 @@ class Config:
         None,
         "This node's number, from 0. Best left out: the same file then serves every node.",
         aliases=("node_rank",),
+        per_node=True,
     )
-    main_process_ip: str | None = key(v.TEXT, None, "Address of node 0.", aliases=("master_addr",))
+    main_process_ip: str | None = key(v.TEXT, None, "Address of node 0.", aliases=("master_addr",), per_node=True)
     main_process_port: int | None = key(
-        v.PORT, None, "Port of node 0. Left out or 0 on one node, a free one.", aliases=("master_port",)
+        v.PORT,
+        None,
+        "Port of node 0. Left out or 0 on one node, a free one.",
+        aliases=("master_port",),
+        per_node=True,
     )
     rdzv_backend: v.RendezvousName = key(
         v.RENDEZVOUS,
@@ -96,7 +102,7 @@ class Config:
         env="ACCELERATE_DEBUG_MODE",
     )
     use_cpu: bool = key(v.FLAG, False, "Run on CPU with gloo even where there are GPUs.", env="ACCELERATE_USE_CPU")
-    gpu_ids: str | None = key(v.DEVICES, None, "GPUs to use, numbers separated by commas, or all.")
+    gpu_ids: str | None = key(v.DEVICES, None, "GPUs to use, numbers separated by commas, or all.", per_node=True)
     enable_cpu_affinity: bool = key(
         v.FLAG,
         False,

@@ -17,6 +17,7 @@ class LaunchSection:
         error without; cpu for one per processor. Left out, num_processes divided by num_machines.""",
         aliases=("nproc_per_node",),
         question="How many workers on each node?",
+        per_node=True,
     )
     nodes: str | None = key(
         v.NODE_RANGE,
@@ -55,6 +56,7 @@ class LaunchSection:
         None,
         "HOST:PORT where the nodes meet. Left out on one node, a free local port.",
         aliases=("rdzv_endpoint",),
+        per_node=True,
     )
     rendezvous_id: str | None = key(
         v.TEXT,
@@ -69,7 +71,7 @@ class LaunchSection:
         aliases=("rdzv_conf",),
     )
     local_address: str | None = key(
-        v.TEXT, None, "This node's address, as the other nodes reach it.", aliases=("local_addr",)
+        v.TEXT, None, "This node's address, as the other nodes reach it.", aliases=("local_addr",), per_node=True
     )
     network_interface: str | None = key(
         v.TEXT,
@@ -77,6 +79,7 @@ class LaunchSection:
         """Interface the nodes talk over, for example eth0: gives this node's address and sets
         GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. Left out, gloo uses the interface towards node 0, and NCCL
         chooses.""",
+        per_node=True,
     )
     rendezvous_timeout_seconds: float = key(
         v.SECONDS, 300.0, "How long to wait for the other nodes before giving up."
@@ -95,7 +98,10 @@ class LaunchSection:
         v.SECONDS, 600.0, "How long a collective may wait for the slowest rank before the run fails."
     )
     log_dir: str = key(
-        v.TEXT, "runs", "Folder that gets one subfolder per run, with the plan, the result and rank output."
+        v.TEXT,
+        "runs",
+        "Folder that gets one subfolder per run, with the plan, the result and rank output.",
+        per_node=True,
     )
     show_ranks: str = key(
         v.RANKS,
@@ -108,6 +114,7 @@ class LaunchSection:
         None,
         "Ranks whose output reaches this node's terminal, counted on each node. Goes before show_ranks.",
         aliases=("local_ranks_filter",),
+        per_node=True,
     )
     redirects: str | None = key(
         v.STREAMS,

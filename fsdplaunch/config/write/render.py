@@ -39,7 +39,7 @@ def render(config: Config, *, full: bool = False, comments: bool = True) -> str:
 
 
 def values_to_write(config: Config) -> dict[KeyPath, Any]:
-    """The values a file must say so that reading it gives the resolved `config`, in the schema's order."""
+    """Return the values a file must say so that reading it gives the resolved `config`, in the schema's order."""
     written = {
         spec.path: value_at(config, spec.path)
         for spec in all_keys()
@@ -56,12 +56,12 @@ def _pinned(config: Config, spec: KeySpec) -> bool:
 
 
 def _idle(config: Config, spec: KeySpec) -> bool:
-    """Whether a key says how to shard where nothing is sharded."""
+    """Tell whether a key says how to shard where nothing is sharded."""
     return config.distributed_type != "FSDP" and spec.path[0] in ("fsdp_config", "parallelism_config")
 
 
 def _missing(config: Config, written: dict[KeyPath, Any]) -> KeyPath | None:
-    """The first key that would not come out as it is in `config` unless the file says it."""
+    """Return the first key that would not come out as it is in `config` unless the file says it."""
     read = resolve(build_config(written))
     for spec in sorted(
         all_keys(), key=lambda spec: _idle(config, spec)

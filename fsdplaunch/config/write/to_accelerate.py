@@ -46,7 +46,7 @@ def accelerate_values(config: Config) -> tuple[dict[KeyPath, Any], list[KeyChang
     """
     changes: list[KeyChange] = []
     values = {path: value for path, value in values_to_write(config).items() if path[0] not in own_sections()}
-    values = {**_ALWAYS, **values, **_workers(config, changes), **_meeting(config)}
+    values = {**_ALWAYS, **values, **_workers(config, changes), **_rendezvous(config)}
     values = _sharding(config, values, changes)
     return {spec.path: values[spec.path] for spec in all_keys() if values.get(spec.path) is not None}, changes
 
@@ -59,8 +59,8 @@ def _workers(config: Config, changes: list[KeyChange]) -> dict[KeyPath, Any]:
     return {("num_processes",): world}
 
 
-def _meeting(config: Config) -> dict[KeyPath, Any]:
-    """The address of machine 0, from whichever key names it."""
+def _rendezvous(config: Config) -> dict[KeyPath, Any]:
+    """Return the address of node 0, from whichever key names it."""
     endpoint = config.launch.rendezvous_endpoint
     host, _, port = endpoint.rpartition(":") if endpoint else ("", "", "")
     return {
@@ -70,7 +70,7 @@ def _meeting(config: Config) -> dict[KeyPath, Any]:
 
 
 def _sharding(config: Config, values: dict[KeyPath, Any], changes: list[KeyChange]) -> dict[KeyPath, Any]:
-    """fsdp_config and the mesh in the words its runtime reads."""
+    """Write fsdp_config and the mesh in the words its runtime reads."""
     values = {path: value for path, value in values.items() if path[0] != "parallelism_config"}
     if config.distributed_type != "FSDP":
         return {path: value for path, value in values.items() if path[0] != "fsdp_config"}

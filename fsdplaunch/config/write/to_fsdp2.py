@@ -131,7 +131,7 @@ def _mesh(loaded: LoadedConfig, strategy: str) -> Iterator[_Step]:
 
 
 def _dropped(config: Config) -> dict[KeyPath, str]:
-    """What each key of FSDP1 becomes."""
+    """Return what each key of FSDP1 becomes."""
     old = config.fsdp_config
     return {
         fsdp("backward_prefetch"): _ALWAYS

@@ -28,7 +28,7 @@ def check_processors(facts: MachineFacts) -> Iterator[Check]:
 
 
 def check_memory(facts: MachineFacts) -> Iterator[Check]:
-    """How much host memory this process may use."""
+    """Check how much host memory this process may use."""
     if facts.memory is None:
         yield Check(topic="memory", status="skipped", text="not known")
         return
@@ -93,7 +93,7 @@ def check_disks(facts: MachineFacts) -> Iterator[Check]:
 
 
 def check_clock(facts: MachineFacts) -> Iterator[Check]:
-    """Machines whose clocks differ write logs that cannot be compared."""
+    """Check machines whose clocks differ write logs that cannot be compared."""
     if facts.clock_synchronised is None:
         yield Check(topic="clock", status="skipped", text="the kernel does not say whether it is synchronised")
     elif facts.clock_synchronised:

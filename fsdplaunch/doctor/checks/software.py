@@ -7,7 +7,7 @@ from fsdplaunch.probe.torch_version import mismatch, requirement
 
 
 def check_python(facts: MachineFacts) -> Iterator[Check]:
-    """The interpreter; that it is new enough is known by the time this runs."""
+    """Check the interpreter; that it is new enough is known by the time this runs."""
     yield Check(topic="python", status="ok", text=facts.python)
 
 
@@ -41,7 +41,7 @@ def check_torch(facts: MachineFacts) -> Iterator[Check]:
 
 
 def check_driver(facts: MachineFacts) -> Iterator[Check]:
-    """The driver is new enough for the CUDA that torch was built for, and torch sees what the driver sees."""
+    """Check that the driver is new enough for the CUDA of this torch, and that torch sees the same GPUs."""
     torch, driver = facts.torch, facts.driver
     if not driver.version:
         if facts.wants_gpus and torch is not None and torch.cuda:
@@ -69,7 +69,7 @@ def check_driver(facts: MachineFacts) -> Iterator[Check]:
 
 
 def check_nccl(facts: MachineFacts) -> Iterator[Check]:
-    """GPU runs need NCCL in torch."""
+    """Check that torch has NCCL, which GPU runs need."""
     torch = facts.torch
     if torch is None or torch.error or not facts.gpus:
         yield Check(topic="nccl", status="skipped", text="no GPUs here: gloo is used")
@@ -81,7 +81,7 @@ def check_nccl(facts: MachineFacts) -> Iterator[Check]:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: `2.13.0+cpu` -> (2, 13, 0)."""
+    """Return the leading numbers of a version: `2.13.0+cpu` -> (2, 13, 0)."""
     found = []
     for part in version.partition("+")[0].split("."):
         if not part.isdecimal():

@@ -15,7 +15,7 @@ _DONE = "done"
 
 
 def further_keys(state: WizardState) -> tuple[KeySpec, ...]:
-    """The keys that no question decides and that have a meaning in the version that is written.
+    """Return the keys that no question decides and that have a meaning in the version that is written.
 
     Args:
         state: With all answers.

@@ -1,4 +1,4 @@
-"""The questions about machines: where, how many, where they meet, how many workers each."""
+"""The questions about nodes: where, how many, where they meet, how many workers each."""
 
 import re
 import socket
@@ -168,7 +168,7 @@ def _read_workers(config: Config, state: WizardState) -> str | None:
 
 
 def _write_workers(answer: str, state: WizardState) -> Mapping[Path, Any]:
-    """A number is written as accelerate has it, over all machines; only auto needs a key of our own."""
+    """Write a number as accelerate has it, over all nodes; only auto needs a key of our own."""
     return {_WORKERS: "auto"} if answer == "auto" else {_PROCESSES: int(answer) * state.num_nodes}
 
 

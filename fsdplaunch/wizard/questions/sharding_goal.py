@@ -24,7 +24,7 @@ def memory_of(goal: str, state: WizardState) -> MemoryPlan | None:
 
     Args:
         goal: fastest, balanced, hybrid or biggest.
-        state: With the answers about machines and model.
+        state: With the answers about nodes and model.
     """
     model, workers = state.machines.model, state.workers
     if model is None or model.parameters is None or workers is None:
@@ -40,7 +40,7 @@ def memory_words(goal: str, state: WizardState) -> tuple[str, str | None]:
 
     Args:
         goal: The goal.
-        state: With the answers about machines and model.
+        state: With the answers about nodes and model.
     """
     plan, limit = memory_of(goal, state), state.machines.hardware.gpu_memory_bytes
     if plan is None:
@@ -96,7 +96,7 @@ def _write_goal(answer: str, state: WizardState) -> Mapping[Path, Any]:
 
 
 def _read_goal(config: Config, state: WizardState) -> str | None:
-    """The goal whose keys these are, exactly; anything finer is no goal's."""
+    """Return the goal whose keys these are, exactly; anything finer is no goal's."""
     fsdp, mesh = config.fsdp_config, config.parallelism_config
     strategy: str | None = fsdp.fsdp_sharding_strategy
     reshard = fsdp.fsdp_reshard_after_forward

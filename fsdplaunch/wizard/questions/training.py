@@ -1,4 +1,4 @@
-"""The questions about training: the model, the number format, the units, the checkpoints."""
+"""The questions about training: the model, the dtype, the units, the checkpoints."""
 
 from collections.abc import Mapping
 from pathlib import Path as FilePath

@@ -125,3 +125,21 @@ def test_the_environment_names_are_those_accelerate_reads():
 
 def test_resolving_twice_changes_nothing():
     assert resolve(resolve(Config())) == resolve(Config())
+
+
+def test_keys_that_nodes_of_one_run_may_set_differently():
+    assert {spec.dotted for spec in all_keys() if spec.key.per_node} == {
+        "machine_rank",
+        "gpu_ids",
+        "main_process_ip",
+        "main_process_port",
+        "num_processes",
+        "launch.local_address",
+        "launch.network_interface",
+        "launch.rendezvous_endpoint",
+        "launch.log_dir",
+        "launch.show_local_ranks",
+        "launch.workers_per_node",
+        "ssh.hosts",
+        "ssh.hostfile",
+    }
