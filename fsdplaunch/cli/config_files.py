@@ -15,7 +15,7 @@ class Out(Protocol):
     """Where a command's words go; `fsdplaunch.cli.output.Output` is one."""
 
     def data(self, text: str) -> None:
-        """Print what the command was asked for, to stdout."""
+        """Print the command's data, to stdout."""
 
     def json(self, value: Any) -> None:
         """Print one JSON value to stdout."""

@@ -66,7 +66,7 @@ def estimate(
         0, whether it fits or not: the answer is the output.
 
     Raises:
-        LaunchError: It cannot be said.
+        LaunchError: It cannot be estimated.
     """
     loaded = load_config(file, overrides=overrides)
     hardware = read_hardware(os.environ)

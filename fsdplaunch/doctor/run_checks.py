@@ -1,4 +1,4 @@
-"""Every check in the order it is told, and the exit status that follows."""
+"""Every check in the order of the report, and the exit status that follows."""
 
 from collections.abc import Callable, Iterator, Sequence
 

@@ -51,7 +51,7 @@ class Report:
         rows: Yours first, then the others.
         changes: Single changes that save memory.
         fewest: Smallest number of ranks that fits; None when none does or memory is unknown.
-        batch: Largest batch per rank that fits; None when it cannot be said.
+        batch: Largest batch per rank that fits; None when it is not known.
         exact: The traced step, when one was traced.
         notes: What should be known about the numbers.
     """

@@ -1,6 +1,6 @@
 """Which NVIDIA GPUs this process would see, read through the driver's management library: no torch, no CUDA.
 
-A machine without driver or library has no GPUs and nothing is said about it; a driver or a GPU that fails is
+A machine without driver or library has no GPUs and no note is made of it; a driver or a GPU that fails is
 named. CUDA_VISIBLE_DEVICES is read as
 CUDA reads it: numbers or (shortened) UUIDs, up to the first one that names no GPU.
 """
@@ -55,7 +55,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class _Driver:
-    """What the driver reported: whole GPUs, the slices that were asked for, and what went wrong."""
+    """What the driver reported: whole GPUs, the requested slices, and what went wrong."""
 
     gpus: tuple[Gpu, ...] = ()
     slices: tuple[Gpu, ...] = ()
@@ -63,7 +63,7 @@ class _Driver:
 
 
 def read_gpus(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """Return the GPUs a process with this environment would see, and what should be said about them.
+    """Return the GPUs a process with this environment would see, and notes about them.
 
     Args:
         environ: Variables; only CUDA_VISIBLE_DEVICES is looked at.

@@ -17,7 +17,7 @@ class Hardware:
         gpus: GPUs CUDA would show, in its order.
         cpu_count: Processors this process may use (affinity and cgroup quota).
         memory_bytes: Host memory it may use (installed, or the cgroup's limit); None where unknown.
-        notes: What should be said about how this was found.
+        notes: What the reader should know about how this was found.
     """
 
     gpus: tuple[Gpu, ...] = ()

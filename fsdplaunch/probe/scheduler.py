@@ -103,10 +103,10 @@ def _slurm_gpus(environ: Mapping[str, str]) -> int | None:
     return count_gpus(environ.get("SLURM_GPUS_PER_NODE", ""))
 
 
-def count_gpus(asked: str) -> int | None:
+def count_gpus(notation: str) -> int | None:
     """Return how many GPUs SLURM's notation means: `8`, `h100:8`, `a100:4,h100:4`; None for anything else."""
-    numbers = [re.fullmatch(r"(?:[^:,]+:)*(\d+)(?:\([^)]*\))?", part.strip()) for part in asked.split(",")]
-    return sum(int(match[1]) for match in numbers if match) if asked and all(numbers) else None
+    numbers = [re.fullmatch(r"(?:[^:,]+:)*(\d+)(?:\([^)]*\))?", part.strip()) for part in notation.split(",")]
+    return sum(int(match[1]) for match in numbers if match) if notation and all(numbers) else None
 
 
 def _mpi(environ: Mapping[str, str]) -> Cluster | None:

@@ -98,8 +98,10 @@ def broken_rule(question: Question, state: WizardState) -> str | None:
         question: The question just answered.
         state: With the answers up to this one.
     """
-    asked = {path for one in QUESTIONS[: QUESTIONS.index(question) + 1] for path in one.keys}
+    answered = {path for one in QUESTIONS[: QUESTIONS.index(question) + 1] for path in one.keys}
     for _, violation in find_violations(rule_context(build_config(compose(state)))):
-        if {*violation.about} & {*question.keys} and {*violation.about} <= asked | {*state.settings} | {VERSION}:
+        if {*violation.about} & {*question.keys} and {*violation.about} <= answered | {*state.settings} | {
+            VERSION
+        }:
             return violation.message + (f" ({violation.hint})" if violation.hint else "")
     return None

@@ -1,4 +1,4 @@
-"""The way in: facts and answers -> the text of a file, asked for or not. The caller writes it."""
+"""Run the wizard: facts and answers -> the text of a file. The caller writes it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath

@@ -1,4 +1,4 @@
-"""What a whole training step would need with the answers so far, where the model's folder says enough."""
+"""What a full training step would need with the answers so far, where the model's folder says enough."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ _LENGTH = 2048
 
 
 def step_words(state: WizardState) -> Iterator[str]:
-    """Yield a line about the memory of one step, activations included; nothing where it cannot be said.
+    """Yield a line about the memory of one step, activations included; nothing where it is not known.
 
     Args:
         state: With all answers.

@@ -104,7 +104,7 @@ def traced():
     ]
     return StepTrace(
         parts={"parameters": GIB, "activations": 5 * GIB}, host=0, phase="backward", module="model.layers.3",
-        course=(*course, ("step", GIB)), sizes=report_of().case.sizes, said=(), seconds=3.0,
+        course=(*course, ("step", GIB)), sizes=report_of().case.sizes, messages=(), seconds=3.0,
     )  # fmt: skip
 
 

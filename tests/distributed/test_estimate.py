@@ -225,7 +225,7 @@ def test_model_of_a_script_is_built_sharded_and_traced(script: Path) -> None:
     assert trace.sizes.depth == 3
     assert trace.sizes.parameters == 3 * (2 * 32 * 64 + 64 + 32)
     assert trace.parts["parameters"] == 4 * trace.sizes.parameters // 4
-    assert any(line.startswith("sharded Model: 3 x Block") for line in trace.said)
+    assert any(line.startswith("sharded Model: 3 x Block") for line in trace.messages)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def _pending(context: RuleContext) -> Iterator[Violation]:
 
 @rule("newer-torch")
 def _newer_torch(context: RuleContext) -> Iterator[Violation]:
-    """A key has a value that the installed torch cannot honour, only a newer one; asked where the run starts."""
+    """A key has a value that the installed torch cannot honour, only a newer one; checked where the run starts."""
     for spec in all_keys():
         needed = spec.key.torch_for(value_at(context.given, spec.path)) if spec.key.needs_torch else ""
         if not needed or not context.sets(spec) or context.config.ssh.hosts or context.config.ssh.hostfile:

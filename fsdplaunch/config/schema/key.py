@@ -14,7 +14,7 @@ class Key:
     Attributes:
         kind: How a loose value is read.
         text: What the key does and when to change it.
-        env: The environment variable that carries it to the workers; "": `FSDPLAUNCH_` and the key's path.
+        env: The environment variable that carries it to the workers; "": named after the key's path.
         versions: The FSDP versions the key has a meaning in.
         aliases: Other spellings that are honoured and name this one.
         question: What the wizard asks, or None when it does not ask.

@@ -125,7 +125,7 @@ class LaunchSection:
     tee: str | None = key(
         v.STREAMS,
         None,
-        "Output that reaches the terminal as well as the files, said as in redirects. Goes before show_ranks.",
+        "Output that reaches the terminal as well as the files, written as in redirects. Goes before show_ranks.",
     )
     preload: tuple[str, ...] = key(
         v.MODULES,
@@ -217,7 +217,7 @@ class CheckpointSection:
         v.FLAG,
         True,
         """Whether tensors that checkpoint.weights lacks, or has too many, are errors. With false the model
-        initialises what is missing, and what is left over is left out; both are said.""",
+        initialises what is missing, and what is left over is left out; both are reported.""",
     )
     async_: bool = key(
         v.FLAG,

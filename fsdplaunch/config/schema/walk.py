@@ -10,6 +10,13 @@ from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.key import Key
 
 Path = tuple[str, ...]
+_ACCELERATE_PREFIXES = {
+    "fsdp_config": "",
+    "parallelism_config": "",
+    "fp8_config": "ACCELERATE_FP8_",
+    "dynamo_config": "ACCELERATE_",
+}
+"""What stands before a key's name in the variables that accelerate reads for a section."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +46,9 @@ class KeySpec:
     @property
     def env(self) -> str:
         """Return the environment variable that carries the key."""
-        return self.key.env or "FSDPLAUNCH_" + "_".join(self.path).upper()
+        prefix = _ACCELERATE_PREFIXES.get(self.path[0])
+        derived = "FSDPLAUNCH_" + "_".join(self.path) if prefix is None else prefix + self.name
+        return self.key.env or derived.upper()
 
 
 def _section(entry: Field[Any]) -> type | None:

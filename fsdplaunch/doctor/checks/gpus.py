@@ -13,9 +13,9 @@ def check_gpus(facts: MachineFacts) -> Iterator[Check]:
     for note in facts.driver.notes:
         yield Check(topic="gpus", status="warning", text=note)
     if not facts.gpus:
-        asked = facts.config is not None and facts.config.launch.workers_per_node == "gpu"
+        required = facts.config is not None and facts.config.launch.workers_per_node == "gpu"
         text = "no NVIDIA GPU is visible"
-        yield Check(topic="gpus", status="problem" if asked else "skipped", text=text)
+        yield Check(topic="gpus", status="problem" if required else "skipped", text=text)
         return
     kinds: dict[str, int] = {}
     for gpu in facts.gpus:

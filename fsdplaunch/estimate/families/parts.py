@@ -96,7 +96,7 @@ Family = Callable[..., Answer]
 
 
 def linear(name: str, out: int, into: int, *, bias: bool = True) -> Shapes:
-    """Return tensors of an `nn.Linear`: weight (out, into) and, unless told, bias (out,)."""
+    """Return tensors of an `nn.Linear`: weight (out, into) and, by default, bias (out,)."""
     return {f"{name}.weight": (out, into)} | ({f"{name}.bias": (out,)} if bias else {})
 
 

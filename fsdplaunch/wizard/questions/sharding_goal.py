@@ -1,4 +1,4 @@
-"""The question of what is split, asked as what matters most, with the memory each answer needs."""
+"""The question of what is sharded, put as what matters most, with the memory each answer needs."""
 
 from collections.abc import Mapping
 from typing import Any
