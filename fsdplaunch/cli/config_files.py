@@ -3,31 +3,16 @@
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load.load import DEFAULT_FILE, LoadedConfig, find_file, load_config, read_file, stack
 from fsdplaunch.config.load.problems import ConfigError, Problem
 from fsdplaunch.config.schema.walk import all_keys, value_at
 from fsdplaunch.errors import EXIT_USAGE, UsageError
 
 
-class Out(Protocol):
-    """Where a command's words go; `fsdplaunch.cli.output.Output` is one."""
-
-    def data(self, text: str) -> None:
-        """Print the command's data, to stdout."""
-
-    def json(self, value: Any) -> None:
-        """Print one JSON value to stdout."""
-
-    def say(self, text: str) -> None:
-        """Tell the user something, on stderr."""
-
-    def note(self, text: str) -> None:
-        """Tell the user something that may surprise, on stderr."""
-
-
-def show(*, file: Path | None, overrides: Sequence[str], origin: bool, as_json: bool, out: Out) -> int:
+def show(*, file: Path | None, overrides: Sequence[str], origin: bool, as_json: bool, out: Output) -> int:
     """Print the effective values; with `origin`, where each came from."""
     loaded = load_config(file, overrides=overrides)
     _tell(loaded, out)
@@ -42,7 +27,7 @@ def show(*, file: Path | None, overrides: Sequence[str], origin: bool, as_json: 
     return 0
 
 
-def _tell(loaded: LoadedConfig, out: Out) -> None:
+def _tell(loaded: LoadedConfig, out: Output) -> None:
     if loaded.path is None:
         out.note(f"no {DEFAULT_FILE} here; these are the defaults")
     for note in loaded.notes:
@@ -78,7 +63,7 @@ def _origin_lines(loaded: LoadedConfig) -> list[str]:
     return [f"{left:<{width}}# {right}" for left, right in rows]
 
 
-def set_values(assignments: Sequence[str], *, file: Path | None, out: Out) -> int:
+def set_values(assignments: Sequence[str], *, file: Path | None, out: Output) -> int:
     """Change keys in the file; comments and layout stay. Nothing is written when the result would be wrong."""
     from fsdplaunch.config.load.layers import read_assignments
     from fsdplaunch.config.write.render import write_text_atomically
@@ -111,7 +96,7 @@ def _read(text: str, path: Path) -> Any:
     return read_text(text, str(path))
 
 
-def validate(files: Sequence[Path], *, as_json: bool, out: Out) -> int:
+def validate(files: Sequence[Path], *, as_json: bool, out: Output) -> int:
     """Check files and report every problem of each; environment and command line take no part."""
     chosen = list(files) or [find_file(None, os.environ, Path.cwd()) or Path(DEFAULT_FILE)]
     results = [(path, *_check(path)) for path in chosen]
@@ -136,7 +121,7 @@ def _check(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
         return error.problems, ()
 
 
-def explain(word: str | None, *, file: Path | None, as_json: bool, markdown: bool, out: Out) -> int:
+def explain(word: str | None, *, file: Path | None, as_json: bool, markdown: bool, out: Output) -> int:
     """Say what a key does, or list the keys of a section or of all; with a readable file, its values too."""
     from fsdplaunch.config.docs import explain as texts
 
@@ -165,7 +150,7 @@ def _quietly(load: Callable[[], LoadedConfig]) -> LoadedConfig | None:
     return loaded if loaded.path is not None else None
 
 
-def schema(*, out: Out) -> int:
+def schema(*, out: Output) -> int:
     """Print the JSON Schema of the file."""
     from fsdplaunch.config.docs.json_schema import json_schema
 
@@ -173,7 +158,7 @@ def schema(*, out: Out) -> int:
     return 0
 
 
-def presets(name: str | None, *, as_json: bool, out: Out) -> int:
+def presets(name: str | None, *, as_json: bool, out: Output) -> int:
     """List the presets, or print one."""
     from fsdplaunch.config.write.presets import find_preset, list_presets
 
@@ -193,7 +178,7 @@ def presets(name: str | None, *, as_json: bool, out: Out) -> int:
     return 0
 
 
-def convert(source: Path, target: Path, *, to: str, overwrite: bool, as_json: bool, out: Out) -> int:
+def convert(source: Path, target: Path, *, to: str, overwrite: bool, as_json: bool, out: Output) -> int:
     """Write SOURCE to TARGET as a file for `fsdp2` or `accelerate`, and name every key that changes."""
     from fsdplaunch.config.write.render import write_text_atomically
     from fsdplaunch.config.write.to_accelerate import to_accelerate

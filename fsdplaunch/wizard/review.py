@@ -6,6 +6,7 @@ from difflib import unified_diff
 from pathlib import Path as FilePath
 from typing import Any
 
+from fsdplaunch.config.load.load import DEFAULT_FILE
 from fsdplaunch.config.schema.walk import Path, keys_by_path
 from fsdplaunch.config.write.yaml_scalars import flow_text, plain_value
 from fsdplaunch.wizard.auto_answers import answer_all
@@ -15,8 +16,6 @@ from fsdplaunch.wizard.questions.question import KEEP
 from fsdplaunch.wizard.questions.sharding_goal import GOAL, memory_words
 from fsdplaunch.wizard.state import NEWEST, VERSION, WizardState
 from fsdplaunch.wizard.step_memory import step_words
-
-DEFAULT_FILE = "fsdp.yaml"
 
 
 def preview(old: str | None, new: str, path: FilePath) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 
+from fsdplaunch.config.load.load import DEFAULT_FILE
 from fsdplaunch.config.load.problems import ConfigError
 from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.hardware import describe_hardware, read_hardware
@@ -13,7 +14,6 @@ from fsdplaunch.wizard.compose import find_problems
 from fsdplaunch.wizard.questions.all import check_names
 from fsdplaunch.wizard.questions.user_messages import UserMessages
 from fsdplaunch.wizard.result import WizardResult, conclude
-from fsdplaunch.wizard.review import DEFAULT_FILE
 from fsdplaunch.wizard.starting_values import read_overrides, read_source
 from fsdplaunch.wizard.state import WizardState
 from fsdplaunch.wizard.suggest import SuggestionFacts

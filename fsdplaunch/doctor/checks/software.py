@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fsdplaunch.doctor.facts import Check, MachineFacts
-from fsdplaunch.probe.torch_version import mismatch, requirement
+from fsdplaunch.probe.torch_version import mismatch, parse, requirement
 
 
 def check_python(facts: MachineFacts) -> Iterator[Check]:
@@ -57,7 +57,7 @@ def check_driver(facts: MachineFacts) -> Iterator[Check]:
         hint = "pip install a CUDA build of torch, or set use_cpu: true"
         text = f"{driver.version}{runs}, but torch {torch.version} was built without CUDA"
         yield Check(topic="driver", status="problem" if facts.wants_gpus else "warning", text=text, hint=hint)
-    elif driver.cuda and numbers(torch.cuda)[:1] > driver.cuda[:1]:
+    elif driver.cuda and (parse(torch.cuda) or (0, 0))[0] > driver.cuda[0]:
         hint = "install a newer driver, or a torch built for an older CUDA"
         text = f"{driver.version} runs CUDA up to {driver.cuda[0]}.{driver.cuda[1]}, torch needs {torch.cuda}"
         yield Check(topic="driver", status="problem", text=text, hint=hint)
@@ -78,13 +78,3 @@ def check_nccl(facts: MachineFacts) -> Iterator[Check]:
         yield Check(topic="nccl", status="problem", text=f"torch {torch.version} has no NCCL", hint=hint)
     else:
         yield Check(topic="nccl", status="ok", text=torch.nccl)
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: `2.13.0+cpu` -> (2, 13, 0)."""
-    found = []
-    for part in version.partition("+")[0].split("."):
-        if not part.isdecimal():
-            break
-        found.append(int(part))
-    return tuple(found)
