@@ -14,7 +14,7 @@ TWO = ("--num-machines", "2")
     ("words", "said"),
     [
         (("--hosts", ""), "--hosts is given nothing"),
-        (("--hosts", "a,,b"), "ssh.hosts: must be names of machines separated by commas, and 'a,,b' lacks one"),
+        (("--hosts", "a,,b"), "ssh.hosts: must be names of nodes separated by commas, and 'a,,b' lacks one"),
         (("--hosts", "a,a"), "a is named twice"),
         (("--hosts", "a;id"), "'a;id' is not a name of a machine"),
         (("--hosts=-oProxyCommand=id",), "'-oProxyCommand=id' is not a name of a machine"),

@@ -255,7 +255,7 @@ ROWS: list[Row] = [
         ("bf16", {"formats": (BF16, FP32, BF16), "kept": {FP32}}, {"formats": (BF16, FP32, None), "kept": {FP32}}),
         ("fp16", {"formats": (FP16, FP32, FP16), "kept": {FP32}}, {"formats": (FP16, FP32, None), "kept": {FP32}}),
         ("fp32", {"formats": (FP32, FP32, FP32)}, {"formats": (FP32, FP32, None)}),
-        ("fp8", "fp8 needs FSDP2", FLOAT8),
+        ("fp8", "fp8 needs fsdp_version 2", FLOAT8),
         ({"param_dtype": "bf16"}, {"formats": (BF16, BF16, None)}, {"formats": (BF16, None, None)}),
         ({"reduce_dtype": BF16}, {"formats": (None, BF16, None)}, {"formats": (None, BF16, None)}),
         ({"buffer_dtype": "fp16"}, {"formats": (None, None, FP16)}, "has no buffer_dtype"),

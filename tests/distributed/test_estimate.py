@@ -254,7 +254,7 @@ def test_step_that_reads_values_is_one_error(script: Path) -> None:
 
 
 def test_version_1_and_unknown_models_are_refused(llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="covers fsdp_version 2 only"):
+    with pytest.raises(UsageError, match="covers FSDP2 only"):
         both(llama, 2, "fsdp_version=1")
     other = tmp_path / "config.json"
     other.write_text('{"model_type": "nosuchmodel"}')

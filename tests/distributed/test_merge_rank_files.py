@@ -158,7 +158,7 @@ def test_flat_parameters_of_our_own_save_become_the_whole_model(request, pool, s
 
 def test_flat_parameters_of_a_model_with_copies_are_refused(four_ranks: RankPool, tmp_path):
     fields = {"sharding_strategy": "HYBRID_SHARD", "dp_replicate_size": 2}
-    with pytest.raises(RankError, match="LOCAL_STATE_DICT cannot hold a model with replicas"):
+    with pytest.raises(RankError, match="LOCAL_STATE_DICT cannot hold a model with copies"):
         four_ranks.run(save_flat, str(tmp_path / "ckpt"), fields)
     assert not (tmp_path / "ckpt").exists()
 
