@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.checkpoint.rename_exchange import rename_exchange
 from fsdplaunch.errors import CheckpointError, UsageError
 
@@ -106,15 +107,6 @@ def check_memory(needed: int) -> None:
 def existing_parent(path: Path) -> Path:
     """Return the nearest folder above `path` that exists."""
     return next(parent for parent in path.parents if parent.exists())
-
-
-def size_words(count: float) -> str:
-    """Return a number of bytes as people write it: `13.2 GiB`."""
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1024 or unit == "TiB":  # noqa: PLR2004
-            return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError(count)
 
 
 @contextmanager

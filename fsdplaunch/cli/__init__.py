@@ -1,1 +1,1 @@
-"""Talks to people: the only package that prints or exits."""
+"""The command line: the only package that prints or exits."""

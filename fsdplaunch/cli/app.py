@@ -59,7 +59,7 @@ def run(argv: list[str]) -> int:
 
 
 def _refuse(error: Exception) -> int:
-    """Say an error in one line and return its status; FSDPLAUNCH_TRACEBACK=1 lets it through."""
+    """Print an error in one line and return its status; FSDPLAUNCH_TRACEBACK=1 lets it through."""
     if os.environ.get("FSDPLAUNCH_TRACEBACK"):
         raise error
     if isinstance(error, OSError):
@@ -83,4 +83,4 @@ def root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version")
     ] = False,
 ) -> None:
-    """Options before any command."""
+    """Take the options before any command."""

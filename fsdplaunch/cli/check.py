@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.cli.launch.options import LaunchOptions
 from fsdplaunch.cli.launch.single_node import (
     announce,
@@ -31,7 +32,6 @@ from fsdplaunch.run_dir import REHEARSAL, rank_folder
 from fsdplaunch.worker_status import read_heartbeat
 
 WORKERS = 2
-_MIB = 1024**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ def check(
 
 
 def shrunk(config: Config) -> tuple[Config, tuple[str, ...]]:
-    """Return the configuration for two CPU workers on one machine, and what had to change beside that.
+    """Return the configuration for two CPU workers on one node, and what had to change beside that.
 
     Args:
         config: Resolved.
@@ -102,7 +102,7 @@ def shrunk(config: Config) -> tuple[Config, tuple[str, ...]]:
         notes.append(f"{strategy} needs more than {WORKERS} workers: checked as {inside}")
         strategy = inside  # type: ignore[assignment]
     elif config.parallelism_config.parallelism_config_dp_replicate_size not in (None, 1):
-        notes.append(f"the mesh needs more than {WORKERS} workers: checked with one copy of the model")
+        notes.append(f"the mesh needs more than {WORKERS} workers: checked with one replica of the model")
     if not isinstance(reshard, bool | str | None):
         reshard = True
     if fsdp.fsdp_offload_params:
@@ -161,7 +161,7 @@ def _verdict(done: CheckResult, file: str, plan: LaunchPlan) -> list[str]:
     ended = "" if done.is_whole else ", then it ended by itself"
     lines = [f"{file} works with {plan.script}: {WORKERS} CPU workers, {steps}{ended}"]
     if done.checkpoint is not None:
-        lines.append(f"  a checkpoint of {done.checkpoint / _MIB:.1f} MiB was saved, read back and found equal")
+        lines.append(f"  a checkpoint of {size_words(done.checkpoint)} was saved, read back and found equal")
     elif done.is_whole:
         lines.append("  no checkpoint was tried: another library shards the model and saves it its own way")
     else:
@@ -170,7 +170,7 @@ def _verdict(done: CheckResult, file: str, plan: LaunchPlan) -> list[str]:
 
 
 def _rehearsed(plan: LaunchPlan) -> CheckResult:
-    """What every rank did, by their files."""
+    """Return what every rank did, by their files."""
     folders = [rank_folder(plan.run_dir, rank) for rank in range(WORKERS)]
     records = [json.loads(path.read_text()) for folder in folders if (path := folder / REHEARSAL).is_file()]
     beats = [beat.steps for folder in folders if (beat := read_heartbeat(folder)) is not None]

@@ -3,31 +3,16 @@
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load.load import DEFAULT_FILE, LoadedConfig, find_file, load_config, read_file, stack
 from fsdplaunch.config.load.problems import ConfigError, Problem
 from fsdplaunch.config.schema.walk import all_keys, value_at
 from fsdplaunch.errors import EXIT_USAGE, UsageError
 
 
-class Out(Protocol):
-    """Where a command's words go; `fsdplaunch.cli.output.Output` is one."""
-
-    def data(self, text: str) -> None:
-        """Print what the command was asked for, to stdout."""
-
-    def json(self, value: Any) -> None:
-        """Print one JSON value to stdout."""
-
-    def say(self, text: str) -> None:
-        """Tell the user something, on stderr."""
-
-    def note(self, text: str) -> None:
-        """Tell the user something that may surprise, on stderr."""
-
-
-def show(*, file: Path | None, overrides: Sequence[str], origin: bool, as_json: bool, out: Out) -> int:
+def show(*, file: Path | None, overrides: Sequence[str], origin: bool, as_json: bool, out: Output) -> int:
     """Print the effective values; with `origin`, where each came from."""
     loaded = load_config(file, overrides=overrides)
     _tell(loaded, out)
@@ -42,7 +27,7 @@ def show(*, file: Path | None, overrides: Sequence[str], origin: bool, as_json: 
     return 0
 
 
-def _tell(loaded: LoadedConfig, out: Out) -> None:
+def _tell(loaded: LoadedConfig, out: Output) -> None:
     if loaded.path is None:
         out.note(f"no {DEFAULT_FILE} here; these are the defaults")
     for note in loaded.notes:
@@ -50,7 +35,7 @@ def _tell(loaded: LoadedConfig, out: Out) -> None:
 
 
 def _values(loaded: LoadedConfig, *, origin: bool) -> dict[str, Any]:
-    """Every key by section; with `origin`, as {"value", "layer", "from"}."""
+    """Return every key by section; with `origin`, as {"value", "layer", "from"}."""
     from fsdplaunch.config.write.yaml_scalars import plain_value
 
     tree: dict[str, Any] = {}
@@ -60,8 +45,8 @@ def _values(loaded: LoadedConfig, *, origin: bool) -> dict[str, Any]:
             place = place.setdefault(part, {})
         value: Any = plain_value(spec, value_at(loaded.config, spec.path))
         if origin:
-            said = loaded.origins[spec.path]
-            value = {"value": value, "layer": said.layer, "from": said.text}
+            source = loaded.origins[spec.path]
+            value = {"value": value, "layer": source.layer, "from": source.text}
         place[spec.name] = value
     return {"file": None if loaded.path is None else str(loaded.path), "config": tree}
 
@@ -71,14 +56,14 @@ def _origin_lines(loaded: LoadedConfig) -> list[str]:
 
     rows = []
     for spec in all_keys():
-        value, said = value_at(loaded.config, spec.path), loaded.origins[spec.path]
-        if said.layer != "default" or (value is not None and not spec.key.noise and not spec.key.pending):
-            rows.append((f"{spec.dotted}: {flow_text(plain_value(spec, value))}", said.text))
+        value, source = value_at(loaded.config, spec.path), loaded.origins[spec.path]
+        if source.layer != "default" or (value is not None and not spec.key.noise and not spec.key.pending):
+            rows.append((f"{spec.dotted}: {flow_text(plain_value(spec, value))}", source.text))
     width = max(len(left) for left, _ in rows) + 2
     return [f"{left:<{width}}# {right}" for left, right in rows]
 
 
-def set_values(assignments: Sequence[str], *, file: Path | None, out: Out) -> int:
+def set_values(assignments: Sequence[str], *, file: Path | None, out: Output) -> int:
     """Change keys in the file; comments and layout stay. Nothing is written when the result would be wrong."""
     from fsdplaunch.config.load.layers import read_assignments
     from fsdplaunch.config.write.render import write_text_atomically
@@ -98,7 +83,7 @@ def set_values(assignments: Sequence[str], *, file: Path | None, out: Out) -> in
 
 
 def _text_of(path: Path) -> str:
-    """A file's text, line breaks as they are; raises the problems of a file that cannot be read."""
+    """Return a file's text, line breaks as they are; raises the problems of a file that cannot be read."""
     read = read_file(path, Path.cwd())
     if read.problems:
         raise ConfigError(read.problems)
@@ -111,7 +96,7 @@ def _read(text: str, path: Path) -> Any:
     return read_text(text, str(path))
 
 
-def validate(files: Sequence[Path], *, as_json: bool, out: Out) -> int:
+def validate(files: Sequence[Path], *, as_json: bool, out: Output) -> int:
     """Check files and report every problem of each; environment and command line take no part."""
     chosen = list(files) or [find_file(None, os.environ, Path.cwd()) or Path(DEFAULT_FILE)]
     results = [(path, *_check(path)) for path in chosen]
@@ -136,7 +121,7 @@ def _check(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
         return error.problems, ()
 
 
-def explain(word: str | None, *, file: Path | None, as_json: bool, markdown: bool, out: Out) -> int:
+def explain(word: str | None, *, file: Path | None, as_json: bool, markdown: bool, out: Output) -> int:
     """Say what a key does, or list the keys of a section or of all; with a readable file, its values too."""
     from fsdplaunch.config.docs import explain as texts
 
@@ -157,7 +142,7 @@ def explain(word: str | None, *, file: Path | None, as_json: bool, markdown: boo
 
 
 def _quietly(load: Callable[[], LoadedConfig]) -> LoadedConfig | None:
-    """What a file says, or None when it cannot be read: an explanation needs no file."""
+    """Return what a file says, or None when it cannot be read: an explanation needs no file."""
     try:
         loaded = load()
     except ConfigError:
@@ -165,7 +150,7 @@ def _quietly(load: Callable[[], LoadedConfig]) -> LoadedConfig | None:
     return loaded if loaded.path is not None else None
 
 
-def schema(*, out: Out) -> int:
+def schema(*, out: Output) -> int:
     """Print the JSON Schema of the file."""
     from fsdplaunch.config.docs.json_schema import json_schema
 
@@ -173,7 +158,7 @@ def schema(*, out: Out) -> int:
     return 0
 
 
-def presets(name: str | None, *, as_json: bool, out: Out) -> int:
+def presets(name: str | None, *, as_json: bool, out: Output) -> int:
     """List the presets, or print one."""
     from fsdplaunch.config.write.presets import find_preset, list_presets
 
@@ -193,7 +178,7 @@ def presets(name: str | None, *, as_json: bool, out: Out) -> int:
     return 0
 
 
-def convert(source: Path, target: Path, *, to: str, overwrite: bool, as_json: bool, out: Out) -> int:
+def convert(source: Path, target: Path, *, to: str, overwrite: bool, as_json: bool, out: Output) -> int:
     """Write SOURCE to TARGET as a file for `fsdp2` or `accelerate`, and name every key that changes."""
     from fsdplaunch.config.write.render import write_text_atomically
     from fsdplaunch.config.write.to_accelerate import to_accelerate

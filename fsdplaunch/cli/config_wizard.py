@@ -62,7 +62,7 @@ def write_config(
 
 
 def starting_point(preset: str | None, source: Path | None) -> Path | None:
-    """The file whose values are offered first: a preset's, another one, or none.
+    """Return the file whose values are offered first: a preset's, another one, or none.
 
     Raises:
         UsageError: Both are named, or there is no such preset.
@@ -82,6 +82,6 @@ def tell_ineffective_keys(source: Path, out: Output) -> None:
 
 
 def can_ask(*, no_input: bool) -> bool:
-    """Whether there is a person to ask."""
+    """Tell whether there is a person to ask."""
     forbidden = no_input or os.environ.get("FSDPLAUNCH_NO_INPUT") or os.environ.get("CI")
     return not forbidden and sys.stdin.isatty() and sys.stderr.isatty()

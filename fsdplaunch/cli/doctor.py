@@ -63,7 +63,7 @@ def doctor(
 
 
 def _load(file: Path | None, overrides: Sequence[str]) -> tuple[LoadedConfig | None, tuple[str, ...]]:
-    """The configuration, or what is wrong with it: a doctor goes on where others stop."""
+    """Return the configuration, or what is wrong with it: a doctor goes on where others stop."""
     try:
         return load_config(file, overrides=overrides, torch=installed_numbers), ()
     except ConfigError as error:
@@ -84,7 +84,7 @@ def show(checks: Sequence[Check], out: Output) -> None:
 
 
 def can_print(text: str) -> bool:
-    """Whether standard output's encoding has these characters."""
+    """Tell whether standard output's encoding has these characters."""
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -111,7 +111,7 @@ def _users() -> list[str]:
 
 
 def _plain(facts: MachineFacts) -> dict[str, object]:
-    """The facts as plain data, without the configuration, which `config show --json` tells."""
+    """Return the facts as plain data, without the configuration, which `config show --json` tells."""
     found = asdict(facts)
     del found["config"]
     peers = {f"{first}-{second}": can for (first, second), can in facts.driver.peers.items()}

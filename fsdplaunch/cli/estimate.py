@@ -28,7 +28,7 @@ class EstimateRequest:
 
     Attributes:
         source: A model folder, a config.json, or SCRIPT:FUNCTION; None for a model folder found here.
-        world: Ranks over all machines; None for the configuration's.
+        world: Ranks over all nodes; None for the configuration's.
         gpu_memory: Of one GPU, in bytes; None for that of the GPUs here.
         batch_size: Sequences per rank and step.
         length: Tokens of each; None for the model's own, up to 2,048.
@@ -66,7 +66,7 @@ def estimate(
         0, whether it fits or not: the answer is the output.
 
     Raises:
-        LaunchError: It cannot be said.
+        LaunchError: It cannot be estimated.
     """
     loaded = load_config(file, overrides=overrides)
     hardware = read_hardware(os.environ)
@@ -114,7 +114,7 @@ def _read_source(text: str | None) -> _Source:
 
 
 def _read_folder(folder: Path) -> _Source:
-    """A model folder: sizes from its headers, activations from its config.json; either is enough."""
+    """Return a model folder: sizes from its headers, activations from its config.json; either is enough."""
     config = folder / "config.json"
     known = config.is_file() and _is_known(config)
     described = read_architecture(config) if known else None
@@ -148,7 +148,7 @@ def _report(
 ) -> Report:
     config = loaded.config
     gpus = 0 if config.use_cpu else len(hardware.gpus)
-    world, per_node = ranks_of(config, gpus=gpus, asked=wanted.world)
+    world, per_node = ranks_of(config, gpus=gpus, given=wanted.world)
     traced = wanted.exact or bool(source.function)
     if source.case is None and not traced:
         read_architecture(source.path)  # says why it is not known
@@ -190,7 +190,7 @@ def _title(source: _Source, loaded: LoadedConfig, setup: TrainingSetup) -> str:
         named = str(source.path)
     file = str(loaded.path) if loaded.path else "the built-in defaults"
     ranks = f"{setup.world} rank{'s' if setup.world != 1 else ''}"
-    place = f"{ranks}, {setup.per_node} per machine" if setup.world > setup.per_node else ranks
+    place = f"{ranks}, {setup.per_node} per node" if setup.world > setup.per_node else ranks
     return f"{named} with {file} on {place}"
 
 
@@ -198,9 +198,9 @@ def _model_words(case: MemoryCase, setup: TrainingSetup) -> str:
     sizes = case.sizes
     kinds = {1: "fp8", 2: "bf16", 4: "fp32", 8: "fp64"}
     master, compute, _ = setup.widths(sizes)
-    formats = f"{kinds.get(master, master)} kept, {kinds.get(compute, compute)} computed"
+    dtypes = f"{kinds.get(master, master)} kept, {kinds.get(compute, compute)} computed"
     blocks = f"{sizes.depth} blocks" if sizes.blocks else "no repeated blocks"
     return (
-        f"{short_count(sizes.parameters)} parameters, {blocks} ({sizes.source}); {formats}, {setup.optimizer}; "
+        f"{short_count(sizes.parameters)} parameters, {blocks} ({sizes.source}); {dtypes}, {setup.optimizer}; "
         f"{setup.batch_size} x {setup.length} tokens per rank" + (", checkpointing" if setup.checkpointing else "")
     )

@@ -9,10 +9,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, MergeResult, MergeStart, merge, prepare_merge
 from fsdplaunch.checkpoint.readers.find import AmbiguousError, find_model, find_optimizer
 from fsdplaunch.cli.output import Output
-from fsdplaunch.cli.progress import byte_progress, size_text
+from fsdplaunch.cli.progress import byte_progress
 from fsdplaunch.errors import UsageError
 
 
@@ -113,10 +114,10 @@ def merge_command(
 
 def start_lines(start: MergeStart) -> list[str]:
     """Say what is about to be read and written, and what it takes."""
-    size = size_text(start.nbytes)
+    size = size_words(start.nbytes)
     return [
         f"{start.source}: {start.tensors} tensors in {start.files} {'file' if start.files == 1 else 'files'}",
-        f"{start.output}: {size} of {size_text(start.free)} free, memory at most {size_text(start.memory)}",
+        f"{start.output}: {size} of {size_words(start.free)} free, memory at most {size_words(start.memory)}",
     ]
 
 
@@ -126,13 +127,13 @@ def show_plan(checkpoint: Path, output: Path, *, options: MergeOptions, as_json:
     if as_json:
         out.json(prepared.to_dict())
         return
-    out.say(f"{prepared.folder}: {size_text(prepared.plan.nbytes)}, nothing written")
+    out.say(f"{prepared.folder}: {size_words(prepared.plan.nbytes)}, nothing written")
     for file in prepared.plan.files:
-        out.data(f"{file.name}  {size_text(file.nbytes)}  {len(file.tensors)} tensors")
+        out.data(f"{file.name}  {size_words(file.nbytes)}  {len(file.tensors)} tensors")
 
 
 def result_as_data(result: MergeResult) -> dict[str, Any]:
-    """The result as plain data for `--json`."""
+    """Return the result as plain data for `--json`."""
     return {
         "source": str(result.source),
         "output": str(result.output),
@@ -160,7 +161,7 @@ def result_lines(result: MergeResult, given: Path) -> list[str]:
         lines.append(f"used {result.source}")
     kinds = ", ".join(f"{count} {name}" for name, count in sorted(result.dtypes.items()))
     checked = ", read back and equal" if result.verified else ""
-    speed = f"{size_text(result.nbytes)} in {result.seconds:.1f} s"
+    speed = f"{size_words(result.nbytes)} in {result.seconds:.1f} s"
     lines.append(f"merged {result.tensors} tensors ({kinds}), {speed}{checked}")
     if result.skipped:
         shown = ", ".join(result.skipped[:5]) + (", ..." if len(result.skipped) > 5 else "")  # noqa: PLR2004

@@ -44,9 +44,7 @@ def measure_network(
     target = LaunchTarget(name=NETWORK_TEST, is_module=True)
     plan = plan_for_this_node(replace(loaded, config=config), hardware, target, allow_unsharded=True)
     if plan.nodes > 1:
-        out.say(
-            f"waiting for the other {plan.nodes - 1} machines: run fsdplaunch doctor --network on each of them"
-        )
+        out.say(f"waiting for the other {plan.nodes - 1} nodes: run fsdplaunch doctor --network on each of them")
     out.say(f"testing the connections of {plan.world_size} workers")
     result = run_plan(plan, output=sys.stderr.fileno())
     if result.failure is not None:
@@ -54,6 +52,6 @@ def measure_network(
         return [Check(topic="all-reduce", status="problem", text="\n".join(lines).strip())], None
     answer = plan.run_dir / _ANSWER
     if not answer.is_file():
-        return [Check(topic="all-reduce", status="skipped", text="rank 0's machine tells what was found")], None
+        return [Check(topic="all-reduce", status="skipped", text="rank 0's node reports what was found")], None
     measured: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     return list(check_connections(measured)), measured

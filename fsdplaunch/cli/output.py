@@ -19,7 +19,7 @@ class Output:
         self.quiet = bool(os.environ.get("CI"))  # no live display into a log that only looks like a terminal
 
     def data(self, text: str) -> None:
-        """Print what the command was asked for, to stdout."""
+        """Print the command's data, to stdout."""
         print(text, flush=True)
 
     def json(self, value: Any) -> None:

@@ -5,21 +5,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.cli.output import Output
 
 LINE_SECONDS = 10.0
 
 Update = Callable[[str, int, int, str], None]
 """Takes the phase, the bytes done, the bytes in all, and what is at hand."""
-
-
-def size_text(nbytes: float) -> str:
-    """Bytes in the unit a person would choose, in powers of 1000 as disks are sold: `13.2 GB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:  # noqa: PLR2004
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.2f} TB"
 
 
 @contextmanager
@@ -35,31 +27,25 @@ def byte_progress(out: Output) -> Iterator[Update]:
 @contextmanager
 def _live() -> Iterator[Update]:
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TaskID,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     columns = (
         TextColumn("  {task.description}"),
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        TextColumn("{task.fields[amount]}"),
         TimeRemainingColumn(compact=True),
         TextColumn("{task.fields[item]}"),
     )
-    tasks: dict[str, TaskID] = {}
+    tasks: dict[str, tuple[TaskID, float]] = {}
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
 
         def update(phase: str, done: int, total: int, item: str) -> None:
             if phase not in tasks:
-                tasks[phase] = bars.add_task(phase, total=total, item="")
-            bars.update(tasks[phase], completed=done, item=item)
+                tasks[phase] = bars.add_task(phase, total=total, amount="", item=""), time.monotonic()
+            task, start = tasks[phase]
+            rate = done / max(time.monotonic() - start, 1e-3)
+            amount = f"{size_words(done)} of {size_words(total)}, {size_words(rate)}/s"
+            bars.update(task, completed=done, amount=amount, item=item)
 
         yield update
 
@@ -75,6 +61,6 @@ def _lines(out: Output) -> Update:
             rate = done / (now - start)
             left = f", {(total - done) / rate:.0f} s left" if rate else ""
             share = 100 * done // max(total, 1)
-            out.say(f"  {phase} {share}%  {size_text(done)} of {size_text(total)}{left}  {item}")
+            out.say(f"  {phase} {share}%  {size_words(done)} of {size_words(total)}{left}  {item}")
 
     return update

@@ -41,7 +41,7 @@ def encode(config: Config) -> dict[str, str]:
 
 
 def _switches(config: Config) -> dict[str, str]:
-    """The on/off variables accelerate and transformers look at before they read any other."""
+    """Return the on/off variables accelerate and transformers look at before they read any other."""
     switches = {}
     if config.distributed_type == "FSDP":
         switches["ACCELERATE_USE_FSDP"] = "true"
@@ -52,7 +52,7 @@ def _switches(config: Config) -> dict[str, str]:
 
 
 def raw_values(environ: Mapping[str, str]) -> dict[Path, str]:
-    """The configuration keys present in an environment, as texts, by path. Empty texts count as absent."""
+    """Return the configuration keys present in an environment, as texts, by path. Empty texts count as absent."""
     found = {spec.path: environ.get(spec.env, "") for spec in all_keys()}
     return {path: text for path, text in found.items() if text != ""}
 

@@ -13,14 +13,15 @@ from fsdplaunch.config.schema.walk import KeySpec, all_keys, value_at
 REST = -1
 """A mesh size that means: what the other sizes leave."""
 _STRATEGIES = get_args(StrategyName)
-_KEEP_GATHERED = {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"}
+KEEPS_GATHERED = {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"}
+"""Strategies under which parameters stay gathered from forward to backward."""
 
 
 def resolve(config: Config) -> Config:
     """Return the Config with every "decided from the rest" value decided.
 
     Args:
-        config: As read; None where the file is silent.
+        config: As read; None where a key is not set.
     """
     version = config.fsdp_config.fsdp_version or default_version(config)
     fill = _version_1 if version == 1 else _version_2
@@ -33,9 +34,9 @@ def resolve(config: Config) -> Config:
 
 
 def default_version(config: Config) -> int:
-    """The FSDP version of a file that names none: 1 if written for version 1 or for accelerate, else 2.
+    """Return the FSDP version of a file that names none: 1 if written for FSDP1 or for accelerate, else 2.
 
-    A key of version 1 that holds its default does not show here; `load` sees which keys a file says.
+    A key of FSDP1 that holds its default does not show here; `load` sees which keys a file says.
     """
     if config.compute_environment is not None:
         return 1
@@ -45,13 +46,13 @@ def default_version(config: Config) -> int:
 
 
 def keys_of_version_1() -> tuple[KeySpec, ...]:
-    """The keys that only files for version 1 say; accelerate has fsdp_sync_module_states there only."""
+    """Return the keys that only files for FSDP1 say; accelerate has fsdp_sync_module_states there only."""
     also = ("fsdp_config", "fsdp_sync_module_states")
     return tuple(spec for spec in all_keys() if spec.key.versions == (1,) or spec.path == also)
 
 
 def strategy_named(reshard: bool | int | str | None) -> str | None:
-    """Read fsdp_reshard_after_forward as version 1 does: a strategy's name or code."""
+    """Read fsdp_reshard_after_forward as FSDP1 does: a strategy's name or code."""
     if isinstance(reshard, str):
         return reshard
     if reshard is None or isinstance(reshard, bool) or not 1 <= reshard <= len(_STRATEGIES):
@@ -74,7 +75,7 @@ def _version_1(fsdp: FsdpConfig) -> dict[str, Any]:
 def _version_2(fsdp: FsdpConfig) -> dict[str, Any]:
     reshard = fsdp.fsdp_reshard_after_forward
     if reshard is None:
-        reshard = fsdp.fsdp_sharding_strategy not in _KEEP_GATHERED
+        reshard = fsdp.fsdp_sharding_strategy not in KEEPS_GATHERED
     if not isinstance(reshard, bool) and reshard in (0, 1):
         reshard = bool(reshard)
     prefetch = fsdp.fsdp_backward_prefetch
@@ -82,36 +83,38 @@ def _version_2(fsdp: FsdpConfig) -> dict[str, Any]:
         "fsdp_sharding_strategy": fsdp.fsdp_sharding_strategy or ("FULL_SHARD" if reshard else "SHARD_GRAD_OP"),
         "fsdp_reshard_after_forward": reshard,
         "fsdp_state_dict_type": fsdp.fsdp_state_dict_type or "SHARDED_STATE_DICT",
-        # Version 2 does so of its own accord; another value is refused by a rule.
+        # FSDP2 does so of its own accord; another value is refused by a rule.
         "fsdp_backward_prefetch": None if prefetch == "BACKWARD_PRE" else prefetch,
     }
 
 
 def _mesh(config: Config, fsdp: FsdpConfig) -> ParallelismConfig:
-    """Translate the strategies that mean a mesh under version 2. Sizes that are said stay."""
-    said = config.parallelism_config
-    copies, shards = said.parallelism_config_dp_replicate_size, said.parallelism_config_dp_shard_size
+    """Translate the strategies that mean a mesh under FSDP2. Sizes that are set stay."""
+    configured = config.parallelism_config
+    replicas, shards = configured.parallelism_config_dp_replicate_size, configured.parallelism_config_dp_shard_size
     strategy = fsdp.fsdp_sharding_strategy or "FULL_SHARD"
     if fsdp.fsdp_version == 1:
         pass
     elif strategy == "NO_SHARD":
-        copies, shards = copies or REST, shards or 1
-    elif strategy.startswith("HYBRID") and copies is None:
-        copies = config.num_machines if shards in (None, REST) else REST
-    return replace(said, parallelism_config_dp_replicate_size=copies or 1, parallelism_config_dp_shard_size=shards)
+        replicas, shards = replicas or REST, shards or 1
+    elif strategy.startswith("HYBRID") and replicas is None:
+        replicas = config.num_machines if shards in (None, REST) else REST
+    return replace(
+        configured, parallelism_config_dp_replicate_size=replicas or 1, parallelism_config_dp_shard_size=shards
+    )
 
 
 def _precision(config: Config, version: int) -> PrecisionSection:
-    said = config.precision
+    configured = config.precision
     compute: DtypeName | None = None
     if config.mixed_precision != "no":
         compute = "fp16" if config.mixed_precision == "fp16" else "bf16"  # fp8 computes its other layers in bf16
-    param = said.param or compute
+    param = configured.param or compute
     lower = param not in (None, "fp32")
     return replace(
-        said,
+        configured,
         param=param,
-        reduce=said.reduce or ("fp32" if lower else None),
-        buffer=said.buffer or (compute if version == 1 else None),
-        master=said.master or ("fp32" if lower else None),
+        reduce=configured.reduce or ("fp32" if lower else None),
+        buffer=configured.buffer or (compute if version == 1 else None),
+        master=configured.master or ("fp32" if lower else None),
     )

@@ -6,9 +6,12 @@ from fsdplaunch.config.resolve import REST
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import UsageError
 
+CPU_WORKERS = 2
+"""Workers for `auto` on a node without GPUs: the fewest between which something is sharded."""
+
 
 def node_range(config: Config) -> tuple[int, int]:
-    """The fewest and the most machines a run may have."""
+    """Return the fewest and the most nodes a run may have."""
     if config.launch.nodes is None:
         return config.num_machines, config.num_machines
     least, _, most = config.launch.nodes.partition(":")
@@ -16,21 +19,25 @@ def node_range(config: Config) -> tuple[int, int]:
 
 
 def workers_per_node(config: Config) -> int | None:
-    """Workers on each machine, or None when that depends on the machine's GPUs."""
-    said = config.launch.workers_per_node
-    if isinstance(said, int):
-        return said
-    if said is None and isinstance(config.num_processes, int) and config.num_processes % config.num_machines == 0:
+    """Return workers on each node, or None when that depends on the node's GPUs."""
+    configured = config.launch.workers_per_node
+    if isinstance(configured, int):
+        return configured
+    if (
+        configured is None
+        and isinstance(config.num_processes, int)
+        and config.num_processes % config.num_machines == 0
+    ):
         return config.num_processes // config.num_machines
     return None
 
 
 def world_size(config: Config) -> int | None:
-    """Workers over all machines, or None when that depends on the machines' GPUs."""
+    """Return workers over all nodes, or None when that depends on the nodes' GPUs."""
     if isinstance(config.num_processes, int):
         return config.num_processes
-    said = config.launch.workers_per_node
-    return said * config.num_machines if isinstance(said, int) else None
+    configured = config.launch.workers_per_node
+    return configured * config.num_machines if isinstance(configured, int) else None
 
 
 def split_world(world: int, replicas: int, shards: int) -> tuple[int, int]:
@@ -48,19 +55,19 @@ def mesh_sizes(config: Config, world: int) -> tuple[int, int]:
 
     Args:
         config: Resolved.
-        world: Number of workers over all machines.
+        world: Number of workers over all nodes.
 
     Raises:
         UsageError: The sizes do not fit.
     """
     sizes = config.parallelism_config
-    copies, shards = (
+    replicas, shards = (
         sizes.parallelism_config_dp_replicate_size or 1,
         sizes.parallelism_config_dp_shard_size or REST,
     )
-    found = split_world(world, copies, shards)
+    found = split_world(world, replicas, shards)
     if found[0] * found[1] != world or min(found) < 1:
-        msg = f"a mesh of {copies} x {shards} does not fit {world} workers"
+        msg = f"a mesh of {replicas} x {shards} does not fit {world} workers"
         raise UsageError(msg, hint="the sizes must multiply to the number of workers; -1 takes the rest")
     return found
 
@@ -68,7 +75,7 @@ def mesh_sizes(config: Config, world: int) -> tuple[int, int]:
 def with_mesh(config: Config, world: int) -> Config:
     """Return the Config with both mesh sizes as numbers, which is what other libraries read from the environment.
 
-    A mesh of one dimension stays unsaid.
+    A mesh of one dimension stays unset.
 
     Raises:
         UsageError: The sizes do not fit the number of workers.
@@ -76,10 +83,10 @@ def with_mesh(config: Config, world: int) -> Config:
     mesh = config.parallelism_config
     if mesh.parallelism_config_dp_replicate_size == 1 and mesh.parallelism_config_dp_shard_size is None:
         return config
-    copies, shards = mesh_sizes(config, world)
+    replicas, shards = mesh_sizes(config, world)
     return replace(
         config,
         parallelism_config=replace(
-            mesh, parallelism_config_dp_replicate_size=copies, parallelism_config_dp_shard_size=shards
+            mesh, parallelism_config_dp_replicate_size=replicas, parallelism_config_dp_shard_size=shards
         ),
     )

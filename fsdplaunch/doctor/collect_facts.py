@@ -80,12 +80,12 @@ def collect_facts(
 
 
 def _counts(config: Any, gpus: int) -> Iterator[tuple[str, str, bool]]:
-    """Whether there is a GPU for each worker that is asked for."""
+    """Tell whether there is a GPU for each configured worker."""
     from fsdplaunch.config.world_size import workers_per_node
 
-    asked = workers_per_node(config)
-    if asked is not None and gpus and asked > gpus and not config.use_cpu:
-        text = f"the configuration asks for {asked} workers on this machine, it has {gpus} visible GPUs"
+    configured = workers_per_node(config)
+    if configured is not None and gpus and configured > gpus and not config.use_cpu:
+        text = f"the configuration sets {configured} workers on this node, it has {gpus} visible GPUs"
         yield text, "lower num_processes, or set use_cpu: true", True
 
 
@@ -161,9 +161,9 @@ def read_interfaces(root: Path = Path("/sys/class/net")) -> Iterator[NetworkInte
 def _address(name: str) -> str:
     import fcntl
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         try:
-            answer = fcntl.ioctl(asked.fileno(), _ADDRESS_OF, struct.pack("256s", name[:15].encode()))
+            answer = fcntl.ioctl(query.fileno(), _ADDRESS_OF, struct.pack("256s", name[:15].encode()))
         except OSError:
             return ""
     return socket.inet_ntoa(answer[20:24])

@@ -159,10 +159,10 @@ class MachineFacts:
 
     @property
     def wants_gpus(self) -> bool:
-        """Whether the configuration leaves the choice of GPUs open, or asks for them."""
+        """Tell whether the configuration leaves the choice of GPUs open, or asks for them."""
         return self.config is None or not self.config.use_cpu
 
     @property
     def machines(self) -> int:
-        """Machines of the configured run."""
+        """Return the nodes of the configured run."""
         return self.config.num_machines if self.config else 1

@@ -54,7 +54,7 @@ def run_network_test() -> None:
 
 
 def sum_is_right(count: int, device: torch.device) -> bool:
-    """Whether all ranks' tensors add up: each holds its rank + 1 plus a pattern, in numbers fp32 holds exactly.
+    """Tell whether all ranks' tensors add up: each holds its rank + 1 plus a pattern, exact in fp32.
 
     Args:
         count: Elements.
@@ -95,7 +95,7 @@ def _exchange(peer: int, *, first: bool, device: torch.device) -> None:
 
 
 def _timed(act: Callable[[], Any], device: torch.device) -> float:
-    """The shortest of some times, after one that warms up."""
+    """Return the shortest of some times, after one that warms up."""
     times = []
     for _ in range(_REPEATS + 1):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Every check in the order it is told, and the exit status that follows."""
+"""Every check in the order of the report, and the exit status that follows."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -16,7 +16,7 @@ CHECKS: Sequence[Callable[[MachineFacts], Iterator[Check]]] = (
     gpus.check_busy,
     gpus.check_links,
     gpus.check_health,
-    gpus.check_formats,
+    gpus.check_dtypes,
     host.check_processors,
     host.check_memory,
     host.check_shared_memory,
@@ -40,12 +40,12 @@ def run_checks(facts: MachineFacts) -> list[Check]:
 
 
 def status_of(checks: Sequence[Check]) -> int:
-    """The command's exit status: 3 when there is a problem."""
+    """Return the command's exit status: 3 when there is a problem."""
     return EXIT_MACHINE if any(check.status == "problem" for check in checks) else 0
 
 
 def summary(checks: Sequence[Check]) -> str:
-    """`1 problem, 2 warnings`, or that all is well."""
+    """Return `1 problem, 2 warnings`, or that all is well."""
     words = []
     for status in ("problem", "warning"):
         count = sum(check.status == status for check in checks)

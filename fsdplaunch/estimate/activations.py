@@ -46,7 +46,7 @@ def activations_of(shape: ActivationShape, setup: TrainingSetup, width: int) -> 
     else:
         kept = 0 if setup.checkpoint_offload else shape.layers * entry
     scores = tokens * shape.vocab
-    wide = _FP32 if shape.upcasts else width  # the format that the loss is computed in
+    wide = _FP32 if shape.upcasts else width  # the dtype that the loss is computed in
     capped = width if shape.capped else 0
     logits = scores * (width + wide + capped)
     return Activations(block=block, kept=kept + entry, logits=logits, loss=scores * 2 * wide)

@@ -11,7 +11,7 @@ from fsdplaunch.estimate.training_setup import TrainingSetup
 
 Verdict = Literal["fits", "close", "does not fit", "unknown"]
 COMFORT = 0.9
-"""Part of a GPU's memory up to which a plan fits: the allocator rounds and leaves gaps."""
+"""Share of a GPU's memory up to which a plan fits: the allocator rounds and leaves gaps."""
 _MOST_RANKS = 65_536
 _LARGEST_BATCH = 1 << 20
 
@@ -57,7 +57,7 @@ class MemoryCase:
     shape: ActivationShape | None
 
     def need(self, setup: TrainingSetup) -> MemoryNeed:
-        """What a setup needs."""
+        """Return what a setup needs."""
         return memory_need(self.sizes, self.shape, setup)
 
 
@@ -94,9 +94,9 @@ def _candidates(case: MemoryCase, yours: TrainingSetup) -> Iterator[tuple[str, s
         )
     if yours.shards < yours.world:
         yield (
-            f"split over all {yours.world} ranks",
+            f"shard over all {yours.world} ranks",
             "fsdp_sharding_strategy=FULL_SHARD",
-            "gathers cross machines" if yours.world > yours.per_node else "gathers in forward and backward",
+            "gathers cross nodes" if yours.world > yours.per_node else "gathers in forward and backward",
             replace(yours, shards=yours.world, strategy="FULL_SHARD", keeps=0),
         )
     compute = yours.widths(case.sizes)[1]
@@ -128,17 +128,17 @@ def _candidates(case: MemoryCase, yours: TrainingSetup) -> Iterator[tuple[str, s
 
 
 def resized(yours: TrainingSetup, world: int) -> TrainingSetup:
-    """The same run with another number of ranks, sharded in the same way."""
+    """Return the same run with another number of ranks, sharded in the same way."""
     inside = yours.strategy.startswith("HYBRID")
     per_node = min(yours.per_node, world)
-    shards = 1 if yours.strategy == "NO_SHARD" else per_node if inside else max(1, world // yours.copies)
+    shards = 1 if yours.strategy == "NO_SHARD" else per_node if inside else max(1, world // yours.replicas)
     return replace(yours, world=max(world, shards), per_node=per_node, shards=min(shards, world))
 
 
 def fewest_ranks(case: MemoryCase, yours: TrainingSetup, memory: int) -> int | None:
     """Return the smallest number of ranks with which the run fits, or None when no number is enough.
 
-    Ranks beyond one machine come in whole machines.
+    Ranks beyond one node come in whole nodes.
 
     Args:
         case: The model.
@@ -147,7 +147,7 @@ def fewest_ranks(case: MemoryCase, yours: TrainingSetup, memory: int) -> int | N
     """
     if yours.strategy == "NO_SHARD":
         return 1 if _fits(case, yours, memory) else None
-    single = replace(yours, shards=1, world=1)  # one copy; more copies change nothing per rank
+    single = replace(yours, shards=1, world=1)  # one replica; more replicas change nothing per rank
 
     def at(ranks: int) -> bool:
         spread = replace(single, world=ranks, shards=ranks, per_node=min(ranks, yours.per_node))
@@ -156,8 +156,8 @@ def fewest_ranks(case: MemoryCase, yours: TrainingSetup, memory: int) -> int | N
     inside = next((ranks for ranks in range(1, yours.per_node + 1) if at(ranks)), None)
     if inside is not None or yours.strategy.startswith("HYBRID"):
         return inside
-    machines = _first(lambda count: at(count * yours.per_node), _MOST_RANKS // yours.per_node)
-    return machines * yours.per_node if machines else None
+    nodes = _first(lambda count: at(count * yours.per_node), _MOST_RANKS // yours.per_node)
+    return nodes * yours.per_node if nodes else None
 
 
 def largest_batch(case: MemoryCase, yours: TrainingSetup, memory: int) -> int | None:
@@ -183,7 +183,7 @@ def _fits(case: MemoryCase, setup: TrainingSetup, memory: int) -> bool:
 
 
 def _first(holds: Callable[[int], bool], limit: int) -> int | None:
-    """The smallest number from 1 for which something holds that goes on holding; None up to a limit."""
+    """Return the smallest number from 1 for which something holds that goes on holding; None up to a limit."""
     high = 1
     while not holds(high):
         if high >= limit:

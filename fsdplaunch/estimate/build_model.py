@@ -52,7 +52,7 @@ def build_from_script(script: Path, function: str) -> Any:
 
 
 def _words(error: BaseException, script: Path) -> str:
-    """`ValueError: text (line 12)`, the line being the innermost one of the script itself."""
+    """Return `ValueError: text (line 12)`, the line being the innermost one of the script itself."""
     line, trace = None, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == str(script):
@@ -138,7 +138,7 @@ def make_batch(model: nn.Module, *, batch_size: int, length: int) -> Batch:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The scalar that a model returned, or the sum of its first tensor.
+    """Return the scalar that a model returned, or the sum of its first tensor.
 
     Raises:
         UsageError: It returned no tensor that gradients can flow from.

@@ -20,8 +20,8 @@ def fake_ranks(world: int, *, per_node: int) -> Iterator[None]:
     """Be rank 0 of `world` ranks for as long as the context lasts.
 
     Args:
-        world: Ranks over all machines.
-        per_node: Ranks on each machine.
+        world: Ranks over all nodes.
+        per_node: Ranks on each node.
     """
     from fsdplaunch.runtime.sharding import shard
     from fsdplaunch.runtime.torch_internals import FakeStore, first_chunk_only

@@ -1,4 +1,4 @@
-"""Which tensors are gathered together under each wrap policy, told from their names alone."""
+"""Which tensors are gathered together under each wrap policy, found by their names alone."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdplaunch.checkpoint.dtypes import DTYPES
 from fsdplaunch.errors import UsageError
 from fsdplaunch.estimate.families import FAMILIES
 from fsdplaunch.estimate.families.parts import ActivationShape, ConfigNumbers
 from fsdplaunch.estimate.json_file import read_json_file
 from fsdplaunch.estimate.model_sizes import ModelSizes, TensorSize, model_sizes
-
-_WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +65,14 @@ def describe(config: Mapping[str, Any], *, source: str) -> DescribedModel:
     except (TypeError, ValueError, ZeroDivisionError) as error:
         msg = f"{source}: a number of this {kind} model has no meaning: {error}"
         raise UsageError(msg) from None
-    width = _WIDTHS.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), 4)
-    tensors = {name: TensorSize(size, width) for name, size in shapes.items()}
+    dtype = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), DTYPES["float32"])
+    tensors = {name: TensorSize(size, dtype.size) for name, size in shapes.items()}
     blocks = tuple(f"{prefix}.{number}" for prefix, count in lists.items() for number in range(count))
     return DescribedModel(sizes=model_sizes(tensors, source, prefixes=blocks), shape=shape, model_type=str(kind))
 
 
 def _has_head(config: Mapping[str, Any]) -> str:
-    """What stands on top, from the class's name: lm, masked, classify or none."""
+    """Return what stands on top, from the class's name: lm, masked, classify or none."""
     named = config.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else ""
     if name.endswith("ForSequenceClassification"):

@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.estimate.advice import verdict_of
 from fsdplaunch.estimate.memory import MOMENTS
-from fsdplaunch.estimate.report import GIB, Report, Row, moment_words, shares
+from fsdplaunch.estimate.report import Report, Row, moment_words, shares
 
 _COLOURS = {
     "parameters": "#4363b8", "gradients": "#e6893a", "optimizer": "#3a9a5b", "gathered": "#7fa7e0",
@@ -131,7 +132,7 @@ def _table(report: Report) -> Iterator[str]:
 
 
 def _course(report: Report) -> Iterator[str]:
-    """The traced course of the step, or the moments that were calculated."""
+    """Yield the traced course of the step, or the moments that were calculated."""
     trace = report.exact
     if trace is not None:
         where = f" of {trace.module}" if trace.module else ""

@@ -7,7 +7,8 @@ from fsdplaunch.estimate.activations import Activations, activations_of
 from fsdplaunch.estimate.families.parts import ActivationShape
 from fsdplaunch.estimate.fsdp_units import split_into_units
 from fsdplaunch.estimate.model_sizes import ModelSizes, UnitSize
-from fsdplaunch.estimate.training_setup import STATES, TrainingSetup
+from fsdplaunch.estimate.training_setup import TrainingSetup
+from fsdplaunch.probe.memory_plan import STATES, kept_bytes
 
 PARTS = ("parameters", "gradients", "optimizer", "gathered", "communication", "activations", "temporary")
 """What memory is for, in the order it is shown."""
@@ -30,7 +31,7 @@ class MemoryNeed:
         moments: Bytes on the GPU at each moment, by what they are for.
         context: Bytes that the GPU's driver and libraries take on top.
         host: Bytes per rank in host memory while training.
-        loading: Bytes per machine in host memory while weights are read.
+        loading: Bytes per node in host memory while weights are read.
         checkpoint: Bytes of one checkpoint, over all files.
         has_activations: Whether activations are known and counted.
     """
@@ -45,27 +46,27 @@ class MemoryNeed:
 
     @property
     def moment(self) -> str:
-        """When most is needed."""
+        """Return when most is needed."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property
     def parts(self) -> Mapping[str, int]:
-        """Bytes at the peak, by what they are for."""
+        """Return bytes at the peak, by what they are for."""
         return self.moments[self.moment]
 
     @property
     def total(self) -> int:
-        """Bytes that torch allocates on the GPU at the peak."""
+        """Return bytes that torch allocates on the GPU at the peak."""
         return sum(self.parts.values())
 
     @property
     def gpu(self) -> int:
-        """Bytes of the GPU that are in use at the peak, by whomever."""
+        """Return bytes of the GPU that are in use at the peak, by whomever."""
         return self.total + self.context
 
     @property
     def host_per_node(self) -> int:
-        """Bytes of host memory on each machine while training."""
+        """Return bytes of host memory on each node while training."""
         return self.host * self.setup.per_node
 
 
@@ -106,15 +107,14 @@ def memory_need(sizes: ModelSizes, shape: ActivationShape | None, setup: Trainin
 
 
 def _kept(sizes: ModelSizes, root: UnitSize, blocks: tuple[UnitSize, ...], setup: TrainingSetup) -> dict[str, int]:
-    """What stays for the whole run, and gradients."""
+    """Return what stays for the whole run, and gradients."""
     flat = setup.version == 1
     held = sum(unit.share(setup.shards, flat=flat) * unit.count for unit in (root, *blocks))
-    held *= setup.widths(sizes)[0]
-    return {"parameters": held, "gradients": held, "optimizer": held * STATES[setup.optimizer]}
+    return kept_bytes(held, setup.widths(sizes)[0], setup.optimizer)
 
 
 class _Bytes:
-    """Bytes of whole units in the formats they are gathered and summed in."""
+    """Bytes of full units in the dtypes they are gathered and summed in."""
 
     def __init__(
         self, root: UnitSize, blocks: tuple[UnitSize, ...], setup: TrainingSetup, compute: int, reduce: int
@@ -165,7 +165,7 @@ def _moments(
 
 
 def _head(shape: ActivationShape | None, sizes: ModelSizes) -> int:
-    """Parameters whose whole gradient waits for the end of backward: the output head's."""
+    """Return parameters whose whole gradient waits for the end of backward: the output head's."""
     if shape is None:
         return max((tensor.numel for tensor, _ in sizes.root.tensors), default=0)
     return shape.vocab * shape.hidden

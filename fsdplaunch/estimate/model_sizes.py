@@ -23,11 +23,11 @@ class TensorSize:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return number of elements."""
         return prod(self.shape)
 
     def share(self, ranks: int) -> int:
-        """Elements that the first of `ranks` ranks holds: whole rows of the first dimension, rounded up."""
+        """Return elements that the first of `ranks` ranks holds: whole rows of the first dimension, rounded up."""
         rows = self.shape[0] if self.shape else 1
         return -(-rows // ranks) * (self.numel // rows if rows else 0)
 
@@ -48,16 +48,16 @@ class UnitSize:
 
     @property
     def parameters(self) -> int:
-        """Elements of one unit."""
+        """Return elements of one unit."""
         return sum(tensor.numel * number for tensor, number in self.tensors)
 
     @property
     def rows(self) -> int:
-        """The longest first dimension: more ranks than this leave some without a part."""
+        """Return the longest first dimension: more ranks than this leave some without a shard."""
         return max((tensor.shape[0] for tensor, _ in self.tensors if tensor.shape), default=1)
 
     def share(self, ranks: int, *, flat: bool = False) -> int:
-        """Elements of one unit that a rank holds; flat: cut anywhere, as FSDP version 1 does."""
+        """Return elements of one unit that a rank holds; flat: cut anywhere, as FSDP1 does."""
         if flat:
             return -(-self.parameters // ranks)
         return sum(tensor.share(ranks) * number for tensor, number in self.tensors)
@@ -83,17 +83,17 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """Elements of the whole model."""
+        """Return elements of the whole model."""
         return self.root.parameters + sum(unit.parameters * unit.count for unit in self.blocks)
 
     @property
     def depth(self) -> int:
-        """Repeated blocks of all kinds."""
+        """Return repeated blocks of all kinds."""
         return sum(unit.count for unit in self.blocks)
 
     @property
     def stored(self) -> int:
-        """Bytes of all tensors in their own formats."""
+        """Return bytes of all tensors in their own dtypes."""
         return sum(tensor.numel * tensor.itemsize for tensor in self.names.values())
 
 

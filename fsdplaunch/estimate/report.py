@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.estimate.advice import (
     MemoryCase,
     SetupChange,
@@ -16,8 +17,6 @@ from fsdplaunch.estimate.advice import (
 from fsdplaunch.estimate.memory import CONTEXT, MOMENTS, PARTS, MemoryNeed
 from fsdplaunch.estimate.trace_client import StepTrace
 from fsdplaunch.estimate.training_setup import TrainingSetup, alternatives
-
-GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +51,7 @@ class Report:
         rows: Yours first, then the others.
         changes: Single changes that save memory.
         fewest: Smallest number of ranks that fits; None when none does or memory is unknown.
-        batch: Largest batch per rank that fits; None when it cannot be said.
+        batch: Largest batch per rank that fits; None when it is not known.
         exact: The traced step, when one was traced.
         notes: What should be known about the numbers.
     """
@@ -73,23 +72,23 @@ class Report:
 
     @property
     def yours(self) -> Row:
-        """The row of the configuration."""
+        """Return the row of the configuration."""
         return self.rows[0]
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the configured run fits; what was traced counts more than what was calculated."""
+        """Tell whether the configured run fits; what was traced counts more than what was calculated."""
         if self.exact is None:
             return self.yours.verdict
         return verdict_of(self.exact.total + self.yours.need.context, self.memory)
 
     @property
     def gpu(self) -> int:
-        """Bytes of a GPU in use at the peak of the configured run."""
+        """Return bytes of a GPU in use at the peak of the configured run."""
         return self.yours.need.gpu if self.exact is None else self.exact.total + self.yours.need.context
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, all sizes in bytes."""
+        """Return the report as plain data, all sizes in bytes."""
         return {
             "model": {
                 "source": self.case.sizes.source,
@@ -120,7 +119,7 @@ class Report:
 
 
 def row_data(row: Row) -> dict[str, Any]:
-    """One way to shard as plain data; `parts` and `context` sum to `gpu`."""
+    """Return one way to shard as plain data; `parts` and `context` sum to `gpu`."""
     need = row.need
     return {
         "name": row.name,
@@ -139,7 +138,7 @@ def row_data(row: Row) -> dict[str, Any]:
 
 
 def exact_data(trace: StepTrace) -> dict[str, Any]:
-    """A traced step as plain data; `parts` sum to `allocated`."""
+    """Return a traced step as plain data; `parts` sum to `allocated`."""
     return {
         "allocated": trace.total,
         "parts": dict(trace.parts),
@@ -205,8 +204,8 @@ def make_report(
 
 
 def name_of(setup: TrainingSetup) -> str:
-    """A way to shard in a few words: `HYBRID_SHARD 2 x 8, offload`."""
-    layout = f" {setup.copies} x {setup.shards}" if setup.copies > 1 and setup.shards > 1 else ""
+    """Return a way to shard in a few words: `HYBRID_SHARD 2 x 8, offload`."""
+    layout = f" {setup.replicas} x {setup.shards}" if setup.replicas > 1 and setup.shards > 1 else ""
     return f"{setup.strategy}{layout}{', offload' if setup.offload else ''}"
 
 
@@ -225,7 +224,7 @@ def _own_notes(case: MemoryCase, need: MemoryNeed, host_memory: int | None) -> l
         for amount, what in ((need.host_per_node, "training"), (need.loading, "loading the weights")):
             if amount > host_memory:
                 notes.append(
-                    f"{what} needs {amount / GIB:.0f} GiB of host memory per machine, "
+                    f"{what} needs {amount / GIB:.0f} GiB of host memory per node, "
                     f"this one has {host_memory / GIB:.0f}"
                 )
     rows = max((unit.rows for unit in (case.sizes.root, *case.sizes.blocks)), default=1)
@@ -235,10 +234,10 @@ def _own_notes(case: MemoryCase, need: MemoryNeed, host_memory: int | None) -> l
 
 
 def moment_words(need: MemoryNeed) -> str:
-    """When most is needed, in words."""
+    """Return when most is needed, in words."""
     return MOMENTS[need.moment]
 
 
 def shares(parts: Mapping[str, int], context: int) -> list[tuple[str, int]]:
-    """Parts in the order they are shown, without empty ones; the context last."""
+    """Return parts in the order they are shown, without empty ones; the context last."""
     return [(name, parts[name]) for name in PARTS if parts.get(name)] + ([("context", context)] if context else [])

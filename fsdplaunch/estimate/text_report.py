@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.estimate.advice import verdict_of
 from fsdplaunch.estimate.memory import PARTS
-from fsdplaunch.estimate.report import GIB, Report, Row, moment_words, shares
+from fsdplaunch.estimate.report import Report, Row, moment_words, shares
 
 LETTERS = {
     "parameters": "p", "gradients": "g", "optimizer": "o", "gathered": "w", "communication": "c",
@@ -57,7 +58,7 @@ def _verdict(row: Row) -> str:
 
 
 def _bars(report: Report, width: int) -> Iterator[str]:
-    """A bar per way to shard, a letter per part; `|` marks the memory of one GPU where the bars reach that far."""
+    """Draw a bar per way to shard, a letter per part; `|` marks the memory of one GPU where bars reach it."""
     wide = max(len(_name(row)) for row in report.rows)
     room = max(20, min(width, 120) - wide - 2)
     longest = max([row.need.gpu for row in report.rows] + [report.memory or 0]) or 1
@@ -122,7 +123,7 @@ def _answers(report: Report) -> Iterator[str]:
             batch = f"{report.batch} x {setup.length} tokens per rank" if report.batch else "not even 1"
             yield f"largest batch   {batch}, with {setup.world} ranks"
     loading, offloaded = need.loading / GIB, need.host_per_node / GIB
-    yield f"host memory     {loading:.1f} GiB per machine while loading, {offloaded:.1f} for offloaded state"
+    yield f"host memory     {loading:.1f} GiB per node while loading, {offloaded:.1f} for offloaded state"
     yield f"checkpoint      {need.checkpoint / GIB:.1f} GiB, optimizer included"
 
 

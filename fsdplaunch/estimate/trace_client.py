@@ -16,7 +16,7 @@ from fsdplaunch.errors import LaunchError, UsageError
 from fsdplaunch.estimate.model_sizes import ModelSizes, TensorSize, model_sizes
 
 _HOST_PARTS = ("parameters", "gradients", "optimizer")
-_SAID = "fsdplaunch: "
+_MARK = "fsdplaunch: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class StepTrace:
         module: The module that computed then; empty outside of the model.
         course: Bytes in use over the step, as (phase, bytes).
         sizes: The model that was built.
-        said: What sharding reported.
+        messages: What sharding reported.
         seconds: How long it took.
     """
 
@@ -40,12 +40,12 @@ class StepTrace:
     module: str
     course: tuple[tuple[str, int], ...]
     sizes: ModelSizes
-    said: tuple[str, ...]
+    messages: tuple[str, ...]
     seconds: float
 
     @property
     def total(self) -> int:
-        """Bytes on the GPU at the peak."""
+        """Return bytes on the GPU at the peak."""
         return sum(self.parts.values())
 
 
@@ -66,8 +66,8 @@ def trace_step(
         config: Resolved.
         source: Path of a `config.json`, or of a script.
         function: Name of the script's function that builds the model; empty for a `config.json`.
-        world: Ranks over all machines.
-        per_node: Ranks on each machine.
+        world: Ranks over all nodes.
+        per_node: Ranks on each node.
         batch_size: Sequences per rank and step.
         length: Tokens of each.
         optimizer: Its name.
@@ -76,7 +76,7 @@ def trace_step(
         LaunchError: The model cannot be built, sharded or traced.
     """
     if config.fsdp_config.fsdp_version == 1:
-        msg = "the exact estimate covers fsdp_version 2 only: torch's memory tracker does not know version 1"
+        msg = "the exact estimate covers FSDP2 only: torch's memory tracker does not know FSDP1"
         raise UsageError(msg, hint="leave --exact out, or set fsdp_version to 2")
     request = {
         "source": source, "function": function, "world": world, "per_node": per_node, "batch_size": batch_size,
@@ -96,7 +96,7 @@ def trace_step(
         module=answer["peak"]["module"],
         course=tuple((phase, total - host) for phase, total in answer["course"]),
         sizes=sizes,
-        said=tuple(line.removeprefix(_SAID) for line in errors if line.startswith(_SAID)),
+        messages=tuple(line.removeprefix(_MARK) for line in errors if line.startswith(_MARK)),
         seconds=answer["seconds"],
     )
 
@@ -106,21 +106,21 @@ def _ask(request: Mapping[str, Any], config: Config) -> tuple[dict[str, Any], li
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("FSDP", "ACCELERATE_"))}
     environ |= encode(config) | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory(prefix="fsdplaunch-") as folder:
-        asked, answered = Path(folder) / "request.json", Path(folder) / "answer.json"
-        asked.write_text(json.dumps(request), encoding="utf-8")
-        command = [sys.executable, "-m", "fsdplaunch.estimate.trace_step", str(asked), str(answered)]
+        request_file, answer_file = Path(folder) / "request.json", Path(folder) / "answer.json"
+        request_file.write_text(json.dumps(request), encoding="utf-8")
+        command = [sys.executable, "-m", "fsdplaunch.estimate.trace_step", str(request_file), str(answer_file)]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", check=False)
         lines = done.stderr.splitlines()
-        if not answered.is_file():
+        if not answer_file.is_file():
             raise _died(done.returncode, lines)
-        answer = json.loads(answered.read_text(encoding="utf-8"))
+        answer = json.loads(answer_file.read_text(encoding="utf-8"))
     if "error" in answer:
         raise UsageError(answer["error"], hint=answer["hint"])
     return answer, lines
 
 
 def _died(status: int, lines: list[str]) -> LaunchError:
-    last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+    last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
     if status < 0:
         msg = f"the tracing process was killed by signal {-status}"
         return LaunchError(msg, hint="most often for want of host memory")

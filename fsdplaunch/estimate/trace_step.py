@@ -190,7 +190,7 @@ def _parts(peak: Mapping[Any, int]) -> dict[str, int]:
 
 
 def _thin(course: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """The highest point of each of some equal stretches, none of which crosses from one phase to the next."""
+    """Return the highest point of each of some equal stretches, none of which crosses a change of phase."""
     size = max(1, len(course) // POINTS)
     kept: list[tuple[str, int]] = []
     for phase in ("forward", "backward", "step"):

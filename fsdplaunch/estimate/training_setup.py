@@ -1,20 +1,13 @@
 """How a run shards and computes, as far as memory depends on it: from a configuration, or varied from one."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from fsdplaunch.config.resolve import KEEPS_GATHERED
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.config.world_size import mesh_sizes, workers_per_node, world_size
+from fsdplaunch.config.world_size import CPU_WORKERS, mesh_sizes, workers_per_node, world_size
 from fsdplaunch.errors import UsageError
 from fsdplaunch.estimate.model_sizes import ModelSizes
-
-WIDTHS: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
-STATES: Mapping[str, int] = {
-    "adamw": 2, "adam": 2, "nadam": 2, "adagrad": 1, "rmsprop": 1, "momentum": 1, "sgd": 0,
-}  # fmt: skip
-"""Tensors that each optimizer keeps per parameter, of the parameter's own size."""
-_KEEPS = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
-CPU_WORKERS = 2
+from fsdplaunch.probe.memory_plan import ITEMSIZES, STATES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,14 +16,14 @@ class TrainingSetup:
 
     Attributes:
         strategy: Name of the sharding strategy, for people.
-        world: Ranks over all machines.
-        per_node: Ranks on each machine.
-        shards: Ranks that one copy of the model is split over.
+        world: Ranks over all nodes.
+        per_node: Ranks on each node.
+        shards: Ranks that one replica of the model is sharded over.
         keeps: After forward gathered parameters are freed (0), kept (1), or kept split over so many ranks.
         version: Of FSDP.
         master: Bytes per element of what is kept; 0 for the model's own.
         compute: Bytes per element of what is gathered and computed with; 0 for that of what is kept.
-        reduce: Bytes per element of gradients as they are summed; 0 for the computing format.
+        reduce: Bytes per element of gradients as they are summed; 0 for the dtype of the computation.
         offload: Whether what is kept lies in host memory.
         checkpointing: Whether blocks are computed again in backward.
         checkpoint_offload: Whether checkpointed inputs wait in host memory.
@@ -40,7 +33,7 @@ class TrainingSetup:
         batch_size: Sequences per rank and step.
         length: Tokens of each.
         on_gpu: Whether the run computes on GPUs.
-        ram_efficient: Whether only one rank of a machine reads weights.
+        ram_efficient: Whether only one rank of a node reads weights.
     """
 
     strategy: str
@@ -64,17 +57,17 @@ class TrainingSetup:
     ram_efficient: bool = True
 
     @property
-    def copies(self) -> int:
-        """Copies of the model over all machines."""
+    def replicas(self) -> int:
+        """Return the replicas of the model over all nodes."""
         return self.world // self.shards
 
     @property
     def tokens(self) -> int:
-        """Tokens per rank and step."""
+        """Return the tokens per rank and step."""
         return self.batch_size * self.length
 
     def widths(self, sizes: ModelSizes) -> tuple[int, int, int]:
-        """Bytes per element of what is kept, computed with, and summed over ranks, for this model."""
+        """Return bytes per element of what is kept, computed with, and summed over ranks, for this model."""
         master = self.master or sizes.itemsize
         compute = self.compute or master
         return master, compute, self.reduce or compute
@@ -87,8 +80,8 @@ def training_setup(
 
     Args:
         config: Resolved.
-        world: Ranks over all machines.
-        per_node: Ranks on each machine.
+        world: Ranks over all nodes.
+        per_node: Ranks on each node.
         batch_size: Sequences per rank and step.
         length: Tokens of each.
         optimizer: A key of STATES.
@@ -100,11 +93,11 @@ def training_setup(
     if optimizer not in STATES:
         msg = f"the optimizer {optimizer!r} is not known"
         raise UsageError(msg, hint=f"one of {', '.join(STATES)}")
-    fsdp, formats = config.fsdp_config, config.precision
+    fsdp, precision = config.fsdp_config, config.precision
     strategy = fsdp.fsdp_sharding_strategy or "FULL_SHARD"
     reshard = fsdp.fsdp_reshard_after_forward
     if fsdp.fsdp_version == 1 or isinstance(reshard, str | None):
-        keeps = int(strategy in _KEEPS)
+        keeps = int(strategy in KEEPS_GATHERED)
     else:
         keeps = int(reshard) if not isinstance(reshard, bool) else int(not reshard)
     return TrainingSetup(
@@ -114,9 +107,9 @@ def training_setup(
         shards=shard_ranks(config, world, per_node),
         keeps=keeps,
         version=fsdp.fsdp_version or 2,
-        master=WIDTHS.get(formats.master or "", 0),
-        compute=WIDTHS.get(formats.param or "", 0),
-        reduce=WIDTHS.get(formats.reduce or "", 0),
+        master=ITEMSIZES.get(precision.master or "", 0),
+        compute=ITEMSIZES.get(precision.param or "", 0),
+        reduce=ITEMSIZES.get(precision.reduce or "", 0),
         offload=fsdp.fsdp_offload_params and on_gpu,
         checkpointing=fsdp.fsdp_activation_checkpointing,
         checkpoint_offload=fsdp.fsdp_activation_checkpointing_offload and on_gpu,
@@ -131,7 +124,7 @@ def training_setup(
 
 
 def shard_ranks(config: Config, world: int, per_node: int) -> int:
-    """Return over how many ranks one copy of the model is split.
+    """Return over how many ranks one replica of the model is sharded.
 
     Raises:
         UsageError: The configured sizes do not fit the ranks.
@@ -139,30 +132,30 @@ def shard_ranks(config: Config, world: int, per_node: int) -> int:
     strategy = config.fsdp_config.fsdp_sharding_strategy or "FULL_SHARD"
     if strategy == "NO_SHARD":
         return 1
-    copies, shards = mesh_sizes(config, world)
-    if strategy.startswith("HYBRID") and copies == 1 and world > per_node:
+    replicas, shards = mesh_sizes(config, world)
+    if strategy.startswith("HYBRID") and replicas == 1 and world > per_node:
         return per_node
     return shards
 
 
-def ranks_of(config: Config, *, gpus: int, asked: int | None) -> tuple[int, int]:
-    """Return (ranks over all machines, ranks on each).
+def ranks_of(config: Config, *, gpus: int, given: int | None) -> tuple[int, int]:
+    """Return (ranks over all nodes, ranks on each).
 
     Args:
         config: Resolved.
         gpus: GPUs seen here.
-        asked: What the command line says for all machines, or None.
+        given: The command line's number over all nodes, or None.
 
     Raises:
-        UsageError: The number asked for is less than 1.
+        UsageError: The number given for is less than 1.
     """
-    if asked is not None and asked < 1:
-        msg = f"--world-size must be at least 1, got {asked}"
+    if given is not None and given < 1:
+        msg = f"--world-size must be at least 1, got {given}"
         raise UsageError(msg)
     here = workers_per_node(config) or gpus
-    world = asked or world_size(config) or (here or CPU_WORKERS) * config.num_machines
+    world = given or world_size(config) or (here or CPU_WORKERS) * config.num_machines
     per_node = here or (world if world <= 8 else 8)  # noqa: PLR2004  (most machines with GPUs have 8)
-    if asked is not None and (per_node > world or world % per_node):
+    if given is not None and (per_node > world or world % per_node):
         per_node = next(size for size in range(min(per_node, world), 0, -1) if world % size == 0)
     return world, per_node
 

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.world_size import CPU_WORKERS
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.agent_command import agent_command
 from fsdplaunch.launch.entry_points import BOOTSTRAP
 from fsdplaunch.launch.worker_env import worker_variables
 from fsdplaunch.probe.torch_version import NEWEST, Numbers
-
-CPU_WORKERS = 2
-"""Workers for `auto` on a node without GPUs: the smallest number that really shards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from fsdplaunch.byte_sizes import GIB, MIB
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.launch.finding import Finding
@@ -19,8 +20,6 @@ from fsdplaunch.launch.ports import describe_process, find_holder, join_port, op
 from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.gpus import Gpu
 
-MIB = 1024**2
-GIB = 1024**3
 LITTLE_SPACE = GIB
 NO_SPACE = 64 * MIB
 

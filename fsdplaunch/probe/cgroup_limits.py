@@ -61,7 +61,7 @@ def _installed_memory(root: Path) -> int | None:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders whose limits hold for this process, own group first, for cgroup v2 and v1."""
+    """Yield the folders whose limits hold for this process, own group first, for cgroup v2 and v1."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, place = line.split(":", 2)
         if controllers == "":
@@ -80,7 +80,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _cpu_quota(folder: Path) -> float | None:
-    """Processors' worth of time a group may use, or None without a limit."""
+    """Return the processors' worth of time a group may use, or None without a limit."""
     words = _read(folder / "cpu.max").split()
     if len(words) == 2 and words[0].isdigit() and words[1].isdigit():  # noqa: PLR2004
         return int(words[0]) / max(1, int(words[1]))

@@ -1,6 +1,6 @@
 """Which NVIDIA GPUs this process would see, read through the driver's management library: no torch, no CUDA.
 
-A machine without driver or library has no GPUs and nothing is said about it; a driver or a GPU that fails is
+A machine without driver or library has no GPUs and no note is made of it; a driver or a GPU that fails is
 named. CUDA_VISIBLE_DEVICES is read as
 CUDA reads it: numbers or (shortened) UUIDs, up to the first one that names no GPU.
 """
@@ -39,23 +39,23 @@ class Gpu:
 
     @property
     def has_bf16(self) -> bool:
-        """Whether it computes bf16 in hardware (sm_80 and later)."""
+        """Tell whether it computes bf16 in hardware (sm_80 and later)."""
         return self.compute_capability >= _BF16_FROM
 
     @property
     def has_fp8(self) -> bool:
-        """Whether it computes fp8 in hardware (sm_89 and later)."""
+        """Tell whether it computes fp8 in hardware (sm_89 and later)."""
         return self.compute_capability >= _FP8_FROM
 
     @property
     def has_fp16(self) -> bool:
-        """Whether it computes fp16 in hardware."""
+        """Tell whether it computes fp16 in hardware."""
         return self.compute_capability >= _FP16_FROM
 
 
 @dataclass(frozen=True, slots=True)
 class _Driver:
-    """What the driver reported: whole GPUs, the slices that were asked for, and what went wrong."""
+    """What the driver reported: whole GPUs, the requested slices, and what went wrong."""
 
     gpus: tuple[Gpu, ...] = ()
     slices: tuple[Gpu, ...] = ()
@@ -63,7 +63,7 @@ class _Driver:
 
 
 def read_gpus(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """Return the GPUs a process with this environment would see, and what should be said about them.
+    """Return the GPUs a process with this environment would see, and notes about them.
 
     Args:
         environ: Variables; only CUDA_VISIBLE_DEVICES is looked at.
@@ -108,7 +108,7 @@ def _ask_driver(entries: list[str]) -> _Driver:
 
 
 def _read_all(nvml: ModuleType, entries: list[str]) -> _Driver:
-    """A GPU that fails is left out and named: the others still train."""
+    """Leave out a GPU that fails and name it: the others still train."""
     gpus, notes = [], []
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
@@ -132,7 +132,7 @@ def _read_gpu(nvml: ModuleType, handle: Any) -> Gpu:
 
 
 def _read_slice(nvml: ModuleType, uuid: str) -> Gpu | None:
-    """A MIG slice: its own memory, everything else its GPU's."""
+    """Return a MIG slice: its own memory, everything else its GPU's."""
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         whole = _read_gpu(nvml, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle))
@@ -157,7 +157,7 @@ def _processes(nvml: ModuleType, handle: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _bus_id(nvml: ModuleType, handle: Any) -> str:
-    """The driver writes the domain with eight digits and in upper case, the kernel with four and in lower."""
+    """Write a bus id as the kernel does: the domain in four digits, in lower case."""
     try:
         domain, _, rest = _text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower().partition(":")
     except (nvml.NVMLError, AttributeError):
@@ -170,7 +170,7 @@ def _text(value: str | bytes) -> str:
 
 
 def _select(present: tuple[Gpu, ...], wanted: str) -> tuple[tuple[Gpu, ...], str | None]:
-    """What CUDA would show: everything up to the first entry that names no GPU or one twice."""
+    """Return what CUDA would show: everything up to the first entry that names no GPU or one twice."""
     chosen: list[Gpu] = []
     for entry in (part.strip() for part in wanted.split(",")):
         if entry in ("", "-1", "NoDevFiles"):

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.probe.cgroup_limits import usable_cpus, usable_memory
 from fsdplaunch.probe.gpus import Gpu, read_gpus
-
-GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +17,7 @@ class Hardware:
         gpus: GPUs CUDA would show, in its order.
         cpu_count: Processors this process may use (affinity and cgroup quota).
         memory_bytes: Host memory it may use (installed, or the cgroup's limit); None where unknown.
-        notes: What should be said about how this was found.
+        notes: What the reader should know about how this was found.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -28,12 +27,12 @@ class Hardware:
 
     @property
     def gpu_memory_bytes(self) -> int | None:
-        """Memory of the smallest GPU, which is what a plan must fit in; None where none is known."""
+        """Return memory of the smallest GPU, which is what a plan must fit in; None where none is known."""
         return min((gpu.memory_bytes for gpu in self.gpus if gpu.memory_bytes), default=None)
 
     @property
     def all_have_bf16(self) -> bool:
-        """Whether there are GPUs and every one computes bf16."""
+        """Tell whether there are GPUs and every one computes bf16."""
         return bool(self.gpus) and all(gpu.has_bf16 for gpu in self.gpus)
 
 

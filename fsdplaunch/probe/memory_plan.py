@@ -4,13 +4,18 @@ Exact for what is kept (parameters, gradients, Adam's two moments); for what is 
 FSDP holds at once. Activations depend on batch and sequence length and are not in it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.model_folder import ModelFacts
 
-_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-_FULL_PRECISION = 4
+ITEMSIZES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+"""Bytes per element of each dtype."""
+STATES: Mapping[str, int] = {
+    "adamw": 2, "adam": 2, "nadam": 2, "adagrad": 1, "rmsprop": 1, "momentum": 1, "sgd": 0,
+}  # fmt: skip
+"""Tensors that each optimizer keeps per parameter, of the parameter's own size."""
 _BLOCKS_AT_ONCE = 3
 """The block that computes, the one gathered ahead of it, and the first one's whole gradient."""
 
@@ -20,8 +25,8 @@ class Sharding:
     """A way to shard, as far as memory depends on it.
 
     Attributes:
-        ranks: Ranks one copy of the model is split over.
-        compute: Format of mixed_precision: no, bf16, fp16 or fp8.
+        ranks: Ranks that one replica of the model is sharded over.
+        compute: Value of mixed_precision: no, bf16, fp16 or fp8.
         reshard: Whether gathered blocks are freed after forward.
         offload: Whether what is kept lives in host memory.
     """
@@ -37,10 +42,10 @@ class MemoryPlan:
     """Bytes each rank needs before activations.
 
     Attributes:
-        parameters: Its part of the parameters.
-        gradients: Its part of the gradients.
-        optimizer: Its part of Adam's two moments.
-        gathered: Whole blocks that are on the GPU at the same time.
+        parameters: Its shard of the parameters.
+        gradients: Its shard of the gradients.
+        optimizer: Its shard of Adam's two moments.
+        gathered: Gathered blocks that are on the GPU at the same time.
         offload: Whether the first three lie in host memory.
     """
 
@@ -52,18 +57,30 @@ class MemoryPlan:
 
     @property
     def kept(self) -> int:
-        """Bytes that stay for the whole run."""
+        """Return bytes that stay for the whole run."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def gpu(self) -> int:
-        """Bytes on the GPU."""
+        """Return bytes on the GPU."""
         return self.gathered if self.offload else self.kept + self.gathered
 
     @property
     def host(self) -> int:
-        """Bytes in host memory, per rank."""
+        """Return bytes in host memory, per rank."""
         return self.kept if self.offload else 0
+
+
+def kept_bytes(elements: int, itemsize: int, optimizer: str = "adamw") -> dict[str, int]:
+    """Return the bytes that a rank keeps for the whole run, by what they are for.
+
+    Args:
+        elements: The rank's share of the parameters.
+        itemsize: Bytes per element of what is kept.
+        optimizer: A key of STATES.
+    """
+    held = elements * itemsize
+    return {"parameters": held, "gradients": held, "optimizer": held * STATES[optimizer]}
 
 
 def plan_memory(model: ModelFacts, sharding: Sharding) -> MemoryPlan:
@@ -79,15 +96,13 @@ def plan_memory(model: ModelFacts, sharding: Sharding) -> MemoryPlan:
     if model.parameters is None:
         msg = "the number of parameters is not known"
         raise UsageError(msg, hint="give it, for example --params 8b")
-    own = _BYTES.get(model.dtype or "fp32", _FULL_PRECISION)
-    master = own if sharding.compute == "no" else _FULL_PRECISION
+    own = ITEMSIZES.get(model.dtype or "fp32", ITEMSIZES["fp32"])
+    master = own if sharding.compute == "no" else ITEMSIZES["fp32"]
     compute = own if sharding.compute == "no" else 2  # fp8 gathers bf16
     share = -(-model.parameters // sharding.ranks)
     whole = min(model.parameters, _BLOCKS_AT_ONCE * model.unit + model.outside)
     return MemoryPlan(
-        parameters=share * master,
-        gradients=share * master,
-        optimizer=2 * share * master,
+        **kept_bytes(share, master),
         gathered=(whole if sharding.reshard else model.parameters + model.unit) * compute,
         offload=sharding.offload,
     )

@@ -1,4 +1,4 @@
-"""What a model folder holds: parameters, formats, repeated blocks, read from the headers of its safetensors files.
+"""What a model folder holds: parameters, dtypes, repeated blocks, read from the headers of its safetensors files.
 
 A header is 8 bytes of length and that much JSON, so an 800 GB model is described in milliseconds and nothing in
 the folder is ever executed. Folders with pickled weights only (`.bin`) tell their size and no more.
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.checkpoint.invalid_file import InvalidFileError
 from fsdplaunch.checkpoint.manifest import read_json
 from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME, FileHeader, read_header, read_weight_map
@@ -23,13 +24,13 @@ _NAMES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F64": "fp64", "F8_E4M3"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A model on disk, or a size somebody named.
+    """A model on disk, or a given size.
 
     Attributes:
         folder: Where it lies; None for a size that was only named.
         parameters: Number of parameters, buffers that were saved included; None where only a size is known.
         size_bytes: Bytes of the weight files.
-        dtypes: Parameters per number format, most first.
+        dtypes: Parameters per dtype, most first.
         blocks: The repeated blocks, largest share first.
         unit: Parameters of the largest block, or of everything when nothing is repeated.
         outside: Parameters in no repeated block: embeddings, head, last norm.
@@ -47,7 +48,7 @@ class ModelFacts:
 
     @property
     def dtype(self) -> str | None:
-        """The format most parameters are in: fp32, bf16, fp16, ..., or None."""
+        """Return the dtype most parameters are in: fp32, bf16, fp16, ..., or None."""
         return next(iter(self.dtypes), None)
 
 
@@ -86,14 +87,14 @@ def sized_model(parameters: int) -> ModelFacts:
 
 
 def describe_model(model: ModelFacts) -> str:
-    """Return one line: parameters, format, blocks.
+    """Return one line: parameters, dtype, blocks.
 
     Args:
         model: What was found.
     """
     words = [str(model.folder)] if model.folder else []
     if model.parameters is None:
-        return "   ".join([*words, f"{model.size_bytes / 1e9:.1f} GB of pickled weights, not looked into"])
+        return "   ".join([*words, f"{size_words(model.size_bytes)} of pickled weights, not looked into"])
     facts = [f"{short_count(model.parameters)} parameters", *([model.dtype] if model.dtype else [])]
     facts += [f"{group.count} repeated blocks ({group.prefix}.*)" for group in model.blocks[:2]]
     return "   ".join([*words, ", ".join(facts)])

@@ -13,14 +13,14 @@ class Cluster:
     """What the environment says about the job this process belongs to.
 
     Attributes:
-        kind: Who started the process; none when nobody said so.
+        kind: Who started the process; none when no variable says so.
         job_id: The scheduler's or launcher's name for the job.
-        num_nodes: Machines in the job.
-        node_rank: This machine's number, from 0.
-        gpus_on_node: GPUs the scheduler gave to this machine.
-        node_list: The machines, in the scheduler's own notation.
+        num_nodes: Nodes in the job.
+        node_rank: This node's number, from 0.
+        gpus_on_node: GPUs the scheduler gave to this node.
+        node_list: The nodes, in the scheduler's own notation.
         num_tasks: Processes the scheduler or launcher started in all.
-        tasks_on_node: Of those, on this machine.
+        tasks_on_node: Of those, on this node.
         task: This process's number among them, from 0.
     """
 
@@ -96,17 +96,17 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _slurm_gpus(environ: Mapping[str, str]) -> int | None:
-    """SLURM_GPUS_ON_NODE is a number; SLURM_GPUS_PER_NODE what the user wrote: `8`, `h100:8`, `a100:4,h100:4`."""
+    """Read SLURM_GPUS_ON_NODE, a number, or SLURM_GPUS_PER_NODE: `8`, `h100:8`, `a100:4,h100:4`."""
     counted = _count(environ, "SLURM_GPUS_ON_NODE")
     if counted is not None:
         return counted
     return count_gpus(environ.get("SLURM_GPUS_PER_NODE", ""))
 
 
-def count_gpus(asked: str) -> int | None:
-    """How many GPUs SLURM's notation means: `8`, `h100:8`, `a100:4,h100:4`; None for anything else."""
-    numbers = [re.fullmatch(r"(?:[^:,]+:)*(\d+)(?:\([^)]*\))?", part.strip()) for part in asked.split(",")]
-    return sum(int(match[1]) for match in numbers if match) if asked and all(numbers) else None
+def count_gpus(notation: str) -> int | None:
+    """Return how many GPUs SLURM's notation means: `8`, `h100:8`, `a100:4,h100:4`; None for anything else."""
+    numbers = [re.fullmatch(r"(?:[^:,]+:)*(\d+)(?:\([^)]*\))?", part.strip()) for part in notation.split(",")]
+    return sum(int(match[1]) for match in numbers if match) if notation and all(numbers) else None
 
 
 def _mpi(environ: Mapping[str, str]) -> Cluster | None:
@@ -125,7 +125,7 @@ def _mpi(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _kubernetes(environ: Mapping[str, str]) -> Cluster | None:
-    """An indexed Job gives each pod its number; how many pods there are, only PET_NNODES may say."""
+    """Read an indexed Job, which gives each pod its number; only PET_NNODES may say how many pods there are."""
     if "JOB_COMPLETION_INDEX" not in environ or "KUBERNETES_SERVICE_HOST" not in environ:
         return None
     return Cluster(
@@ -137,7 +137,7 @@ def _kubernetes(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _count(environ: Mapping[str, str], *names: str) -> int | None:
-    """The first of these variables that holds a whole number."""
+    """Return the first of these variables that holds a whole number."""
     for name in names:
         text = environ.get(name, "").strip()
         if text.isdecimal():

@@ -48,7 +48,7 @@ class Mismatch:
 
 
 def requirement() -> str:
-    """The range as pip reads it: `torch>=2.7,<2.16`."""
+    """Return the range as pip reads it: `torch>=2.7,<2.16`."""
     return f"torch>={_text(OLDEST)},<{_text((NEWEST[0], NEWEST[1] + 1))}"
 
 
@@ -63,7 +63,7 @@ def parse(version: str) -> Numbers | None:
 
 
 def installed() -> str | None:
-    """The version of the torch that `import torch` would import here; None when there is none.
+    """Return the version of the torch that `import torch` would import here; None when there is none.
 
     It is read from the file that torch reads it from, so that it is right for a source tree on PYTHONPATH, too,
     and from the package's metadata where there is no such file.
@@ -80,7 +80,7 @@ def installed() -> str | None:
 
 
 def installed_numbers() -> Numbers | None:
-    """Major and minor version of the installed torch; None when there is none, or they cannot be read."""
+    """Return major and minor version of the installed torch; None when there is none, or they cannot be read."""
     version = installed()
     return parse(version) if version else None
 
@@ -122,7 +122,7 @@ def refuse_too_old() -> None:
 
 
 def _folder() -> Path | None:
-    """The folder of the torch that would be imported."""
+    """Return the folder of the torch that would be imported."""
     try:
         found = importlib.util.find_spec("torch")
     except (ImportError, ValueError):

@@ -12,7 +12,7 @@ from fsdplaunch.wizard.state import WizardState
 
 
 def answer_automatically(question: Question, given: Mapping[str, str], state: WizardState) -> WizardState | None:
-    """Return the situation after a question that need not be asked, or None for one that must be.
+    """Return the state after a question that need not be asked, or None for one that must be.
 
     Args:
         question: A question that applies.

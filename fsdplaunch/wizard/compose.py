@@ -1,4 +1,4 @@
-"""Answers -> the values to write, and what the rules say of them."""
+"""Answers -> the values to write, and the rules they break."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,8 +13,8 @@ from fsdplaunch.wizard.questions.question import KEEP, Question, accept, is_answ
 from fsdplaunch.wizard.state import VERSION, WizardState
 
 
-def settle(state: WizardState) -> WizardState:
-    """Return the situation with every answer dropped that no longer matters or is no longer possible.
+def drop_stale_answers(state: WizardState) -> WizardState:
+    """Return the state with every answer dropped that no longer matters or is no longer possible.
 
     Args:
         state: With any answers.
@@ -34,7 +34,7 @@ def compose(state: WizardState) -> dict[Path, Any]:
     from its answer alone; a key that was set by name wins.
 
     Args:
-        state: With settled answers.
+        state: With consistent answers.
     """
     suggested = state.suggestion.config
     values = dict(state.base) if state.editing else _pinned(state)
@@ -55,7 +55,7 @@ def compose(state: WizardState) -> dict[Path, Any]:
 
 
 def _file_stands(question: Question, answer: str | None, state: WizardState) -> bool:
-    """Whether an answer only repeats the edited file, whose own spelling then stays."""
+    """Tell whether an answer only repeats the edited file, whose own spelling then stays."""
     if answer == KEEP or not state.editing:
         return answer == KEEP
     file = in_file(state)
@@ -65,7 +65,7 @@ def _file_stands(question: Question, answer: str | None, state: WizardState) -> 
 
 
 def in_file(state: WizardState) -> WizardState:
-    """Return the situation with the edited file's own answers.
+    """Return the state with the edited file's own answers.
 
     Args:
         state: With the file's values.
@@ -83,7 +83,7 @@ def _pinned(state: WizardState) -> dict[Path, Any]:
 
 
 def find_problems(state: WizardState) -> tuple[Problem, ...]:
-    """Return what the rules say against the values that would be written.
+    """Return the rules broken by the values that would be written.
 
     Args:
         state: With any answers.
@@ -98,8 +98,10 @@ def broken_rule(question: Question, state: WizardState) -> str | None:
         question: The question just answered.
         state: With the answers up to this one.
     """
-    asked = {path for one in QUESTIONS[: QUESTIONS.index(question) + 1] for path in one.keys}
-    for _, fault in find_violations(rule_context(build_config(compose(state)))):
-        if {*fault.about} & {*question.keys} and {*fault.about} <= asked | {*state.settings} | {VERSION}:
-            return fault.message + (f" ({fault.hint})" if fault.hint else "")
+    answered = {path for one in QUESTIONS[: QUESTIONS.index(question) + 1] for path in one.keys}
+    for _, violation in find_violations(rule_context(build_config(compose(state)))):
+        if {*violation.about} & {*question.keys} and {*violation.about} <= answered | {*state.settings} | {
+            VERSION
+        }:
+            return violation.message + (f" ({violation.hint})" if violation.hint else "")
     return None

@@ -12,7 +12,7 @@ from fsdplaunch.config.write.render import render
 from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.model_folder import describe_model
 from fsdplaunch.wizard.auto_answers import answer_automatically
-from fsdplaunch.wizard.compose import broken_rule, compose, find_problems, settle
+from fsdplaunch.wizard.compose import broken_rule, compose, drop_stale_answers, find_problems
 from fsdplaunch.wizard.prompts import BACK, EXPLAIN, PromptRequest, Prompts
 from fsdplaunch.wizard.questions.all import QUESTIONS, earlier
 from fsdplaunch.wizard.questions.any_key import ask_settings
@@ -90,10 +90,10 @@ class Conversation:
             elif at == 0:
                 step = 1
             at = max(0, at + step)
-        self.state = settle(self.state)
+        self.state = drop_stale_answers(self.state)
 
     def _needs_asking(self, question: Question, before: WizardState) -> bool:
-        """Whether a question must be put; otherwise its answer is stored, or dropped when it does not matter."""
+        """Tell whether a question must be put; else store its answer, or drop it when it does not matter."""
         if not question.applies(before):
             self.state = self.state.without(question.name)
             return False
@@ -139,18 +139,18 @@ class Conversation:
             elif isinstance(answer, PromptRequest):
                 return answer
             else:
-                fault = self._fault(question, before, answer)
-                if fault is None:
+                problem = self._problem(question, before, answer)
+                if problem is None:
                     return accept(question, answer, before)
-                self._out.say(f"  {fault}")
+                self._out.say(f"  {problem}")
 
     def _prompt(self, question: Question, before: WizardState, default: str) -> str | PromptRequest:
         choices = list(question.choices(before))
         if not choices:
             return self._line(question, before, question.text, default)
         if can_keep(question, before):
-            said = [f"{path[-1]} {before.base[path]}" for path in question.keys if path in before.base]
-            choices.insert(0, Choice(value=KEEP, title="As the file says", consequence=", ".join(said)))
+            in_file = [f"{path[-1]} {before.base[path]}" for path in question.keys if path in before.base]
+            choices.insert(0, Choice(value=KEEP, title="As the file says", consequence=", ".join(in_file)))
         if default not in {choice.value for choice in choices}:
             # Something that was typed: offered as a choice of its own.
             choices.insert(0, Choice(value=default, title=default))
@@ -166,11 +166,11 @@ class Conversation:
             text,
             default=default,
             remark=question.remark(before),
-            fault=lambda line: self._fault(question, before, line),
+            problem=lambda line: self._problem(question, before, line),
         )
 
-    def _fault(self, question: Question, before: WizardState, line: str) -> str | None:
-        """What is wrong with an answer: it is none, or a rule is against it that no later answer can satisfy."""
+    def _problem(self, question: Question, before: WizardState, line: str) -> str | None:
+        """Return what is wrong with an answer: it is none, or breaks a rule that no later answer can satisfy."""
         try:
             answer = accept(question, line, before)
         except ValueError as error:
@@ -224,7 +224,7 @@ class Conversation:
         if isinstance(answer, PromptRequest):
             return
         self._forget_option(question)
-        self.state = settle(self.state.answering(question.name, answer))
+        self.state = drop_stale_answers(self.state.answering(question.name, answer))
         self._walk(again=False)
 
 

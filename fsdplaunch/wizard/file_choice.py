@@ -101,11 +101,11 @@ class FileChoice:
     def _other_file(self) -> FilePath:
         answer: str | PromptRequest = PromptRequest("none")
         while isinstance(answer, PromptRequest):
-            answer = self._prompts.line("Which file?", fault=_file_fault)
+            answer = self._prompts.line("Which file?", problem=_file_problem)
         return FilePath(answer)
 
 
-def _file_fault(text: str) -> str | None:
+def _file_problem(text: str) -> str | None:
     path = FilePath(text.strip())
     if not text.strip():
         return "must be a file's name"

@@ -75,7 +75,7 @@ class Prompts:
         return self._ask(question, explains=not filtered)
 
     def line(
-        self, text: str, *, default: str = "", remark: str = "", fault: Callable[[str], str | None]
+        self, text: str, *, default: str = "", remark: str = "", problem: Callable[[str], str | None]
     ) -> str | PromptRequest:
         """Let a line be typed.
 
@@ -83,11 +83,11 @@ class Prompts:
             text: The question.
             default: What already stands there.
             remark: Shown behind the question.
-            fault: What is wrong with a line, or None; `?` alone always asks for the explanation.
+            problem: What is wrong with a line, or None; `?` alone always asks for the explanation.
         """
 
         def accepts(answer: str) -> bool | str:
-            return True if answer.strip() == "?" else fault(answer) or True
+            return True if answer.strip() == "?" else problem(answer) or True
 
         question = questionary.text(
             text,
@@ -111,7 +111,7 @@ class Prompts:
         return answer if isinstance(answer, PromptRequest) else str(answer).strip()
 
     def _shown(self, choice: Choice, mark: str) -> questionary.Choice:
-        """The choice as a line no longer than the terminal is wide; what does not fit moves below the list."""
+        """Return the choice as a line that fits the terminal; what does not fit moves below the list."""
         width = min(self._output.get_size().columns, _WIDEST) - _EDGE
         title = f"{choice.title} ({mark})" if mark else choice.title
         below = choice.detail

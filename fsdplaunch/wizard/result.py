@@ -1,4 +1,4 @@
-"""What the wizard comes to: the text to write, and everything that is said about it."""
+"""What the wizard comes to: the text to write, and the notes about it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class WizardResult:
     """What the wizard came to.
 
     Attributes:
-        path: The file to write; not always the one asked for, the user may have named another.
+        path: The file to write; not always the given one, the user may have named another.
         text: Its whole text.
         config: What it says, not resolved.
         answers: Every answer by question name.

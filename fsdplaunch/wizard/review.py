@@ -6,6 +6,7 @@ from difflib import unified_diff
 from pathlib import Path as FilePath
 from typing import Any
 
+from fsdplaunch.config.load.load import DEFAULT_FILE
 from fsdplaunch.config.schema.walk import Path, keys_by_path
 from fsdplaunch.config.write.yaml_scalars import flow_text, plain_value
 from fsdplaunch.wizard.auto_answers import answer_all
@@ -15,8 +16,6 @@ from fsdplaunch.wizard.questions.question import KEEP
 from fsdplaunch.wizard.questions.sharding_goal import GOAL, memory_words
 from fsdplaunch.wizard.state import NEWEST, VERSION, WizardState
 from fsdplaunch.wizard.step_memory import step_words
-
-DEFAULT_FILE = "fsdp.yaml"
 
 
 def preview(old: str | None, new: str, path: FilePath) -> str:
@@ -72,7 +71,7 @@ def repeat_command(state: WizardState, file: FilePath, *, overwrite: bool = Fals
         file: The file.
         overwrite: Whether the command must replace a file.
     """
-    answers, settings = _said(state)
+    answers, settings = _repeatable_answers(state)
     words = ["fsdplaunch", "config"]
     for question in QUESTIONS:
         if answers.get(question.name):
@@ -85,8 +84,8 @@ def repeat_command(state: WizardState, file: FilePath, *, overwrite: bool = Fals
     return shlex.join([*words, *(["--overwrite"] if overwrite else []), "--yes"])
 
 
-def _said(state: WizardState) -> tuple[dict[str, str], dict[Path, Any]]:
-    """The options and the `--set`s that lead to the same values when nobody is asked and no file is edited."""
+def _repeatable_answers(state: WizardState) -> tuple[dict[str, str], dict[Path, Any]]:
+    """Return the options and `--set`s that lead to the same values without questions and without a file."""
     answers = {name: text for name, text in state.answers.items() if text != KEEP}
     settings: dict[Path, Any] = {} if state.version == NEWEST else {VERSION: state.version}
     target = compose(state)
@@ -102,7 +101,7 @@ def _said(state: WizardState) -> tuple[dict[str, str], dict[Path, Any]]:
 
 
 def _differences(before: Mapping[Path, Any], after: Mapping[Path, Any]) -> dict[Path, Any]:
-    """The values that turn one configuration into another; None takes a key back."""
+    """Return the values that turn one configuration into another; None takes a key back."""
     paths = [
         path
         for path, spec in keys_by_path().items()

@@ -1,8 +1,9 @@
-"""The way in: facts and answers -> the text of a file, asked for or not. The caller writes it."""
+"""Run the wizard: facts and answers -> the text of a file. The caller writes it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 
+from fsdplaunch.config.load.load import DEFAULT_FILE
 from fsdplaunch.config.load.problems import ConfigError
 from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.hardware import describe_hardware, read_hardware
@@ -13,7 +14,6 @@ from fsdplaunch.wizard.compose import find_problems
 from fsdplaunch.wizard.questions.all import check_names
 from fsdplaunch.wizard.questions.user_messages import UserMessages
 from fsdplaunch.wizard.result import WizardResult, conclude
-from fsdplaunch.wizard.review import DEFAULT_FILE
 from fsdplaunch.wizard.starting_values import read_overrides, read_source
 from fsdplaunch.wizard.state import WizardState
 from fsdplaunch.wizard.suggest import SuggestionFacts

@@ -53,4 +53,4 @@ def read_overrides(overrides: Sequence[str]) -> dict[Path, Any]:
 def _values(layer: Layer) -> dict[Path, Any]:
     if layer.problems:
         raise ConfigError(layer.problems)
-    return {path: said.value for path, said in layer.said.items()}
+    return {path: one.value for path, one in layer.values.items()}

@@ -36,34 +36,34 @@ class WizardState:
     settings: Mapping[Path, Any] = field(default_factory=dict)
 
     def answering(self, name: str, answer: str) -> "WizardState":
-        """The situation after one more answer."""
+        """Return the state after one more answer."""
         return replace(self, answers={**self.answers, name: answer})
 
     def without(self, name: str) -> "WizardState":
-        """The situation without the answer to a question."""
+        """Return the state without the answer to a question."""
         return replace(self, answers={key: text for key, text in self.answers.items() if key != name})
 
     @property
     def version(self) -> int:
-        """The FSDP version the answers will be written for."""
+        """Return the FSDP version the answers will be written for."""
         return int(self.settings.get(VERSION) or self.base.get(VERSION) or (1 if self._is_old else NEWEST))
 
     @property
     def _is_old(self) -> bool:
-        """Whether the edited file means version 1 without saying so."""
+        """Tell whether the edited file means FSDP1 without setting fsdp_version."""
         if not self.editing:
             return False
-        said = [keys_by_path()[path].key.versions for path in self.base]
-        return (1,) in said or default_version(build_config(self.base)) == 1
+        versions = [keys_by_path()[path].key.versions for path in self.base]
+        return (1,) in versions or default_version(build_config(self.base)) == 1
 
     @property
     def num_nodes(self) -> int:
-        """Machines of the run, as far as answered."""
+        """Return machines of the run, as far as answered."""
         return int(self.answers.get("nodes", 1))
 
     @property
     def workers(self) -> int | None:
-        """Workers per machine; None when each machine decides and none can be seen from here."""
+        """Return workers per node; None when each node decides and none can be seen from here."""
         answer = self.answers.get("workers-per-node", "auto")
         if answer.isdecimal():
             return int(answer)
@@ -71,7 +71,7 @@ class WizardState:
 
     @property
     def machines(self) -> SuggestionFacts:
-        """The facts, as far as they hold for the machines that will run."""
+        """Return the facts, as far as they hold for the nodes of the run."""
         where = self.answers.get("where")
         model = named_model(self.answers.get("model", ""))
         found = replace(self.facts, model=model or self.facts.model)
@@ -89,13 +89,13 @@ class WizardState:
 
     @property
     def suggestion(self) -> Suggestion:
-        """What would be suggested, given the answers so far."""
+        """Return what would be suggested, given the answers so far."""
         return suggest_for(self.machines)
 
 
 @cache
 def named_model(answer: str) -> ModelFacts | None:
-    """The model that an answer names: a size such as 8b, a folder, or none.
+    """Return the model that an answer names: a size such as 8b, a folder, or none.
 
     Args:
         answer: A checked answer.

@@ -1,7 +1,8 @@
-"""What a whole training step would need with the answers so far, where the model's folder says enough."""
+"""What a full training step would need with the answers so far, where the model's folder says enough."""
 
 from collections.abc import Iterator
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.walk import build_config
 from fsdplaunch.errors import UsageError
@@ -10,7 +11,6 @@ from fsdplaunch.estimate.hf_config import read_architecture
 from fsdplaunch.estimate.memory import memory_need
 from fsdplaunch.estimate.model_sizes import read_sizes
 from fsdplaunch.estimate.training_setup import training_setup
-from fsdplaunch.probe.hardware import GIB
 from fsdplaunch.wizard.compose import compose
 from fsdplaunch.wizard.state import WizardState
 
@@ -18,7 +18,7 @@ _LENGTH = 2048
 
 
 def step_words(state: WizardState) -> Iterator[str]:
-    """Yield a line about the memory of one step, activations included; nothing where it cannot be said.
+    """Yield a line about the memory of one step, activations included; nothing where it is not known.
 
     Args:
         state: With all answers.
@@ -44,8 +44,8 @@ def step_words(state: WizardState) -> Iterator[str]:
     memory = state.machines.hardware.gpu_memory_bytes
     verdict = verdict_of(need.gpu, memory)
     limit = f" of {memory / GIB:.0f}" if memory else ""
-    said = f" ({verdict})" if verdict != "unknown" else ""
+    fits = f" ({verdict})" if verdict != "unknown" else ""
     yield (
-        f"One step of 1 x {setup.length} tokens per worker: {need.gpu / GIB:.1f}{limit} GiB per GPU{said}; "
+        f"One step of 1 x {setup.length} tokens per worker: {need.gpu / GIB:.1f}{limit} GiB per GPU{fits}; "
         f"fsdplaunch estimate {model.folder} says more."
     )

@@ -1,32 +1,32 @@
-"""What to run on a machine when nobody says otherwise: facts in, a Config with a reason for every value out."""
+"""What to run where nothing else is configured: facts in, a Config with a reason for every value out."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.walk import Path, build_config
-from fsdplaunch.probe.hardware import GIB, Hardware
+from fsdplaunch.config.world_size import CPU_WORKERS
+from fsdplaunch.probe.hardware import Hardware
 from fsdplaunch.probe.memory_plan import Sharding, plan_memory
 from fsdplaunch.probe.model_folder import ModelFacts
 from fsdplaunch.probe.scheduler import Cluster
 
 SPARE = 0.8
-"""Part of a GPU's memory that a plan may fill; the rest is for activations."""
-CPU_WORKERS = 2
-"""Workers on a machine without GPUs: the fewest between which something is sharded."""
+"""Share of a GPU's memory that a plan may fill; the rest is for activations."""
 _HOST_SPARE = 0.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuggestionFacts:
-    """Everything that is known before the first question.
+    """What is known before the first question.
 
     Attributes:
         hardware: This machine.
         cluster: The job it runs in.
         model: The model, when a folder or a size was named.
-        elsewhere: Whether the run uses other machines too, or instead: no GPU here does not mean none there.
+        elsewhere: Whether the run uses other nodes too, or instead: no GPU here does not mean none there.
     """
 
     hardware: Hardware
@@ -36,12 +36,12 @@ class SuggestionFacts:
 
     @property
     def gpus_per_node(self) -> int:
-        """GPUs on each machine: what is seen here, else what the scheduler gave."""
+        """Return GPUs on each node: what is seen here, else what the scheduler gave."""
         return len(self.hardware.gpus) or self.cluster.gpus_on_node or 0
 
     @property
     def num_nodes(self) -> int:
-        """Machines in the job, 1 when nobody says."""
+        """Return the nodes of the job, 1 when nothing says how many."""
         return self.cluster.num_nodes or 1
 
 
@@ -84,9 +84,9 @@ def suggest_for(facts: SuggestionFacts) -> Suggestion:
     """Return the configuration that suits what is known.
 
     Args:
-        facts: The machines of the run, their job and the model.
+        facts: The nodes of the run, their job and the model.
     """
-    choices = [*_places(facts), *_number_format(facts), *_sharding(facts)]
+    choices = [*_places(facts), *_mixed_precision(facts), *_sharding(facts)]
     return Suggestion(
         config=build_config({choice.path: choice.value for choice in choices}),
         pins=tuple(choice.path for choice in choices),
@@ -97,9 +97,9 @@ def suggest_for(facts: SuggestionFacts) -> Suggestion:
 
 def _places(facts: SuggestionFacts) -> list[_Choice]:
     nodes, per_node = facts.num_nodes, facts.gpus_per_node
-    places = [_Choice(("num_machines",), nodes, "machines of this run")] if nodes > 1 else []
+    places = [_Choice(("num_machines",), nodes, "nodes of this run")] if nodes > 1 else []
     if per_node > 0:
-        across = f"one for each of {per_node} GPUs on {nodes} machines"
+        across = f"one for each of {per_node} GPUs on {nodes} nodes"
         here = f"one for each of {per_node} GPUs" if per_node > 1 else "one GPU"
         return [*places, _Choice(("num_processes",), nodes * per_node, across if nodes > 1 else here)]
     if facts.elsewhere:
@@ -110,7 +110,7 @@ def _places(facts: SuggestionFacts) -> list[_Choice]:
     ]
 
 
-def _number_format(facts: SuggestionFacts) -> list[_Choice]:
+def _mixed_precision(facts: SuggestionFacts) -> list[_Choice]:
     if facts.hardware.all_have_bf16:
         return [_Choice(("mixed_precision",), "bf16", "every GPU here computes bf16")]
     unseen = facts.elsewhere or facts.gpus_per_node > 0
@@ -127,7 +127,7 @@ def _sharding(facts: SuggestionFacts) -> list[_Choice]:
         _Choice((section, "fsdp_version"), 2, "the implementation torch develops"),
         _Choice((section, "fsdp_sharding_strategy"), "FULL_SHARD", "least memory per worker"),
         _Choice((section, "fsdp_auto_wrap_policy"), "TRANSFORMER_BASED_WRAP", "each repeated block is one unit"),
-        _Choice((section, "fsdp_state_dict_type"), "SHARDED_STATE_DICT", "every worker writes its own part"),
+        _Choice((section, "fsdp_state_dict_type"), "SHARDED_STATE_DICT", "every worker writes its own shards"),
     ]
     if _needs_offload(facts):
         reason = "the model does not fit the GPUs otherwise"
@@ -136,7 +136,7 @@ def _sharding(facts: SuggestionFacts) -> list[_Choice]:
             _Choice((section, "fsdp_activation_checkpointing"), True, reason),
         ]
     if _loads_too_often(facts):
-        reason = "every worker loading its own copy would fill this machine's memory"
+        reason = "every worker loading the full model would fill this machine's memory"
         chosen.append(_Choice((section, "fsdp_cpu_ram_efficient_loading"), True, reason))
     return chosen
 
@@ -172,16 +172,16 @@ def _notes(facts: SuggestionFacts) -> list[str]:
     notes = []
     seen, given = len(facts.hardware.gpus), facts.cluster.gpus_on_node
     if given and seen and seen != given:
-        notes.append(f"the scheduler gave {given} GPUs to this machine, {seen} are visible")
+        notes.append(f"the scheduler gave {given} GPUs to this node, {seen} are visible")
     if facts.gpus_per_node == 1 and facts.num_nodes == 1:
-        notes.append("with one GPU nothing is split; sharding starts to save memory at two")
+        notes.append("with one GPU nothing is sharded; sharding starts to save memory at two")
     if _needs_offload(facts):
         notes += _offload_notes(facts)
     return notes
 
 
 def _offload_notes(facts: SuggestionFacts) -> list[str]:
-    """Whether offloading is enough, on the GPU and on the host."""
+    """Tell whether offloading is enough, on the GPU and on the host."""
     model, memory, host = facts.model, facts.hardware.gpu_memory_bytes, facts.hardware.memory_bytes
     if model is None or memory is None:
         return []

@@ -14,7 +14,7 @@ TWO = ("--num-machines", "2")
     ("words", "said"),
     [
         (("--hosts", ""), "--hosts is given nothing"),
-        (("--hosts", "a,,b"), "ssh.hosts: must be names of machines separated by commas, and 'a,,b' lacks one"),
+        (("--hosts", "a,,b"), "ssh.hosts: must be names of nodes separated by commas, and 'a,,b' lacks one"),
         (("--hosts", "a,a"), "a is named twice"),
         (("--hosts", "a;id"), "'a;id' is not a name of a node"),
         (("--hosts=-oProxyCommand=id",), "'-oProxyCommand=id' is not a name of a node"),
@@ -33,7 +33,7 @@ TWO = ("--num-machines", "2")
             "workers_per_node is 4 (command line), but a has slots=2",
         ),
         ((*TWO, "--main-process-ip", ""), "--main-process-ip is given nothing"),
-        ((*TWO, "--machine-rank", "5"), "5 is not below num_machines 2; machines count from 0"),
+        ((*TWO, "--machine-rank", "5"), "5 is not below num_machines 2; nodes count from 0"),
         ((*TWO, "--main-process-port", "99999"), "must be a whole number from 0 to 65535, got 99999"),
         ((*TWO, "--rdzv-endpoint", "a:99999"), "must be HOST:PORT, got a:99999"),
         (("--nnodes", "3:2"), "launch.nodes: must be MIN:MAX"),

@@ -130,5 +130,5 @@ def test_what_it_takes_is_said_before_the_merge(cli, checkpoint, tmp_path):
     done = cli("merge-weights", "ckpt", "out")
     lines = done.stderr.splitlines()
     assert lines[0] == "ckpt: 3 tensors in 1 file"
-    assert re.fullmatch(rf"{tmp_path}/out: \d+ B of [\d.]+ .B free, memory at most 80.0 MB", lines[1])
+    assert re.fullmatch(rf"{tmp_path}/out: \d+ bytes of [\d.]+ .iB free, memory at most 76.3 MiB", lines[1])
     assert lines[2].startswith("merged 3 tensors")

@@ -11,10 +11,11 @@ import urllib.request
 
 import pytest
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.estimate.advice import MemoryCase
 from fsdplaunch.estimate.hf_config import describe
 from fsdplaunch.estimate.html_report import html_report
-from fsdplaunch.estimate.report import GIB, make_report
+from fsdplaunch.estimate.report import make_report
 from fsdplaunch.estimate.trace_client import StepTrace
 from fsdplaunch.estimate.training_setup import TrainingSetup
 from tests.unit.estimate.conftest import LLAMA
@@ -103,7 +104,7 @@ def traced():
     ]
     return StepTrace(
         parts={"parameters": GIB, "activations": 5 * GIB}, host=0, phase="backward", module="model.layers.3",
-        course=(*course, ("step", GIB)), sizes=report_of().case.sizes, said=(), seconds=3.0,
+        course=(*course, ("step", GIB)), sizes=report_of().case.sizes, messages=(), seconds=3.0,
     )  # fmt: skip
 
 

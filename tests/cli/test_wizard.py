@@ -13,8 +13,9 @@ from prompt_toolkit.data_structures import Size
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output.vt100 import Vt100_Output
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.probe.gpus import Gpu
-from fsdplaunch.probe.hardware import GIB, Hardware
+from fsdplaunch.probe.hardware import Hardware
 from fsdplaunch.probe.scheduler import Cluster
 from fsdplaunch.wizard.file_choice import FileChoice
 from fsdplaunch.wizard.prompts import Prompts
@@ -114,8 +115,8 @@ def test_wizard_one_machine_is_asked_eight_questions_and_whether_to_write():
     drawn = talk(ENTER * 9).drawn
     asked = {question.text for question in QUESTIONS if question.text in drawn}
     assert {question.text for question in QUESTIONS} - asked == {
-        "How many machines?",
-        "Where do the machines meet? Address of the first one",
+        "How many nodes?",
+        "Where do the nodes meet? Address of node 0",
     }
     assert "Any other setting?" in drawn
     assert "Write it?" in drawn
@@ -143,7 +144,7 @@ def test_wizard_several_machines_are_asked_how_many_and_where():
 
 @pytest.mark.parametrize("back", [BACK, BACK_TAB])
 def test_wizard_going_back_over_a_condition_drops_the_stale_answers(back):
-    """Several machines, their address, a copy per machine; then back to the first question: this machine."""
+    """Several nodes, their address, a replica per node; then back to the first question: this machine."""
     several = DOWN + ENTER + CLEAR + "3" + ENTER + CLEAR + "n1:29400" + ENTER + ENTER + ENTER
     hybrid = DOWN + DOWN + ENTER
     talked = talk(several + hybrid + back * 6 + UP + ENTER + ENTER * 8)
@@ -205,7 +206,7 @@ def test_wizard_question_mark_explains_with_the_schemas_words_and_asks_again():
     talked = talk("?" + ENTER + "" + CLEAR + "?" + ENTER + ENTER * 8)
     assert "Run on CPU with gloo even where there are GPUs" in talked.words.text
     assert "--where here|machines|slurm|cpu" in talked.words.text
-    assert "launch.workers_per_node: Worker processes per machine" in talked.words.text
+    assert "launch.workers_per_node: Worker processes per node" in talked.words.text
     assert talked.result.config.num_processes == 8
 
 
@@ -221,8 +222,8 @@ def test_wizard_model_size_puts_memory_beside_each_choice_and_an_estimate_at_the
 def test_wizard_model_too_big_shows_why_a_choice_is_not_possible():
     small = replace(EIGHT, hardware=replace(EIGHT.hardware, gpus=EIGHT.hardware.gpus[:1]))
     talked = talk(ENTER + "30b" + ENTER, ENTER * 6, facts=small)
-    assert re.search(r"Balanced: everything is split \(needs [\d.]+ of 80 GiB per GPU\)", talked.drawn)
-    assert "Note: with one GPU nothing is split" in talked.words.text
+    assert re.search(r"Balanced: everything is sharded \(needs [\d.]+ of 80 GiB per GPU\)", talked.drawn)
+    assert "Note: with one GPU nothing is sharded" in talked.words.text
     assert talked.result.config.fsdp_config.fsdp_offload_params
 
 
@@ -283,7 +284,7 @@ def test_wizard_sixty_columns_keep_every_line_whole():
     lines = [line for line in talked.drawn.splitlines() if re.match(r" {1,3}[ \u00bb] \S", line)]
     goals = {line.strip(" \u00bb") for line in lines if re.search("Balanced|Fastest|Biggest", line)}
     assert goals == {
-        "Balanced: everything is split (suggested)",
+        "Balanced: everything is sharded (suggested)",
         "Fastest: gathered once per step",
         "Biggest model: host memory helps",
     }

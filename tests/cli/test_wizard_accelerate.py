@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.config.environment import encode
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.probe.gpus import Gpu
-from fsdplaunch.probe.hardware import GIB, Hardware
+from fsdplaunch.probe.hardware import Hardware
 from fsdplaunch.probe.scheduler import Cluster
 from fsdplaunch.wizard.run import run_wizard
 from fsdplaunch.wizard.suggest import SuggestionFacts

@@ -55,16 +55,16 @@ def test_wizard_on_a_terminal_goes_back_and_writes_what_was_answered(start):
     child.expect_exact("This machine")
     child.expect_exact("Where will this run?")
     child.send(ENTER)
-    child.expect_exact("How many workers on each machine?")
+    child.expect_exact("How many workers on each node?")
     child.send(BACK_TAB)
     child.expect_exact("Where will this run?")
     child.send(ENTER)
-    child.expect_exact("How many workers on each machine?")
+    child.expect_exact("How many workers on each node?")
     child.send("\x153" + ENTER)
     child.expect_exact("Model folder, or its size")
     child.send("124m" + ENTER)
     child.expect_exact("124 M parameters")
-    for question in ("What is sharded?", "Which number format computes?", "What is one unit?"):
+    for question in ("What is sharded?", "Which dtype computes?", "What is one unit?"):
         child.expect_exact(question)
         child.send(ENTER)
     child.expect_exact("Where do checkpoints go?")
@@ -101,7 +101,7 @@ def test_wizard_ctrl_c_leaves_nothing_and_ends_with_130(start):
     child = start()
     child.expect_exact("Where will this run?")
     child.send(ENTER)
-    child.expect_exact("How many workers on each machine?")
+    child.expect_exact("How many workers on each node?")
     child.sendintr()
     child.expect_exact("Nothing was written.")
     assert ended(child) == 130

@@ -225,7 +225,7 @@ def test_model_of_a_script_is_built_sharded_and_traced(script: Path) -> None:
     assert trace.sizes.depth == 3
     assert trace.sizes.parameters == 3 * (2 * 32 * 64 + 64 + 32)
     assert trace.parts["parameters"] == 4 * trace.sizes.parameters // 4
-    assert any(line.startswith("sharded Model: 3 x Block") for line in trace.said)
+    assert any(line.startswith("sharded Model: 3 x Block") for line in trace.messages)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_step_that_reads_values_is_one_error(script: Path) -> None:
 
 
 def test_version_1_and_unknown_models_are_refused(llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="covers fsdp_version 2 only"):
+    with pytest.raises(UsageError, match="covers FSDP2 only"):
         both(llama, 2, "fsdp_version=1")
     other = tmp_path / "config.json"
     other.write_text('{"model_type": "nosuchmodel"}')

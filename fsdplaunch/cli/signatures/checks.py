@@ -21,7 +21,7 @@ def estimate(
     ] = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
-    world_size: Annotated[int | None, typer.Option(help="Ranks over all machines")] = None,
+    world_size: Annotated[int | None, typer.Option(help="Ranks over all nodes")] = None,
     gpu_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of one GPU, as in 80GB")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per rank and step")] = 1,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of each sequence")] = None,

@@ -90,7 +90,7 @@ def expanded(argv: list[str]) -> list[str]:
 
 
 def own_options() -> tuple[set[str], set[str]]:
-    """Names of launch's own options: those without a value, and those with one."""
+    """Return names of launch's own options: those without a value, and those with one."""
     flags, options = {"--help", "--help-all"}, set[str]()
     for name, hint in get_type_hints(launch, include_extras=True).items():
         for info in getattr(hint, "__metadata__", ()):

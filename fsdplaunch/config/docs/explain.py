@@ -33,14 +33,14 @@ def keys_named(word: str) -> tuple[KeySpec, ...]:
 
 
 def default_text(spec: KeySpec) -> str:
-    """The default as a file would say it; "left out" where the rest of the file or the machine decides."""
+    """Return the default as a file would say it; "left out" where the rest of the file or the machine decides."""
     if spec.default is None or spec.default in ((), {}):
         return "left out"
     return flow_text(plain_value(spec, spec.default))
 
 
 def needs_torch(spec: KeySpec) -> str:
-    """Which torch the key needs, in words: `torch 2.9 or newer`; "" where every one will do."""
+    """Return which torch the key needs, in words: `torch 2.9 or newer`; "" where every one will do."""
     needed = spec.key.needs_torch
     if isinstance(needed, str):
         return f"torch {needed} or newer" if needed else ""
@@ -49,7 +49,7 @@ def needs_torch(spec: KeySpec) -> str:
 
 def describe(spec: KeySpec, loaded: LoadedConfig | None = None) -> dict[str, Any]:
     """Return everything the schema says about a key; with a loaded file, its value and where that came from."""
-    said: dict[str, Any] = {
+    described: dict[str, Any] = {
         "key": spec.dotted,
         "text": spec.key.text,
         "values": spec.key.kind.expects,
@@ -63,9 +63,9 @@ def describe(spec: KeySpec, loaded: LoadedConfig | None = None) -> dict[str, Any
         "needs_torch": needs_torch(spec),
     }
     if loaded is not None:
-        said["value"] = plain_value(spec, value_at(loaded.config, spec.path))
-        said["origin"] = loaded.origins[spec.path].text
-    return said
+        described["value"] = plain_value(spec, value_at(loaded.config, spec.path))
+        described["origin"] = loaded.origins[spec.path].text
+    return described
 
 
 def explain(spec: KeySpec, loaded: LoadedConfig | None = None) -> str:
@@ -77,7 +77,7 @@ def explain(spec: KeySpec, loaded: LoadedConfig | None = None) -> str:
         head += f"    yours: {shown} ({loaded.origins[spec.path].text})"
     facts = [("values", spec.key.kind.expects), ("env", spec.env)]
     if len(spec.key.versions) == 1:
-        facts.append(("only", f"fsdp_version {spec.key.versions[0]}"))
+        facts.append(("only", f"FSDP{spec.key.versions[0]}"))
     if spec.key.needs_torch:
         facts.append(("needs", needs_torch(spec)))
     if spec.key.aliases:

@@ -44,18 +44,20 @@ def _properties(section: str) -> dict[str, Any]:
 
 
 def _property(spec: KeySpec) -> dict[str, Any]:
-    said: dict[str, Any] = {"description": spec.key.text + (f" ({spec.key.pending})" if spec.key.pending else "")}
+    described: dict[str, Any] = {
+        "description": spec.key.text + (f" ({spec.key.pending})" if spec.key.pending else "")
+    }
     if spec.default is not None:
-        said["default"] = plain_value(spec, spec.default)
-    return said | _values(spec)
+        described["default"] = plain_value(spec, spec.default)
+    return described | _values(spec)
 
 
 def _values(spec: KeySpec) -> dict[str, Any]:
-    """The kind's own words, and null."""
-    said = dict(spec.key.kind.schema)
-    if "enum" in said:
-        return {"enum": [*said["enum"], None]}
-    if "anyOf" in said:
-        return {"anyOf": [*said["anyOf"], {"type": "null"}]}
-    types = said["type"] if isinstance(said["type"], list) else [said["type"]]
-    return said | {"type": [*types, "null"]}
+    """Return the kind's own words, and null."""
+    kind = dict(spec.key.kind.schema)
+    if "enum" in kind:
+        return {"enum": [*kind["enum"], None]}
+    if "anyOf" in kind:
+        return {"anyOf": [*kind["anyOf"], {"type": "null"}]}
+    types = kind["type"] if isinstance(kind["type"], list) else [kind["type"]]
+    return kind | {"type": [*types, "null"]}

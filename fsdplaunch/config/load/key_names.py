@@ -4,15 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from fsdplaunch.config.schema.walk import KeySpec, Path, all_keys, section_classes
+from fsdplaunch.config.schema.walk import KeySpec, Path, all_keys, own_sections, section_classes
 
-PREFIXES = {
-    "fsdp_config": "fsdp_",
-    "parallelism_config": "parallelism_config_",
-    "fp8_config": "fp8_",
-    "dynamo_config": "dynamo_",
-}
-"""What keys of a section begin with, and may be written without."""
 _CLOSE = 0.75
 
 
@@ -33,11 +26,19 @@ class UnknownKey:
     meant: KeySpec | None = None
 
 
+def key_prefix(section: str) -> str:
+    """Return what keys of one of accelerate's sections begin with, and may be written without; "" elsewhere."""
+    if not section or section in own_sections():
+        return ""
+    full = any(spec.name.startswith(f"{section}_") for spec in all_keys())
+    return f"{section}_" if full else section.removesuffix("config")
+
+
 @cache
 def spellings(section: str) -> dict[str, KeySpec]:
     """Return every spelling that is honoured in a section ("" is the top level), canonical names first."""
     specs = [spec for spec in all_keys() if ".".join(spec.path[:-1]) == section]
-    prefix = PREFIXES.get(section, "")
+    prefix = key_prefix(section)
     table = {spec.name: spec for spec in specs}
     for spec in specs:
         for name in (spec.name, *spec.key.aliases):
@@ -71,7 +72,7 @@ def find_bare(name: str) -> KeySpec | None:
 
 
 def is_bare_section(names: Iterable[str]) -> bool:
-    """Whether a file's top level consists of keys of fsdp_config alone, as transformers' own files do."""
+    """Tell whether a file's top level consists of keys of fsdp_config alone, as transformers' own files do."""
     words = list(names)
     return bool(words) and all(word in spellings("fsdp_config") and word not in spellings("") for word in words)
 
@@ -98,5 +99,5 @@ def _guess(section: str, name: str) -> str | None:
 
 
 def path_of(dotted: str) -> Path:
-    """`section.key` -> its parts, dashes as underscores."""
+    """Split `section.key` into its parts, dashes as underscores."""
     return tuple(dotted.strip().replace("-", "_").split("."))

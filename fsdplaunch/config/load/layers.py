@@ -1,4 +1,4 @@
-"""What each source says: a file, the environment, the command line. Canonical values, with their places."""
+"""What each source sets: a file, the environment, the command line. Canonical values, with their places."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class ValueOrigin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetValue:
-    """One value that somebody said. A value of None takes back what lower layers said."""
+    """One value that a layer sets. None takes back what lower layers set."""
 
     value: Any
     origin: ValueOrigin
@@ -39,16 +39,16 @@ class Layer:
     """One source's values.
 
     Attributes:
-        said: Canonical values by path.
-        broken: Keys it says wrongly; rules that look at them stay silent.
+        values: Canonical values by path.
+        broken: Keys it sets wrongly; rules that look at them stay silent.
         problems: What is wrong.
         aliases: Written name -> canonical name, for the notes.
-        variables: Single entries of `launch.env`, added to what lower layers say.
+        variables: Single entries of `launch.env`, added to what lower layers set.
         bare_section: The section a file consists of when it names none, as transformers' `--fsdp_config` files do.
         strangers: Environment variables that carry no key -> the one that was probably meant.
     """
 
-    said: dict[Path, SetValue] = field(default_factory=dict)
+    values: dict[Path, SetValue] = field(default_factory=dict)
     broken: set[Path] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Layer:
             self.broken.add(spec.path)
             self._refuse(spec, value, place, error)
             return
-        self.said[spec.path] = SetValue(value=canonical, origin=origin, place=place)
+        self.values[spec.path] = SetValue(value=canonical, origin=origin, place=place)
 
     def _refuse(self, spec: KeySpec, value: Any, place: TextPosition, error: ValueError) -> None:
         why = spec.key.kind.refusal(value)
@@ -83,7 +83,7 @@ class Layer:
 
 
 def shown(value: Any) -> str:
-    """A value as a message quotes it."""
+    """Return a value as a message quotes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict | list):
@@ -141,9 +141,9 @@ def _entry(layer: Layer, text: YamlText, section: str, entry: YamlEntry) -> None
         found = found.meant
     if entry.is_null:
         return
-    earlier = layer.said.get(found.path)
+    earlier = layer.values.get(found.path)
     if earlier is not None:
-        message = f"says {found.name} again (first on line {earlier.place.line})"
+        message = f"sets {found.name} again (first on line {earlier.place.line})"
         layer.reject("duplicate-key", dotted, message, entry.place, "keep one of them")
         return
     if entry.name != found.name:
@@ -170,7 +170,7 @@ def env_layer(environ: Mapping[str, str]) -> Layer:
 
 
 def _strangers(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that look like a key's but carry none -> the variable that was probably meant."""
+    """Return variables that look like a key's but carry none -> the variable that was probably meant."""
     known = [spec.env for spec in all_keys()]
     unread = [name for name in environ if name.startswith(_PREFIXES) and name not in known]
     near = {name: closest(name, known, cutoff=_ALIKE) for name in unread}
@@ -178,7 +178,7 @@ def _strangers(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def flag_layer(overrides: Iterable[str]) -> Layer:
-    """Read `KEY=VALUE` texts; later ones win. An empty VALUE takes back what lower layers say."""
+    """Read `KEY=VALUE` texts; later ones win. An empty VALUE takes back what lower layers set."""
     layer = Layer()
     for override in overrides:
         _override(layer, override)
@@ -198,7 +198,7 @@ def read_assignments(assignments: Sequence[str]) -> list[tuple[KeySpec, Any]]:
         )
     if layer.problems:
         raise ConfigError(layer.problems)
-    return [(keys_by_path()[path], one.value) for path, one in layer.said.items()]
+    return [(keys_by_path()[path], one.value) for path, one in layer.values.items()]
 
 
 def _override(layer: Layer, override: str) -> None:

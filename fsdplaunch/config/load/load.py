@@ -33,7 +33,7 @@ class LoadedConfig:
         config: Resolved.
         path: The file that was read, or None when there is none.
         origins: Which layer decided each key.
-        notes: What the user should be told once.
+        notes: Lines to print once.
         aliases: Names as the file spells them -> the canonical name, where the two differ.
     """
 
@@ -101,34 +101,34 @@ def stack(
         ConfigError: With every problem of every layer.
     """
     layers = [file_layer(text), env_layer(environ or {}), flag_layer(overrides)]
-    said, problems = _merge([_scheduler_layer(assumed), *layers])
+    values, problems = _merge([_scheduler_layer(assumed), *layers])
     broken = set().union(*(layer.broken for layer in layers))
     unread = path is not None and text.root is None and bool(text.problems)
-    asked = build_config({key: one.value for key, one in _with_version(said).items()})
-    view = RuleContext(asked=asked, config=resolve(asked), said=frozenset(said))
-    view = replace(view, torch=torch) if torch else view
+    given = build_config({key: one.value for key, one in _with_version(values).items()})
+    context = RuleContext(given=given, config=resolve(given), set_paths=frozenset(values))
+    context = replace(context, torch=torch) if torch else context
     if not unread:
         problems += [
-            _problem(rule, fault, said, text)
-            for rule, fault in find_violations(view)
-            if not broken & {*fault.about}
+            _problem(rule, violation, values, text)
+            for rule, violation in find_violations(context)
+            if not broken & {*violation.about}
         ]
     if problems:
         raise ConfigError(problems)
-    origins = {spec.path: said[spec.path].origin if spec.path in said else _DEFAULT for spec in all_keys()}
+    origins = {spec.path: values[spec.path].origin if spec.path in values else _DEFAULT for spec in all_keys()}
     return LoadedConfig(
-        config=view.config,
+        config=context.config,
         path=path,
         origins=MappingProxyType(origins),
-        notes=(*_notes(layers[0], view), *_stranger_notes(layers[1])),
+        notes=(*_notes(layers[0], context), *_stranger_notes(layers[1])),
         aliases=MappingProxyType(layers[0].aliases),
     )
 
 
 def _scheduler_layer(assumed: Sequence[str]) -> Layer:
     layer = flag_layer(assumed)
-    for path, one in layer.said.items():
-        layer.said[path] = SetValue(
+    for path, one in layer.values.items():
+        layer.values[path] = SetValue(
             value=one.value,
             place=TextPosition(source="scheduler"),
             origin=ValueOrigin(layer="env", text="scheduler"),
@@ -137,8 +137,8 @@ def _scheduler_layer(assumed: Sequence[str]) -> Layer:
 
 
 def check(config: Config) -> tuple[Problem, ...]:
-    """Return what the rules say against a Config that was built in code, without places."""
-    return tuple(_problem(rule, fault, {}, None) for rule, fault in find_violations(rule_context(config)))
+    """Return the rules that are broken by a Config that was built in code, without places."""
+    return tuple(_problem(rule, violation, {}, None) for rule, violation in find_violations(rule_context(config)))
 
 
 def read_file(path: Path, cwd: Path) -> YamlText:
@@ -157,41 +157,43 @@ def read_file(path: Path, cwd: Path) -> YamlText:
 
 
 def _merge(layers: Iterable[Layer]) -> tuple[dict[KeyPath, SetValue], list[Problem]]:
-    said: dict[KeyPath, SetValue] = {}
+    values: dict[KeyPath, SetValue] = {}
     problems: list[Problem] = []
     for layer in layers:
         problems += layer.problems
-        for path, one in layer.said.items():
-            said.pop(path, None)
+        for path, one in layer.values.items():
+            values.pop(path, None)
             if one.value is not None:
-                said[path] = one
+                values[path] = one
         if layer.variables:
-            _add_variables(layer, said, problems)
-    return said, problems
+            _add_variables(layer, values, problems)
+    return values, problems
 
 
-def _add_variables(layer: Layer, said: dict[KeyPath, SetValue], problems: list[Problem]) -> None:
+def _add_variables(layer: Layer, values: dict[KeyPath, SetValue], problems: list[Problem]) -> None:
     spec = keys_by_path()["launch", "env"]
-    table = {**(said[spec.path].value if spec.path in said else {}), **layer.variables}
+    table = {**(values[spec.path].value if spec.path in values else {}), **layer.variables}
     extra = Layer()
     extra.take(spec, table, TextPosition(source="command line"), ValueOrigin(layer="flag", text="command line"))
-    said.update(extra.said)
+    values.update(extra.values)
     problems += extra.problems
 
 
-def _with_version(said: Mapping[KeyPath, SetValue]) -> dict[KeyPath, SetValue]:
-    """A file that says a key of version 1, even with its default, and no version, means version 1."""
-    if _VERSION in said:
-        return dict(said)
-    old = [said[spec.path] for spec in keys_of_version_1() if spec.path in said]
+def _with_version(values: Mapping[KeyPath, SetValue]) -> dict[KeyPath, SetValue]:
+    """Add FSDP1 where a key that only FSDP1 has is set, even to its default, and no version is."""
+    if _VERSION in values:
+        return dict(values)
+    old = [values[spec.path] for spec in keys_of_version_1() if spec.path in values]
     one = SetValue(value=1, origin=old[0].origin, place=old[0].place) if old else None
-    return {**said, _VERSION: one} if one else dict(said)
+    return {**values, _VERSION: one} if one else dict(values)
 
 
-def _problem(rule: str, fault: Violation, said: Mapping[KeyPath, SetValue], text: YamlText | None) -> Problem:
-    path = next((path for path in fault.about if path in said), fault.about[0])
-    place = said[path].place if path in said else TextPosition(source=text.source) if text else None
-    return Problem(id=rule, key=".".join(path), message=fault.message, hint=fault.hint, place=place)
+def _problem(
+    rule: str, violation: Violation, values: Mapping[KeyPath, SetValue], text: YamlText | None
+) -> Problem:
+    path = next((path for path in violation.about if path in values), violation.about[0])
+    place = values[path].place if path in values else TextPosition(source=text.source) if text else None
+    return Problem(id=rule, key=".".join(path), message=violation.message, hint=violation.hint, place=place)
 
 
 def _stranger_notes(layer: Layer) -> Iterator[str]:
@@ -199,17 +201,19 @@ def _stranger_notes(layer: Layer) -> Iterator[str]:
         yield f"env {name} is not read; did you mean {meant}?"
 
 
-def _notes(layer: Layer, view: RuleContext) -> tuple[str, ...]:
+def _notes(layer: Layer, context: RuleContext) -> tuple[str, ...]:
     notes = [f"{written} is read as {canonical}" for written, canonical in layer.aliases.items()]
     if layer.bare_section:
         notes.append(f"all keys of the file are read as {layer.bare_section}")
-    noise = [spec.name for spec in all_keys() if spec.key.noise and spec.path in view.said]
+    noise = [spec.name for spec in all_keys() if spec.key.noise and spec.path in context.set_paths]
     if noise:
         notes.append(f"without effect here: {', '.join(noise)}")
-    if view.version != 1:
+    if context.version != 1:
         notes += [
-            f"{spec.name} is left out under fsdp_version 2, which does the same of its own accord"
+            f"{spec.name} is left out under FSDP2, which does the same of its own accord"
             for spec in all_keys()
-            if spec.key.versions == (1,) and spec.path in view.said and value_at(view.asked, spec.path) is not None
+            if spec.key.versions == (1,)
+            and spec.path in context.set_paths
+            and value_at(context.given, spec.path) is not None
         ]
     return tuple(notes)

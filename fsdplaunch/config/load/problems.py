@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: every fault with its place, gathered before anything is said."""
+"""What is wrong with a configuration: every problem with its place, gathered before any is reported."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ TEXT_PROBLEMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPosition:
-    """Where a value was said.
+    """Where a value is set.
 
     Attributes:
         source: The file as the user named it, `env NAME`, or `command line`.
@@ -43,14 +43,14 @@ class TextPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One fault.
+    """One thing that is wrong with a configuration.
 
     Attributes:
         id: The stable name of what was violated, for example `unknown-key`.
-        key: The dotted key, or "" when the fault is the whole text's.
+        key: The dotted key, or "" when it is the whole text's.
         message: What is wrong, with the value; lower case, no full stop.
         hint: What to do, or None.
-        place: Where, or None for a value that nobody said.
+        place: Where, or None for a value that is not set anywhere.
     """
 
     id: str
@@ -61,17 +61,17 @@ class Problem:
 
     @property
     def file(self) -> str | None:
-        """The file, `env NAME` or `command line`."""
+        """Return the file, `env NAME` or `command line`."""
         return self.place.source if self.place else None
 
     @property
     def line(self) -> int | None:
-        """Line in the file, from 1."""
+        """Return line in the file, from 1."""
         return self.place.line if self.place else None
 
     @property
     def col(self) -> int | None:
-        """Column in the line, from 1."""
+        """Return the column in the line, from 1."""
         return self.place.col if self.place else None
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Problem:
         return f"{text}\n    hint: {self.hint}" if self.hint else text
 
     def as_json(self) -> dict[str, str | int | None]:
-        """What a program wants to know, for `--json`."""
+        """Return what a program wants to know, for `--json`."""
         return {
             "id": self.id,
             "key": self.key,
@@ -96,7 +96,7 @@ class ConfigError(LaunchError):
     """A configuration is wrong. Holds every problem that was found.
 
     Attributes:
-        problems: The faults, in the order of their places.
+        problems: In the order of their places.
     """
 
     exit_code = EXIT_USAGE

@@ -75,12 +75,12 @@ class YamlEntry:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether the value is a mapping."""
+        """Tell whether the value is a mapping."""
         return isinstance(self.node, MappingNode)
 
     @property
     def is_null(self) -> bool:
-        """Whether the key says nothing: no value, `~` or `null`."""
+        """Tell whether the key says nothing: no value, `~` or `null`."""
         return self.node.tag == _TAG + "null"
 
 
@@ -137,7 +137,7 @@ class YamlText:
             self.report("duplicate-key", message, entry.key_node.start_mark, key=key, hint="keep one of them")
 
     def _merged(self, node: Node, section: str, depth: int = 0) -> list[YamlEntry]:
-        """The keys that `<<` brings in: from one mapping or from a list of them, earlier ones first."""
+        """Return the keys that `<<` brings in: from one mapping or from a list of them, earlier ones first."""
         maps = node.value if isinstance(node, SequenceNode) else [node]
         self._left -= sum(len(item.value) for item in maps)
         if self._left < 0 or depth > MAX_DEPTH:
@@ -215,7 +215,7 @@ def _scalar(node: ScalarNode, *, verbatim: bool) -> Any:
 
 
 def read_text(data: str | bytes, source: str) -> YamlText:
-    """Read one YAML (or JSON) document. Never raises for a fault of the text: it is in `problems`.
+    """Read one YAML (or JSON) document. Never raises for what is wrong with the text: it is in `problems`.
 
     Args:
         data: The text, or a file's bytes, which must be UTF-8 with or without a byte order mark.
@@ -257,7 +257,7 @@ def _compose(text: YamlText, decoded: str) -> None:
 
 
 def _syntax(error: yaml.MarkedYAMLError, decoded: str) -> tuple[str, str | None]:
-    """PyYAML's words in ours, for the faults people make."""
+    """Put PyYAML's errors in our words, for the mistakes people make."""
     mark, problem = error.problem_mark, str(error.problem or error.context)
     lines = decoded.splitlines()
     line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""

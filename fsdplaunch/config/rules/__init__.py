@@ -1,1 +1,1 @@
-"""What keys may not say together: one small function per rule."""
+"""Contradictions between keys: one small function per rule."""

@@ -1,4 +1,4 @@
-"""What keys may not say together. One small function per rule; every rule has a stable id.
+"""Contradictions between keys. One small function per rule; every rule has a stable id.
 
 A rule looks at a `RuleContext` and yields a `Violation` each time. Values of keys are checked by their kinds.
 """
@@ -23,39 +23,39 @@ class RuleContext:
     """What a rule may look at.
 
     Attributes:
-        asked: As said; None where nobody said anything.
+        given: As configured; None where a key is not set.
         config: The same, resolved.
-        said: The keys that somebody said.
-        torch: Called where it matters, says major and minor version of the torch that the run will have, or None
+        set_paths: The keys that are set.
+        torch: Called where it matters, gives major and minor version of the torch that the run will have, or None
             where that cannot be known here.
     """
 
-    asked: Config
+    given: Config
     config: Config
-    said: frozenset[Path]
+    set_paths: frozenset[Path]
     torch: TorchVersion = _unknown
 
     @property
     def version(self) -> int:
-        """The FSDP version that would run."""
+        """Return the FSDP version that would run."""
         return self.config.fsdp_config.fsdp_version or 2
 
     @property
     def shards(self) -> bool:
-        """Whether FSDP is asked for at all."""
+        """Tell whether FSDP is configured at all."""
         return self.config.distributed_type == "FSDP"
 
-    def says(self, spec: KeySpec) -> bool:
-        """Whether a key was said with another value than its default."""
-        return spec.path in self.said and value_at(self.asked, spec.path) != spec.default
+    def sets(self, spec: KeySpec) -> bool:
+        """Tell whether a key is set to another value than its default."""
+        return spec.path in self.set_paths and value_at(self.given, spec.path) != spec.default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """One violation.
+    """A rule that a configuration breaks.
 
     Attributes:
-        about: The keys it is about; the first one that was said is where it is reported.
+        about: The keys it is about; the first one that is set is where it is reported.
         message: What is wrong, with the value.
         hint: What to do.
     """
@@ -80,9 +80,9 @@ def rule(rule_id: str) -> Callable[[Check], Check]:
 
 
 def rule_context(config: Config) -> RuleContext:
-    """Return the View of a Config that was built in code: said is what differs from the default."""
-    said = frozenset(spec.path for spec in all_keys() if value_at(config, spec.path) != spec.default)
-    return RuleContext(asked=config, config=resolve(config), said=said)
+    """Return the context of a Config that was built in code: set is what differs from the default."""
+    set_paths = frozenset(spec.path for spec in all_keys() if value_at(config, spec.path) != spec.default)
+    return RuleContext(given=config, config=resolve(config), set_paths=set_paths)
 
 
 def fsdp(name: str) -> Path:
@@ -96,29 +96,29 @@ def mesh(name: str) -> Path:
 
 
 @rule("not-supported-yet")
-def _pending(view: RuleContext) -> Iterator[Violation]:
+def _pending(context: RuleContext) -> Iterator[Violation]:
     """A key has a value whose effect is not built yet, or belongs to another engine."""
     for spec in all_keys():
-        if spec.key.pending and view.says(spec):
+        if spec.key.pending and context.sets(spec):
             yield Violation(about=(spec.path,), message=spec.key.pending, hint="remove the key")
 
 
 @rule("newer-torch")
-def _newer_torch(view: RuleContext) -> Iterator[Violation]:
-    """A key has a value that the installed torch cannot honour, only a newer one; asked where the run starts."""
+def _newer_torch(context: RuleContext) -> Iterator[Violation]:
+    """A key has a value that the installed torch cannot honour, only a newer one; checked where the run starts."""
     for spec in all_keys():
-        needed = spec.key.torch_for(value_at(view.asked, spec.path)) if spec.key.needs_torch else ""
-        if not needed or not view.says(spec) or view.config.ssh.hosts or view.config.ssh.hostfile:
+        needed = spec.key.torch_for(value_at(context.given, spec.path)) if spec.key.needs_torch else ""
+        if not needed or not context.sets(spec) or context.config.ssh.hosts or context.config.ssh.hostfile:
             continue
-        installed = view.torch()
+        installed = context.torch()
         if installed is not None and installed < tuple(map(int, needed.split("."))):
             here = ".".join(map(str, installed))
-            value = shown_value(value_at(view.asked, spec.path))
+            value = shown_value(value_at(context.given, spec.path))
             message = f"{value} needs torch {needed} or newer, and torch {here} is installed"
             hint = f"leave it out, or install torch {needed} or newer"
             yield Violation(about=(spec.path,), message=message, hint=hint)
 
 
 def shown_value(value: Any) -> str:
-    """A canonical value as a message quotes it."""
+    """Return a canonical value as a message quotes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

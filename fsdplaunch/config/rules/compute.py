@@ -12,48 +12,48 @@ _REGIONAL = ("dynamo_config", "dynamo_use_regional_compilation")
 
 
 @rule("fp8")
-def _fp8(view: RuleContext) -> Iterator[Violation]:
-    """mixed_precision: fp8 with another library than torchao, or under fsdp_version 1."""
-    if view.config.mixed_precision != "fp8":
+def _fp8(context: RuleContext) -> Iterator[Violation]:
+    """mixed_precision: fp8 with another library than torchao, or under FSDP1."""
+    if context.config.mixed_precision != "fp8":
         return
-    backend = view.config.fp8_config.backend
+    backend = context.config.fp8_config.backend
     if backend not in (None, "AO"):
         message = f"{backend} is not supported, only AO (torchao) is"
         yield Violation(about=(_BACKEND, ("mixed_precision",)), message=message, hint="use AO, or leave it out")
-    if view.version == 1 and view.shards:
-        message = "fp8 needs fsdp_version 2"
+    if context.version == 1 and context.shards:
+        message = "fp8 needs FSDP2"
         yield Violation(about=(("mixed_precision",), fsdp("version")), message=message, hint="set fsdp_version: 2")
 
 
 @rule("fp8-settings-without-fp8")
-def _unused_fp8(view: RuleContext) -> Iterator[Violation]:
+def _unused_fp8(context: RuleContext) -> Iterator[Violation]:
     """Keys of fp8_config without mixed_precision: fp8."""
     keys = [spec for spec in all_keys() if spec.path[0] == _BACKEND[0] and not spec.key.pending]
-    said = [spec for spec in keys if view.says(spec)]
-    if said and view.config.mixed_precision != "fp8":
-        message = f"says how float8 computes, but mixed_precision is {view.config.mixed_precision}"
-        about = (said[0].path, ("mixed_precision",))
+    configured = [spec for spec in keys if context.sets(spec)]
+    if configured and context.config.mixed_precision != "fp8":
+        message = f"configures float8, but mixed_precision is {context.config.mixed_precision}"
+        about = (configured[0].path, ("mixed_precision",))
         yield Violation(about=about, message=message, hint="set mixed_precision: fp8, or leave fp8_config out")
 
 
 @rule("compile-settings-without-backend")
-def _unused_compile(view: RuleContext) -> Iterator[Violation]:
+def _unused_compile(context: RuleContext) -> Iterator[Violation]:
     """Keys of dynamo_config without a backend."""
-    said = [spec for spec in all_keys() if spec.path[0] == _COMPILER[0] and view.says(spec)]
-    if said and view.config.dynamo_config.dynamo_backend == "NO":
-        message = "says how to compile, but dynamo_backend is NO"
-        about = (said[0].path, _COMPILER)
+    configured = [spec for spec in all_keys() if spec.path[0] == _COMPILER[0] and context.sets(spec)]
+    if configured and context.config.dynamo_config.dynamo_backend == "NO":
+        message = "configures torch.compile, but dynamo_backend is NO"
+        about = (configured[0].path, _COMPILER)
         yield Violation(about=about, message=message, hint="set dynamo_backend: INDUCTOR, or leave it out")
 
 
 @rule("whole-graph-of-units")
-def _whole_graph(view: RuleContext) -> Iterator[Violation]:
+def _whole_graph(context: RuleContext) -> Iterator[Violation]:
     """dynamo_use_fullgraph for the whole forward of a model that is sharded in units."""
-    said = view.config.dynamo_config
-    if said.dynamo_backend == "NO" or not said.dynamo_use_fullgraph or said.dynamo_use_regional_compilation:
+    dynamo = context.config.dynamo_config
+    if dynamo.dynamo_backend == "NO" or not dynamo.dynamo_use_fullgraph or dynamo.dynamo_use_regional_compilation:
         return
-    if view.shards and view.config.fsdp_config.fsdp_auto_wrap_policy != "NO_WRAP":
-        value = shown_value(said.dynamo_use_fullgraph)
+    if context.shards and context.config.fsdp_config.fsdp_auto_wrap_policy != "NO_WRAP":
+        value = shown_value(dynamo.dynamo_use_fullgraph)
         message = f"{value} cannot hold for a model sharded in units: the graph breaks where they are gathered"
         hint = "set dynamo_use_regional_compilation: true, which compiles each unit by itself"
         yield Violation(about=(_FULLGRAPH, _REGIONAL), message=message, hint=hint)

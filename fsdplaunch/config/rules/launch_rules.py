@@ -1,4 +1,4 @@
-"""Rules about machines, workers and how they meet."""
+"""Rules about nodes, workers and how they meet."""
 
 from collections.abc import Iterator
 
@@ -9,38 +9,38 @@ from fsdplaunch.config.world_size import node_range, workers_per_node, world_siz
 _PROCESSES = ("num_processes",)
 _MACHINES = ("num_machines",)
 _PER_NODE = ("launch", "workers_per_node")
-_COPIES = ("parallelism_config", "parallelism_config_dp_replicate_size")
+_REPLICAS = ("parallelism_config", "parallelism_config_dp_replicate_size")
 _OWN = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 )
 
 
 @rule("workers-per-machine")
-def _divisible(view: RuleContext) -> Iterator[Violation]:
+def _divisible(context: RuleContext) -> Iterator[Violation]:
     """num_processes that num_machines does not divide, or that contradicts launch.workers_per_node."""
     total, machines, per_node = (
-        view.config.num_processes,
-        view.config.num_machines,
-        view.config.launch.workers_per_node,
+        context.config.num_processes,
+        context.config.num_machines,
+        context.config.launch.workers_per_node,
     )
     if not isinstance(total, int):
         return
     if isinstance(per_node, int):
         if total != per_node * machines:
-            message = f"{total} is not {per_node} workers_per_node x {machines} machines"
+            message = f"{total} is not {per_node} workers_per_node x {machines} nodes"
             about = (_PROCESSES, _PER_NODE, _MACHINES)
             yield Violation(about=about, message=message, hint="leave num_processes out, or make them agree")
     elif per_node is None and total % machines:
-        message = f"{total} workers cannot be split evenly over {machines} machines"
-        hint = "num_processes counts all machines; with unequal machines set launch.workers_per_node: auto"
+        message = f"{total} workers cannot be split evenly over {machines} nodes"
+        hint = "num_processes counts all nodes; with unequal nodes set launch.workers_per_node: auto"
         yield Violation(about=(_PROCESSES, _MACHINES), message=message, hint=hint)
 
 
 @rule("not-distributed")
-def _not_distributed(view: RuleContext) -> Iterator[Violation]:
+def _not_distributed(context: RuleContext) -> Iterator[Violation]:
     """distributed_type: NO with more than one worker, which would train independent copies."""
-    world = world_size(view.config)
-    if view.config.distributed_type == "NO" and world is not None and world > 1:
+    world = world_size(context.config)
+    if context.config.distributed_type == "NO" and world is not None and world > 1:
         message = f"NO is for one worker, not {world}"
         about = (("distributed_type",), _PROCESSES, _PER_NODE)
         yield Violation(
@@ -49,51 +49,51 @@ def _not_distributed(view: RuleContext) -> Iterator[Violation]:
 
 
 @rule("machine-rank")
-def _machine_rank(view: RuleContext) -> Iterator[Violation]:
+def _machine_rank(context: RuleContext) -> Iterator[Violation]:
     """machine_rank outside 0 to num_machines - 1."""
-    rank, machines = view.config.machine_rank, view.config.num_machines
+    rank, machines = context.config.machine_rank, context.config.num_machines
     if rank is not None and rank >= machines:
-        message = f"{rank} is not below num_machines {machines}; machines count from 0"
+        message = f"{rank} is not below num_machines {machines}; nodes count from 0"
         yield Violation(about=(("machine_rank",), _MACHINES), message=message, hint="leave machine_rank out")
 
 
 @rule("gpu-count")
-def _gpu_count(view: RuleContext) -> Iterator[Violation]:
+def _gpu_count(context: RuleContext) -> Iterator[Violation]:
     """gpu_ids with a GPU twice, or with fewer GPUs than workers."""
-    ids, workers = view.config.gpu_ids, workers_per_node(view.config)
+    ids, workers = context.config.gpu_ids, workers_per_node(context.config)
     if ids in (None, "all") or ids is None:
         return
     names = ids.split(",")
     if len(set(names)) < len(names):
         yield Violation(about=(("gpu_ids",),), message=f"{ids} names a GPU twice", hint="name each GPU once")
-    elif workers is not None and len(names) < workers and not view.config.use_cpu:
-        message = f"{len(names)} GPUs cannot serve {workers} workers on each machine"
+    elif workers is not None and len(names) < workers and not context.config.use_cpu:
+        message = f"{len(names)} GPUs cannot serve {workers} workers on each node"
         about = (("gpu_ids",), _PROCESSES, _PER_NODE)
         yield Violation(about=about, message=message, hint=f"name {workers} GPUs, or lower the number of workers")
 
 
 @rule("two-addresses")
-def _two_addresses(view: RuleContext) -> Iterator[Violation]:
+def _two_addresses(context: RuleContext) -> Iterator[Violation]:
     """launch.rendezvous_endpoint against main_process_ip or main_process_port."""
-    endpoint = view.config.launch.rendezvous_endpoint
+    endpoint = context.config.launch.rendezvous_endpoint
     if endpoint is None:
         return
     host, _, port = endpoint.rpartition(":")
     about = (("launch", "rendezvous_endpoint"), ("main_process_ip",), ("main_process_port",))
-    if view.config.main_process_ip not in (None, host) or view.config.main_process_port not in (
+    if context.config.main_process_ip not in (None, host) or context.config.main_process_port not in (
         None,
         0,
         int(port),
     ):
-        other = f"{view.config.main_process_ip or host}:{view.config.main_process_port or port}"
+        other = f"{context.config.main_process_ip or host}:{context.config.main_process_port or port}"
         message = f"{endpoint} contradicts main_process_ip and main_process_port, {other}"
         yield Violation(about=about, message=message, hint="keep one of the two")
 
 
 @rule("static-restarts")
-def _static_restarts(view: RuleContext) -> Iterator[Violation]:
+def _static_restarts(context: RuleContext) -> Iterator[Violation]:
     """launch.max_restarts with the static rendezvous, whose store keeps the addresses of dead workers."""
-    config = view.config
+    config = context.config
     if config.rdzv_backend == "static" and config.launch.max_restarts and config.num_machines > 1:
         message = "static cannot start workers again: each new one would look for the dead ones"
         about = (("rdzv_backend",), ("launch", "max_restarts"))
@@ -101,13 +101,13 @@ def _static_restarts(view: RuleContext) -> Iterator[Violation]:
 
 
 @rule("elastic-run")
-def _elastic_run(view: RuleContext) -> Iterator[Violation]:
-    """launch.nodes with a range, and keys that count on a fixed number of machines."""
-    config = view.config
+def _elastic_run(context: RuleContext) -> Iterator[Violation]:
+    """launch.nodes with a range, and keys that count on a fixed number of nodes."""
+    config = context.config
     least, most = node_range(config)
     if least == most:
         return
-    why = f"launch.nodes {config.launch.nodes} lets machines come and go"
+    why = f"launch.nodes {config.launch.nodes} lets nodes come and go"
     if config.rdzv_backend == "static":
         yield Violation(about=(("rdzv_backend",),), message=f"{why}, and static cannot", hint="use c10d")
     if isinstance(config.num_processes, int):
@@ -116,15 +116,15 @@ def _elastic_run(view: RuleContext) -> Iterator[Violation]:
             about=(_PROCESSES,), message=f"{why}, and {config.num_processes} workers do not", hint=hint
         )
     if config.parallelism_config.parallelism_config_dp_replicate_size not in (None, 1):
-        about = (("fsdp_config", "fsdp_sharding_strategy"), _COPIES)
-        message = f"{why}, and a number of copies does not"
-        yield Violation(about=about, message=message, hint="use FULL_SHARD, over however many machines there are")
+        about = (("fsdp_config", "fsdp_sharding_strategy"), _REPLICAS)
+        message = f"{why}, and a number of replicas does not"
+        yield Violation(about=about, message=message, hint="use FULL_SHARD, over however many nodes there are")
 
 
 @rule("shown-rank")
-def _shown_rank(view: RuleContext) -> Iterator[Violation]:
+def _shown_rank(context: RuleContext) -> Iterator[Violation]:
     """launch.show_ranks names a rank that does not exist."""
-    world, shown = world_size(view.config), view.config.launch.show_ranks
+    world, shown = world_size(context.config), context.config.launch.show_ranks
     ranks = [] if shown == "all" else [int(rank) for rank in shown.split(",")]
     if world is not None and ranks and max(ranks) >= world:
         message = f"rank {max(ranks)} does not exist among {world} workers; ranks count from 0"
@@ -133,17 +133,17 @@ def _shown_rank(view: RuleContext) -> Iterator[Violation]:
 
 
 @rule("local-rank")
-def _local_rank(view: RuleContext) -> Iterator[Violation]:
-    """launch.redirects, tee or show_local_ranks names a worker that a machine does not have."""
-    workers, launch = workers_per_node(view.config), view.config.launch
-    said = {
+def _local_rank(context: RuleContext) -> Iterator[Violation]:
+    """launch.redirects, tee or show_local_ranks names a worker that a node does not have."""
+    workers, launch = workers_per_node(context.config), context.config.launch
+    uses = {
         "redirects": _streamed_ranks(launch.redirects),
         "tee": _streamed_ranks(launch.tee),
         "show_local_ranks": _plain_ranks(launch.show_local_ranks),
     }
-    for name, ranks in said.items():
+    for name, ranks in uses.items():
         if workers is not None and ranks and max(ranks) >= workers:
-            message = f"local rank {max(ranks)} does not exist among {workers} workers on each machine"
+            message = f"local rank {max(ranks)} does not exist among {workers} workers on each node"
             yield Violation(about=(("launch", name), _PROCESSES, _PER_NODE), message=message, hint="count from 0")
 
 
@@ -156,10 +156,10 @@ def _plain_ranks(text: str | None) -> list[int]:
 
 
 @rule("variable-of-a-key")
-def _variable_of_a_key(view: RuleContext) -> Iterator[Violation]:
+def _variable_of_a_key(context: RuleContext) -> Iterator[Violation]:
     """launch.env sets a variable that carries a key or that the launcher sets."""
     carriers = {spec.env: spec.dotted for spec in all_keys()}
-    for name in view.config.launch.env:
+    for name in context.config.launch.env:
         about = (("launch", "env"),)
         if name in carriers:
             yield Violation(

@@ -6,13 +6,13 @@ from fsdplaunch.config.rules import compute, launch_rules, sharding  # noqa: F40
 from fsdplaunch.config.rules.base import RULES, RuleContext, Violation
 
 
-def find_violations(view: RuleContext) -> Iterator[tuple[str, Violation]]:
-    """Every violation with the id of its rule, in the rules' order."""
+def find_violations(context: RuleContext) -> Iterator[tuple[str, Violation]]:
+    """Yield every violation with the id of its rule, in the rules' order."""
     for rule_id, check in RULES.items():
-        for fault in check(view):
-            yield rule_id, fault
+        for violation in check(context):
+            yield rule_id, violation
 
 
 def all_rules() -> dict[str, str]:
-    """Every rule's id and what it refuses."""
+    """Return every rule's id and what it refuses."""
     return {rule_id: check.__doc__ or "" for rule_id, check in RULES.items()}

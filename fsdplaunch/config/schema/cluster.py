@@ -15,10 +15,10 @@ class SlurmSection:
     account: str | None = key(v.TEXT, None, "Account that is charged.")
     qos: str | None = key(v.TEXT, None, "Quality of service.")
     time: str | None = key(v.TEXT, None, "Time limit, for example 12:00:00.")
-    gpus_per_node: str | None = key(v.TEXT, None, "GPUs on each machine: a number, or type:number.")
-    cpus_per_task: int | None = key(v.COUNT, None, "CPUs on each machine.")
-    mem: str | None = key(v.TEXT, None, "Host memory on each machine, for example 200G.")
-    constraint: str | None = key(v.TEXT, None, "Features the machines must have.")
+    gpus_per_node: str | None = key(v.TEXT, None, "GPUs on each node: a number, or type:number.")
+    cpus_per_task: int | None = key(v.COUNT, None, "CPUs on each node.")
+    mem: str | None = key(v.TEXT, None, "Host memory on each node, for example 200G.")
+    constraint: str | None = key(v.TEXT, None, "Features the nodes must have.")
     array: str | None = key(
         v.TEXT, None, "Submit so many jobs that differ in SLURM_ARRAY_TASK_ID, for example 0-3 or 0-9%2."
     )
@@ -32,14 +32,14 @@ class SlurmSection:
         v.FLAG,
         True,
         """Put the job back into the queue when its workers have saved and left (status 75), when it is preempted,
-        and when a machine fails.""",
+        and when a node fails.""",
     )
     container_image: str | None = key(
         v.TEXT, None, "Container image the workers run in, given to srun (Pyxis); python3 is then the image's."
     )
     container_mounts: tuple[str, ...] = key(v.LINES, (), "Mounts of that container, as host:container.")
     modules: tuple[str, ...] = key(v.LINES, (), "Environment modules to load first.")
-    setup: tuple[str, ...] = key(v.LINES, (), "Lines of shell that run on the first machine before the workers.")
+    setup: tuple[str, ...] = key(v.LINES, (), "Lines of shell that run on the first node before the workers.")
     lines: tuple[str, ...] = key(v.LINES, (), "Further #SBATCH lines, without the #SBATCH.")
 
 
@@ -63,7 +63,7 @@ class KubernetesSection:
     secrets: tuple[str, ...] = key(v.LINES, (), "Secrets whose entries become environment variables.")
     pull_secrets: tuple[str, ...] = key(v.LINES, (), "Secrets to pull the image with.")
     service_account: str | None = key(v.TEXT, None, "Service account of the pods.")
-    node_selector: dict[str, Any] = key(v.TABLE, {}, "Labels the machines must have.")
+    node_selector: dict[str, Any] = key(v.TABLE, {}, "Labels the nodes must have.")
     user: int | None = key(
         v.COUNT,
         None,
@@ -77,16 +77,16 @@ class KubernetesSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshSection:
-    """Machines that are reached over ssh. Naming some makes launch start there."""
+    """Nodes that are reached over ssh. Naming some makes launch start there."""
 
-    hosts: tuple[str, ...] = key(v.HOSTS, (), "Machines, as ssh knows them, machine 0 first.")
+    hosts: tuple[str, ...] = key(v.HOSTS, (), "Nodes, as ssh knows them, node 0 first.", per_node=True)
     hostfile: str | None = key(
-        v.TEXT, None, "File with one machine per line, slots=N for its number of workers allowed."
+        v.TEXT, None, "File with one node per line, slots=N for its number of workers allowed.", per_node=True
     )
     options: tuple[str, ...] = key(
         v.LINES, (), "Further options of the ssh command, each one word: -F, my_config, -oPort=2222."
     )
     python: str | None = key(
-        v.TEXT, None, "Interpreter on the machines, its whole path. Left out, that of this command."
+        v.TEXT, None, "Interpreter on the nodes, its whole path. Left out, that of this command."
     )
-    remote_dir: str | None = key(v.TEXT, None, "Folder on the machines. Left out, the one of this command.")
+    remote_dir: str | None = key(v.TEXT, None, "Folder on the nodes. Left out, the one of this command.")

@@ -14,7 +14,7 @@ _OTHER = "float8 is computed by torchao only; TransformerEngine and MS-AMP are n
 
 
 def _other_key(kind: v.Kind, default: Any, text: str, **remarks: Any) -> Any:
-    """A key of a float8 library that is not supported."""
+    """Declare a key of a float8 library that is not supported."""
     return key(kind, default, text, pending=_OTHER, **remarks)
 
 
@@ -26,24 +26,16 @@ class Fp8Config:
         v.FP8_BACKEND,
         None,
         "Which library computes. Only AO (torchao) is supported, and is what is used where the key is left out.",
-        env="ACCELERATE_FP8_BACKEND",
     )
     enable_fsdp_float8_all_gather: bool = key(
-        v.FLAG,
-        True,
-        "AO: gather parameters in float8, half the traffic of bf16.",
-        env="ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER",
+        v.FLAG, True, "AO: gather parameters in float8, half the traffic of bf16."
     )
-    pad_inner_dim: bool = key(
-        v.FLAG, True, "AO: pad matrices to multiples of 16.", env="ACCELERATE_FP8_PAD_INNER_DIM"
-    )
-    use_autocast_during_eval: bool = _other_key(
-        v.FLAG, False, "TE: compute in float8 in evaluation too.", env="ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL"
-    )
-    margin: int = _other_key(v.WHOLE, 0, "TE: margin of the scaling factor.", env="ACCELERATE_FP8_MARGIN")
-    interval: int = _other_key(v.COUNT, 1, "TE: steps between new scaling factors.", env="ACCELERATE_FP8_INTERVAL")
+    pad_inner_dim: bool = key(v.FLAG, True, "AO: pad matrices to multiples of 16.")
+    use_autocast_during_eval: bool = _other_key(v.FLAG, False, "TE: compute in float8 in evaluation too.")
+    margin: int = _other_key(v.WHOLE, 0, "TE: margin of the scaling factor.")
+    interval: int = _other_key(v.COUNT, 1, "TE: steps between new scaling factors.")
     fp8_format: v.Fp8FormatName = _other_key(
-        v.FP8_FORMAT, "HYBRID", "TE: number format of forward and backward.", env="ACCELERATE_FP8_FORMAT"
+        v.FP8_FORMAT, "HYBRID", "TE: dtype of forward and backward.", env="ACCELERATE_FP8_FORMAT"
     )
     amax_history_length: int = _other_key(
         v.COUNT,
@@ -63,10 +55,9 @@ class Fp8Config:
         v.THREE_FLAGS,
         (False, False, False),
         "TE: compute forward, data gradient, weight gradient in higher precision.",
+        env="FSDPLAUNCH_FP8_CONFIG_OVERRIDE_LINEAR_PRECISION",
     )
-    use_mxfp8_block_scaling: bool = _other_key(
-        v.FLAG, False, "TE: one scale per block of 32 values.", env="ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING"
-    )
+    use_mxfp8_block_scaling: bool = _other_key(v.FLAG, False, "TE: one scale per block of 32 values.")
     optimization_level: v.OptLevelName = _other_key(
         v.OPT_LEVEL, "O2", "MSAMP: what is kept in float8.", env="ACCELERATE_FP8_OPT_LEVEL", aliases=("opt_level",)
     )
@@ -81,21 +72,13 @@ class DynamoConfig:
         "NO",
         """Backend of torch.compile; NO does not compile. The names are torch's, in upper case; a backend that this
         torch does not have is refused when the model is prepared.""",
-        env="ACCELERATE_DYNAMO_BACKEND",
     )
-    dynamo_mode: v.DynamoModeName = key(
-        v.DYNAMO_MODE, "default", "Mode of torch.compile.", env="ACCELERATE_DYNAMO_MODE"
-    )
-    dynamo_use_fullgraph: bool = key(
-        v.FLAG, False, "Fail where the graph would break.", env="ACCELERATE_DYNAMO_USE_FULLGRAPH"
-    )
-    dynamo_use_dynamic: bool = key(
-        v.FLAG, False, "Compile for shapes that change.", env="ACCELERATE_DYNAMO_USE_DYNAMIC"
-    )
+    dynamo_mode: v.DynamoModeName = key(v.DYNAMO_MODE, "default", "Mode of torch.compile.")
+    dynamo_use_fullgraph: bool = key(v.FLAG, False, "Fail where the graph would break.")
+    dynamo_use_dynamic: bool = key(v.FLAG, False, "Compile for shapes that change.")
     dynamo_use_regional_compilation: bool = key(
         v.FLAG,
         False,
         """Compile each block by itself, and blocks of one class once. Left false, the whole forward is handed to
         torch.compile, which stops at the border of every unit and compiles the parts.""",
-        env="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
     )

@@ -18,7 +18,6 @@ from fsdplaunch.config.schema.key import Key, key
 from fsdplaunch.config.schema.launch_section import CheckpointSection, LaunchSection, PrecisionSection
 
 __all__ = [
-    "OWN_SECTIONS",
     "CheckpointSection",
     "Config",
     "DynamoConfig",
@@ -34,8 +33,6 @@ __all__ = [
     "SshSection",
 ]
 
-OWN_SECTIONS = ("launch", "precision", "sharding", "checkpoint", "slurm", "kubernetes", "ssh")
-"""Sections that accelerate does not have and refuses."""
 _TPU = "Written by accelerate for TPUs; without effect here."
 
 
@@ -50,7 +47,7 @@ class Config:
     compute_environment: v.EnvironmentName | None = key(
         v.ENVIRONMENT,
         None,
-        "Written by accelerate. A file that says it means fsdp_version 1 where it names none.",
+        "Written by accelerate. A file with this key means FSDP1 where it sets no fsdp_version.",
     )
     distributed_type: v.DistributedName = key(
         v.DISTRIBUTED,
@@ -61,26 +58,30 @@ class Config:
     num_processes: v.Workers = key(
         v.WORKERS,
         "auto",
-        "Worker processes over all machines: a number, or auto for one per GPU (2 on a machine without).",
+        "Worker processes over all nodes: a number, or auto for one per GPU (2 on a node without).",
         question="How many workers in all?",
+        per_node=True,
     )
-    num_machines: int = key(
-        v.COUNT, 1, "Machines that take part.", question="How many machines?", aliases=("nnodes",)
-    )
+    num_machines: int = key(v.COUNT, 1, "Nodes that take part.", question="How many nodes?", aliases=("nnodes",))
     machine_rank: int | None = key(
         v.WHOLE,
         None,
-        "This machine's number, from 0. Best left out: the same file then serves every machine.",
+        "This node's number, from 0. Best left out: the same file then serves every node.",
         aliases=("node_rank",),
+        per_node=True,
     )
-    main_process_ip: str | None = key(v.TEXT, None, "Address of machine 0.", aliases=("master_addr",))
+    main_process_ip: str | None = key(v.TEXT, None, "Address of node 0.", aliases=("master_addr",), per_node=True)
     main_process_port: int | None = key(
-        v.PORT, None, "Port of machine 0. Left out or 0 on one machine, a free one.", aliases=("master_port",)
+        v.PORT,
+        None,
+        "Port of node 0. Left out or 0 on one node, a free one.",
+        aliases=("master_port",),
+        per_node=True,
     )
     rdzv_backend: v.RendezvousName = key(
         v.RENDEZVOUS,
         "c10d",
-        "How machines find each other: c10d, or static, which numbers them by machine_rank.",
+        "How nodes find each other: c10d, or static, which numbers them by machine_rank.",
     )
     same_network: bool = key(
         v.FLAG, True, "Written by accelerate; addresses are used the same way whatever it says.", noise=True
@@ -88,9 +89,9 @@ class Config:
     mixed_precision: v.PrecisionName = key(
         v.PRECISION,
         "no",
-        "Format of forward and backward: no (the model's own), bf16, fp16, fp8.",
+        "Dtype of forward and backward: no (the model's own), bf16, fp16, fp8.",
         env="ACCELERATE_MIXED_PRECISION",
-        question="Which number format computes?",
+        question="Which dtype computes?",
         pinned=(1, 2),
     )
     downcast_bf16: bool = key(v.FLAG, False, _TPU, noise=True)
@@ -101,7 +102,7 @@ class Config:
         env="ACCELERATE_DEBUG_MODE",
     )
     use_cpu: bool = key(v.FLAG, False, "Run on CPU with gloo even where there are GPUs.", env="ACCELERATE_USE_CPU")
-    gpu_ids: str | None = key(v.DEVICES, None, "GPUs to use, numbers separated by commas, or all.")
+    gpu_ids: str | None = key(v.DEVICES, None, "GPUs to use, numbers separated by commas, or all.", per_node=True)
     enable_cpu_affinity: bool = key(
         v.FLAG,
         False,

@@ -21,8 +21,7 @@ class FsdpConfig:
         None,
         """Which implementation shards: 2 is fully_shard (one DTensor per parameter), 1 is
         FullyShardedDataParallel. Left out, it is 1 in a file written for accelerate or using a key that only
-        version 1 has, else 2.""",
-        env="FSDP_VERSION",
+        FSDP1 has, else 2.""",
         question="Which FSDP?",
         pinned=(1, 2),
     )
@@ -31,19 +30,17 @@ class FsdpConfig:
         None,
         """What is split over the ranks. FULL_SHARD (1): parameters, gradients, optimizer state.
         SHARD_GRAD_OP (2): gradients and optimizer state. NO_SHARD (3): nothing. HYBRID_SHARD (4): FULL_SHARD
-        inside each node, copies across nodes. HYBRID_SHARD_ZERO2 (5): SHARD_GRAD_OP inside each node. Left out,
-        FULL_SHARD. Under version 2 it is translated to a mesh and to fsdp_reshard_after_forward.""",
-        env="FSDP_SHARDING_STRATEGY",
+        inside each node, replicas across nodes. HYBRID_SHARD_ZERO2 (5): SHARD_GRAD_OP inside each node. Left out,
+        FULL_SHARD. Under FSDP2 it is translated to a mesh and to fsdp_reshard_after_forward.""",
         question="What is sharded?",
         pinned=(1,),
     )
     fsdp_reshard_after_forward: v.Reshard | None = key(
         v.RESHARD,
         None,
-        """Version 2: free the gathered parameters after forward (true), keep them until backward (false), or keep
-        them sharded over groups of N ranks (a whole number). Version 1: another name for fsdp_sharding_strategy.
-        Left out under version 2, true unless the strategy says otherwise.""",
-        env="FSDP_RESHARD_AFTER_FORWARD",
+        """FSDP2: free the gathered parameters after forward (true), keep them until backward (false), or keep
+        them sharded over groups of N ranks (a whole number). FSDP1: another name for fsdp_sharding_strategy.
+        Left out under FSDP2, true unless the strategy says otherwise.""",
         pinned=(2,),
     )
     fsdp_offload_params: bool = key(
@@ -51,7 +48,6 @@ class FsdpConfig:
         False,
         """Keep parameters, gradients and optimizer state in host memory and copy them in for compute. Turn on when
         the model does not fit otherwise; every step gets slower.""",
-        env="FSDP_OFFLOAD_PARAMS",
     )
     fsdp_auto_wrap_policy: v.WrapName = key(
         v.WRAP,
@@ -59,7 +55,6 @@ class FsdpConfig:
         """Which submodules are gathered as one unit. TRANSFORMER_BASED_WRAP (1): the named blocks, or the blocks
         the model repeats. SIZE_BASED_WRAP (2): every module of at least fsdp_min_num_params. NO_WRAP (3): the
         whole model.""",
-        env="FSDP_AUTO_WRAP_POLICY",
         aliases=("fsdp_wrap_policy",),
         question="What is one unit?",
         pinned=(1, 2),
@@ -76,16 +71,14 @@ class FsdpConfig:
         v.COUNT,
         100_000_000,
         "Smallest number of parameters that SIZE_BASED_WRAP makes a unit of its own.",
-        env="FSDP_MIN_NUM_PARAMS",
         aliases=("fsdp_min_num_param",),
     )
     fsdp_backward_prefetch: v.PrefetchName | None = key(
         v.PREFETCH,
         None,
         """When the next unit's parameters are gathered in backward. BACKWARD_PRE (1): before the current gradients
-        are computed. BACKWARD_POST (2): after. NO_PREFETCH (3): not ahead. Left out under version 1,
+        are computed. BACKWARD_POST (2): after. NO_PREFETCH (3): not ahead. Left out under FSDP1,
         BACKWARD_PRE.""",
-        env="FSDP_BACKWARD_PREFETCH",
         versions=(1,),
         aliases=("fsdp_backward_prefetch_policy",),
         pinned=(1,),
@@ -95,15 +88,13 @@ class FsdpConfig:
         False,
         """Gather the next unit's parameters while the current one computes forward. Only for models whose units
         run in the same order every step.""",
-        env="FSDP_FORWARD_PREFETCH",
     )
     fsdp_state_dict_type: v.StateDictName | None = key(
         v.STATE_DICT,
         None,
-        """How checkpoints hold the model. SHARDED_STATE_DICT (3): every rank writes its own part. FULL_STATE_DICT
-        (1): rank 0 gathers and writes everything. LOCAL_STATE_DICT (2): version 1's flat shards. Left out,
-        SHARDED_STATE_DICT under version 2 and FULL_STATE_DICT under version 1.""",
-        env="FSDP_STATE_DICT_TYPE",
+        """How checkpoints hold the model. SHARDED_STATE_DICT (3): every rank writes its own shards.
+        FULL_STATE_DICT (1): rank 0 gathers and writes everything. LOCAL_STATE_DICT (2): FSDP1's flat shards.
+        Left out, SHARDED_STATE_DICT under FSDP2 and FULL_STATE_DICT under FSDP1.""",
         question="How are checkpoints written?",
         pinned=(1, 2),
     )
@@ -112,7 +103,6 @@ class FsdpConfig:
         True,
         """Show the optimizer the model's own parameters instead of one flat parameter per unit. Needed for
         parameter groups and for frozen and trainable parameters in one unit.""",
-        env="FSDP_USE_ORIG_PARAMS",
         versions=(1,),
     )
     fsdp_cpu_ram_efficient_loading: bool | None = key(
@@ -121,7 +111,6 @@ class FsdpConfig:
         """Only rank 0 loads pretrained weights; the other ranks build empty models and receive them when sharding.
         Saves host memory with transformers' from_pretrained. Left out, true unless fsdp_sync_module_states is
         false. Turn off for scripts that use a pretrained model without preparing it.""",
-        env="FSDP_CPU_RAM_EFFICIENT_LOADING",
         pinned=(1, 2),
     )
     fsdp_sync_module_states: bool | None = key(
@@ -129,34 +118,39 @@ class FsdpConfig:
         None,
         """Send rank 0's parameters and buffers to every rank before sharding. Turn off only when every rank builds
         the same values itself. Left out, true.""",
-        env="FSDP_SYNC_MODULE_STATES",
     )
     fsdp_activation_checkpointing: bool = key(
         v.FLAG,
         False,
         """Recompute each block's activations in backward instead of keeping them: much less memory, about a third
         more compute.""",
-        env="FSDP_ACTIVATION_CHECKPOINTING",
     )
     fsdp_activation_checkpointing_offload: bool = key(
-        v.FLAG,
-        False,
-        "Also move the checkpointed blocks' inputs to host memory until backward.",
-        env="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
-        versions=(2,),
+        v.FLAG, False, "Also move the checkpointed blocks' inputs to host memory until backward.", versions=(2,)
     )
     fsdp_ignored_modules: str | None = key(
         v.PATTERN,
         None,
         """Regular expression, or a list of them; modules whose whole name matches are left unsharded. One that
         matches nothing is an error.""",
-        env="FSDP_IGNORED_MODULES",
     )
-    xla: bool = key(v.FLAG, False, "Shard with PyTorch/XLA on TPUs.", pending=_XLA)
+    xla: bool = key(
+        v.FLAG, False, "Shard with PyTorch/XLA on TPUs.", pending=_XLA, env="FSDPLAUNCH_FSDP_CONFIG_XLA"
+    )
     xla_fsdp_settings: dict[str, Any] = key(
-        v.TABLE, {}, "Arguments of PyTorch/XLA's own FSDP class.", pending=_XLA
+        v.TABLE,
+        {},
+        "Arguments of PyTorch/XLA's own FSDP class.",
+        pending=_XLA,
+        env="FSDPLAUNCH_FSDP_CONFIG_XLA_FSDP_SETTINGS",
     )
-    xla_fsdp_grad_ckpt: bool = key(v.FLAG, False, "Activation checkpointing of PyTorch/XLA.", pending=_XLA)
+    xla_fsdp_grad_ckpt: bool = key(
+        v.FLAG,
+        False,
+        "Activation checkpointing of PyTorch/XLA.",
+        pending=_XLA,
+        env="FSDPLAUNCH_FSDP_CONFIG_XLA_FSDP_GRAD_CKPT",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,72 +178,36 @@ class ParallelismConfig:
     parallelism_config_dp_replicate_size: int | None = key(
         v.MESH_SIZE,
         None,
-        """Number of complete copies of the model. Left out, 1; under version 2 with HYBRID_SHARD, one copy per
-        machine, and with NO_SHARD one per worker.""",
-        env="PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
+        """Number of replicas of the model. Left out, 1; under FSDP2 with HYBRID_SHARD, one per
+        node, and with NO_SHARD one per worker.""",
     )
     parallelism_config_dp_shard_size: int | None = key(
         v.MESH_SIZE,
         None,
-        """Number of ranks that one copy is sharded over. Left out, all that dp_replicate_size leaves.""",
-        env="PARALLELISM_CONFIG_DP_SHARD_SIZE",
+        """Number of ranks that one replica is sharded over. Left out, all that dp_replicate_size leaves.""",
     )
-    parallelism_config_tp_size: int = key(
-        v.COUNT, 1, "Ranks that split each layer.", env="PARALLELISM_CONFIG_TP_SIZE", pending=_TENSOR
-    )
+    parallelism_config_tp_size: int = key(v.COUNT, 1, "Ranks that split each layer.", pending=_TENSOR)
     parallelism_config_cp_size: int = key(
-        v.COUNT,
-        1,
-        "Ranks that split the sequence in attention.",
-        env="PARALLELISM_CONFIG_CP_SIZE",
-        pending=_CONTEXT,
+        v.COUNT, 1, "Ranks that split the sequence in attention.", pending=_CONTEXT
     )
     parallelism_config_cp_backend: v.ContextBackendName = key(
-        v.CONTEXT_BACKEND,
-        "torch",
-        "What splits the sequence in attention.",
-        env="PARALLELISM_CONFIG_CP_BACKEND",
-        pending=_CONTEXT,
+        v.CONTEXT_BACKEND, "torch", "What splits the sequence in attention.", pending=_CONTEXT
     )
     parallelism_config_cp_comm_strategy: v.ContextName = key(
-        v.CONTEXT,
-        "allgather",
-        "How attention sees the other ranks' part of the sequence.",
-        env="PARALLELISM_CONFIG_CP_COMM_STRATEGY",
-        pending=_CONTEXT,
+        v.CONTEXT, "allgather", "How attention sees the other ranks' part of the sequence.", pending=_CONTEXT
     )
     parallelism_config_sp_size: int = key(
-        v.COUNT,
-        1,
-        "Ranks that split the sequence between layers.",
-        env="PARALLELISM_CONFIG_SP_SIZE",
-        pending=_SEQUENCE,
+        v.COUNT, 1, "Ranks that split the sequence between layers.", pending=_SEQUENCE
     )
     parallelism_config_sp_backend: v.SequenceBackendName = key(
-        v.SEQUENCE_BACKEND,
-        "deepspeed",
-        "What splits the sequence between layers.",
-        env="PARALLELISM_CONFIG_SP_BACKEND",
-        pending=_SEQUENCE,
+        v.SEQUENCE_BACKEND, "deepspeed", "What splits the sequence between layers.", pending=_SEQUENCE
     )
     parallelism_config_sp_seq_length: int | None = key(
-        v.COUNT,
-        None,
-        "Length of the sequences, where all have the same.",
-        env="PARALLELISM_CONFIG_SP_SEQ_LENGTH",
-        pending=_SEQUENCE,
+        v.COUNT, None, "Length of the sequences, where all have the same.", pending=_SEQUENCE
     )
     parallelism_config_sp_seq_length_is_variable: bool = key(
-        v.FLAG,
-        True,
-        "Whether sequences differ in length.",
-        env="PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE",
-        pending=_SEQUENCE,
+        v.FLAG, True, "Whether sequences differ in length.", pending=_SEQUENCE
     )
     parallelism_config_sp_attn_implementation: v.AttentionName = key(
-        v.ATTENTION,
-        "sdpa",
-        "Which attention the split sequences use.",
-        env="PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION",
-        pending=_SEQUENCE,
+        v.ATTENTION, "sdpa", "Which attention the split sequences use.", pending=_SEQUENCE
     )

@@ -14,13 +14,14 @@ class Key:
     Attributes:
         kind: How a loose value is read.
         text: What the key does and when to change it.
-        env: The environment variable that carries it to the workers; "": `FSDPLAUNCH_` and the key's path.
+        env: The environment variable that carries it to the workers; "": named after the key's path.
         versions: The FSDP versions the key has a meaning in.
         aliases: Other spellings that are honoured and name this one.
         question: What the wizard asks, or None when it does not ask.
         noise: Written by accelerate and without any effect on FSDP training; read, and named in one note.
         pending: Why a value other than the default is refused for now, or None.
         pinned: The FSDP versions in which every new file says the key, because tools disagree about its default.
+        per_node: Whether the nodes of one run may set it differently.
         needs_torch: The oldest torch, `2.9`, that has what the key asks for; for single values, a table of them.
     """
 
@@ -33,15 +34,16 @@ class Key:
     noise: bool = False
     pending: str | None = None
     pinned: tuple[int, ...] = ()
+    per_node: bool = False
     needs_torch: str | Mapping[str, str] = ""
 
     @property
     def summary(self) -> str:
-        """The first sentence of the text, without its full stop where it is the only one."""
+        """Return the first sentence of the text, without its full stop where it is the only one."""
         return self.text.split(". ", 1)[0].rstrip(".")
 
     def torch_for(self, value: Any) -> str:
-        """The oldest torch that has what a value other than the default asks for; "" where all have it."""
+        """Return the oldest torch that has what a value other than the default asks for; "" where all have it."""
         return self.needs_torch if isinstance(self.needs_torch, str) else self.needs_torch.get(str(value), "")
 
 

@@ -36,12 +36,12 @@ class Kind:
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, value: Any) -> str | None:
-        """Why a value that accelerate knows cannot be honoured, or None when it is not such a value."""
+        """Return why a value that accelerate knows cannot be honoured, or None when it is not such a value."""
         return self.refused.get(p.plain_name(value)) if isinstance(value, str) else None
 
 
 def _parse_reshard(value: Any) -> bool | int | str:
-    """A flag or a group size under FSDP2, a strategy's name or code under FSDP1."""
+    """Read a flag or a group size under FSDP2, a strategy's name or code under FSDP1."""
     if isinstance(value, bool):
         return value
     with suppress(ValueError):
@@ -52,7 +52,7 @@ def _parse_reshard(value: Any) -> bool | int | str:
 
 
 def whole(minimum: int, maximum: int | None = None) -> Kind:
-    """A whole number within limits, both included."""
+    """Return a whole number within limits, both included."""
 
     def parse(value: Any) -> int:
         number = p.parse_whole(value)
@@ -69,7 +69,7 @@ def whole(minimum: int, maximum: int | None = None) -> Kind:
 def one_of(
     names: Any, *, aliases: Mapping[str, str] | None = None, refused: Mapping[str, str] | None = None
 ) -> Kind:
-    """A name in any case, with spaces or dashes, or its code: its place in the list, from 1.
+    """Return a name in any case, with spaces or dashes, or its code: its place in the list, from 1.
 
     Args:
         names: A `Literal[...]` of strings or ints, in the order of accelerate's numeric codes.
@@ -121,7 +121,7 @@ NAMES = Kind(
     verbatim=True,
 )
 HOSTS = Kind(
-    "names of machines separated by commas, or a list of them",
+    "names of nodes separated by commas, or a list of them",
     p.parse_hosts,
     NAMES.schema,
     write=",".join,
@@ -263,7 +263,7 @@ OPT_LEVEL = one_of(OptLevelName)
 DYNAMO = one_of(DynamoName)
 DYNAMO_MODE = one_of(DynamoModeName)
 RESHARD = Kind(
-    "true, false, a number of ranks (version 2), or a sharding strategy's name (version 1)",
+    "true, false, a number of ranks (FSDP2), or a sharding strategy's name (FSDP1)",
     _parse_reshard,
     {"anyOf": [{"type": "boolean"}, {"type": "integer"}, STRATEGY.schema]},
 )

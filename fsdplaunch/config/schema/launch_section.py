@@ -13,22 +13,23 @@ class LaunchSection:
     workers_per_node: v.LocalWorkers | None = key(
         v.LOCAL_WORKERS,
         None,
-        """Worker processes per machine: a number; auto for one per GPU (2 without GPUs); gpu for one per GPU, an
+        """Worker processes per node: a number; auto for one per GPU (2 without GPUs); gpu for one per GPU, an
         error without; cpu for one per processor. Left out, num_processes divided by num_machines.""",
         aliases=("nproc_per_node",),
-        question="How many workers on each machine?",
+        question="How many workers on each node?",
+        per_node=True,
     )
     nodes: str | None = key(
         v.NODE_RANGE,
         None,
-        """MIN:MAX machines for an elastic run, which starts with MIN and takes in more up to MAX. Machines that
+        """MIN:MAX nodes for an elastic run, which starts with MIN and takes in more up to MAX. Nodes that
         come or go have all workers start again from the last checkpoint. Left out, exactly num_machines.""",
     )
     shard: v.ShardName = key(
         v.SHARD,
         "auto",
         """Who shards the model. auto: what the script calls, and where nothing in it shards, each worker itself,
-        where the script moves its model to the device, compiles it or builds its optimizer (fsdp_version 2).
+        where the script moves its model to the device, compiles it or builds its optimizer (FSDP2).
         explicit: only what the script calls. off: nobody, and a script that shards nothing may end well.""",
     )
     keep_global_batch: bool = key(
@@ -53,13 +54,14 @@ class LaunchSection:
     rendezvous_endpoint: str | None = key(
         v.ENDPOINT,
         None,
-        "HOST:PORT where the machines meet. Left out on one machine, a free local port.",
+        "HOST:PORT where the nodes meet. Left out on one node, a free local port.",
         aliases=("rdzv_endpoint",),
+        per_node=True,
     )
     rendezvous_id: str | None = key(
         v.TEXT,
         None,
-        "Name under which the machines of one run find each other. Left out, the run's own name.",
+        "Name under which the nodes of one run find each other. Left out, the run's own name.",
         aliases=("rdzv_id",),
     )
     rendezvous_options: dict[str, str] = key(
@@ -69,33 +71,37 @@ class LaunchSection:
         aliases=("rdzv_conf",),
     )
     local_address: str | None = key(
-        v.TEXT, None, "This machine's address, as the other machines reach it.", aliases=("local_addr",)
+        v.TEXT, None, "This node's address, as the other nodes reach it.", aliases=("local_addr",), per_node=True
     )
     network_interface: str | None = key(
         v.TEXT,
         None,
-        """Interface the machines talk over, for example eth0: gives this machine's address and sets
-        GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. Left out, gloo uses the interface towards machine 0, and NCCL
+        """Interface the nodes talk over, for example eth0: gives this node's address and sets
+        GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. Left out, gloo uses the interface towards node 0, and NCCL
         chooses.""",
+        per_node=True,
     )
     rendezvous_timeout_seconds: float = key(
-        v.SECONDS, 300.0, "How long to wait for the other machines before giving up."
+        v.SECONDS, 300.0, "How long to wait for the other nodes before giving up."
     )
     meeting: bool = key(
         v.FLAG,
         True,
-        """Have the launchers of several machines compare versions and configuration before torch starts, watch
+        """Have the launchers of several nodes compare versions and configuration before torch starts, watch
         each other and end together. Torch's store then gets the port after main_process_port. False is for a run
-        whose other machines are started by torchrun.""",
+        whose other nodes are started by torchrun.""",
     )
     machine_timeout_seconds: float = key(
-        v.SECONDS, 10.0, "How long a machine may be silent before it counts as lost."
+        v.SECONDS, 10.0, "How long a node may be silent before it counts as lost."
     )
     process_group_timeout_seconds: float = key(
         v.SECONDS, 600.0, "How long a collective may wait for the slowest rank before the run fails."
     )
     log_dir: str = key(
-        v.TEXT, "runs", "Folder that gets one subfolder per run, with the plan, the result and rank output."
+        v.TEXT,
+        "runs",
+        "Folder that gets one subfolder per run, with the plan, the result and rank output.",
+        per_node=True,
     )
     show_ranks: str = key(
         v.RANKS,
@@ -106,24 +112,25 @@ class LaunchSection:
     show_local_ranks: str | None = key(
         v.RANKS,
         None,
-        "Ranks whose output reaches this machine's terminal, counted on each machine. Goes before show_ranks.",
+        "Ranks whose output reaches this node's terminal, counted on each node. Goes before show_ranks.",
         aliases=("local_ranks_filter",),
+        per_node=True,
     )
     redirects: str | None = key(
         v.STREAMS,
         None,
         """Output that goes to the files only, as torchrun's option says it: 1 stdout, 2 stderr, 3 both, for all
-        workers of a machine or for some, `0:3,1:2`. Goes before show_ranks.""",
+        workers of a node or for some, `0:3,1:2`. Goes before show_ranks.""",
     )
     tee: str | None = key(
         v.STREAMS,
         None,
-        "Output that reaches the terminal as well as the files, said as in redirects. Goes before show_ranks.",
+        "Output that reaches the terminal as well as the files, written as in redirects. Goes before show_ranks.",
     )
     preload: tuple[str, ...] = key(
         v.MODULES,
         ("torch",),
-        """Modules imported once per machine, before the workers are forked. Torch is among them unless the list is
+        """Modules imported once per node, before the workers are forked. Torch is among them unless the list is
         empty; an empty list starts every worker as a fresh Python.""",
     )
     numa_binding: v.NumaName | None = key(
@@ -160,7 +167,7 @@ class LaunchSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionSection:
-    """Number formats, each on its own. Left out, mixed_precision decides."""
+    """Dtypes, each on its own. Left out, mixed_precision decides."""
 
     param: v.DtypeName | None = key(
         v.DTYPE, None, "Format parameters are gathered and computed in. Left out, that of mixed_precision."
@@ -173,13 +180,13 @@ class PrecisionSection:
     output: v.DtypeName | None = key(
         v.DTYPE,
         None,
-        "Format the model's outputs are cast to (version 2). Left out, that of the computation.",
+        "Dtype the model's outputs are cast to (FSDP2). Left out, that of the computation.",
         versions=(2,),
     )
     buffer: v.DtypeName | None = key(
         v.DTYPE,
         None,
-        "Format of buffers in forward (version 1). Left out, that of mixed_precision.",
+        "Dtype of buffers in forward (FSDP1). Left out, that of mixed_precision.",
         versions=(1,),
     )
     master: v.DtypeName | None = key(
@@ -210,7 +217,7 @@ class CheckpointSection:
         v.FLAG,
         True,
         """Whether tensors that checkpoint.weights lacks, or has too many, are errors. With false the model
-        initialises what is missing, and what is left over is left out; both are said.""",
+        initialises what is missing, and what is left over is left out; both are reported.""",
     )
     async_: bool = key(
         v.FLAG,

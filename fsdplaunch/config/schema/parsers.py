@@ -12,7 +12,7 @@ from typing import Any
 TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
 MAX_PORT = 65535
 RENDEZVOUS_PORT = 29400
-"""Where machines meet when an endpoint names no port, as torchrun has it."""
+"""Where nodes meet when an endpoint names no port, as torchrun has it."""
 FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})
 
 
@@ -21,7 +21,7 @@ class NotedValueError(ValueError):
 
 
 def plain_name(value: Any) -> str:
-    """The one spelling of a name: upper case, words joined by underscores."""
+    """Return the one spelling of a name: upper case, words joined by underscores."""
     return str(value).strip().upper().replace(" ", "_").replace("-", "_")
 
 
@@ -38,7 +38,7 @@ def write_json(value: Any) -> str:
 
 
 def parse_flag(value: Any) -> bool:
-    """A flag, in any of the words accelerate takes for one."""
+    """Read a flag, in any of the words accelerate takes for one."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str | int):
@@ -51,7 +51,7 @@ def parse_flag(value: Any) -> bool:
 
 
 def parse_whole(value: Any) -> int:
-    """A whole number; `1e8` is one."""
+    """Read a whole number; `1e8` is one."""
     if isinstance(value, str):
         value = float(value) if any(mark in value for mark in ".eE") else int(value)
     if isinstance(value, float) and value.is_integer():
@@ -62,7 +62,7 @@ def parse_whole(value: Any) -> int:
 
 
 def parse_number(value: Any) -> float:
-    """A finite number."""
+    """Read a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(value)
     number = float(value)
@@ -83,7 +83,7 @@ def parse_text(value: Any) -> str:
 
 
 def parse_pattern(value: Any) -> str:
-    """A regular expression that compiles; several are joined to one, which `alternatives` takes apart again."""
+    """Read a regular expression; several are joined to one, which `alternatives` takes apart again."""
     if isinstance(value, list | tuple) and value:
         each = [parse_pattern(item) for item in value]
         return each[0] if len(each) == 1 else "|".join(f"(?:{pattern})" for pattern in each)
@@ -97,7 +97,7 @@ def parse_pattern(value: Any) -> str:
 
 
 def alternatives(pattern: str) -> list[str]:
-    """The expressions that a joined one was made of; any other one alone."""
+    """Return the expressions that a joined one was made of; any other one alone."""
     if not (pattern.startswith("(?:") and pattern.endswith(")")):
         return [pattern]
     parts = pattern[3:-1].split(")|(?:")
@@ -110,7 +110,7 @@ def alternatives(pattern: str) -> list[str]:
 
 
 def parse_names(value: Any) -> tuple[str, ...]:
-    """Names never hold a comma, so that a comma list can always carry them."""
+    """Read names; none holds a comma, so that a comma list can always carry them."""
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
         raise ValueError(value)
@@ -119,16 +119,16 @@ def parse_names(value: Any) -> tuple[str, ...]:
 
 
 def parse_hosts(value: Any) -> tuple[str, ...]:
-    """Names of machines; one that is missing between commas is a shell's variable that was not set."""
+    """Read names of nodes; a missing one between commas is a shell variable that was not set."""
     names = value.split(",") if isinstance(value, str) and value.strip() else value or ()
     if isinstance(names, list | tuple) and not all(str(name).strip() for name in names):
-        msg = f"must be names of machines separated by commas, and {','.join(map(str, names))!r} lacks one"
+        msg = f"must be names of nodes separated by commas, and {','.join(map(str, names))!r} lacks one"
         raise NotedValueError(msg)
     return parse_names(value)
 
 
 def parse_lines(value: Any) -> tuple[str, ...]:
-    """Texts: a list, one text, or a list in JSON."""
+    """Read texts: a list, one text, or a list in JSON."""
     if isinstance(value, str):
         value = json.loads(value) if value.startswith("[") else [value]
     if not isinstance(value, list | tuple):
@@ -137,7 +137,7 @@ def parse_lines(value: Any) -> tuple[str, ...]:
 
 
 def parse_table(value: Any) -> dict[str, Any]:
-    """A mapping with texts as names, or the same in JSON."""
+    """Read a mapping with texts as names, or the same in JSON."""
     if isinstance(value, str):
         value = json.loads(value)
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
@@ -169,7 +169,7 @@ def _variable_text(name: str, value: Any) -> str:
 
 
 def parse_ranks(value: Any) -> str:
-    """`all`, or numbers separated by commas."""
+    """Read `all`, or numbers separated by commas."""
     if isinstance(value, str) and value.strip().lower() == "all":
         return "all"
     items = str(value).split(",") if isinstance(value, str | int) else value
@@ -185,7 +185,7 @@ _DEVICE = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z/-]+")
 
 
 def parse_devices(value: Any) -> str:
-    """`all`, or indices or NVML names separated by commas, in the given order."""
+    """Read `all`, or indices or NVML names separated by commas, in the given order."""
     if isinstance(value, str) and value.strip().lower() == "all":
         return "all"
     items = str(value).split(",") if isinstance(value, str | int) else value
@@ -198,7 +198,7 @@ def parse_devices(value: Any) -> str:
 
 
 def parse_workers(value: Any) -> int | str:
-    """A number from 1, or auto; accelerate writes -1 where it does not know."""
+    """Read a number from 1, or auto; accelerate writes -1 where it does not know."""
     if isinstance(value, str) and value.strip().lower() == "auto":
         return "auto"
     number = parse_whole(value)
@@ -210,13 +210,13 @@ def parse_workers(value: Any) -> int | str:
 
 
 def parse_local_workers(value: Any) -> int | str:
-    """The same, or gpu or cpu: as many as this machine has of these."""
+    """Read a number from 1, or auto, gpu or cpu: as many as this node has of these."""
     word = value.strip().lower() if isinstance(value, str) else ""
     return word if word in ("gpu", "cpu") else parse_workers(value)
 
 
 def parse_mesh_size(value: Any) -> int:
-    """A number from 1, or -1 for what the other sizes leave."""
+    """Read a number from 1, or -1 for what the other sizes leave."""
     number = parse_whole(value)
     if number < 1 and number != -1:
         raise ValueError(value)
@@ -232,7 +232,7 @@ def parse_modules(value: Any) -> tuple[str, ...]:
 
 
 def write_modules(value: tuple[str, ...]) -> str:
-    """What `parse_modules` reads back."""
+    """Return what `parse_modules` reads back."""
     return ",".join(value) or "none"
 
 
@@ -246,7 +246,7 @@ def parse_three_flags(value: Any) -> tuple[bool, bool, bool]:
 
 
 def parse_node_range(value: Any) -> str:
-    """MIN:MAX, or one number for both."""
+    """Read MIN:MAX, or one number for both."""
     low, _, high = str(value).partition(":")
     first, last = parse_whole(low), parse_whole(high or low)
     if not 1 <= first <= last:
@@ -255,7 +255,7 @@ def parse_node_range(value: Any) -> str:
 
 
 def port_number(value: Any) -> int:
-    """A TCP port; 0 means a free one."""
+    """Return a TCP port; 0 means a free one."""
     port = parse_whole(value)
     if not 0 <= port <= MAX_PORT:
         raise ValueError(value)
@@ -263,7 +263,7 @@ def port_number(value: Any) -> int:
 
 
 def parse_endpoint(value: Any) -> str:
-    """HOST:PORT; a host with colons of its own stands in brackets. Without a port, the one that torchrun takes."""
+    """Read HOST:PORT; a host with colons stands in brackets. Without a port, the one that torchrun takes."""
     text = parse_text(value)
     if ":" not in text or text.endswith("]"):
         text = f"{text}:{RENDEZVOUS_PORT}"
@@ -274,11 +274,16 @@ def parse_endpoint(value: Any) -> str:
     return f"{host}:{port_number(port)}"
 
 
+def join_endpoint(host: str, port: int) -> str:
+    """Write HOST:PORT; a host with colons of its own stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 _SETTING = re.compile(r"[A-Za-z_]\w*=[^,]*")
 
 
 def parse_settings(value: Any) -> dict[str, str]:
-    """A mapping of names to values, or torchrun's `name=value,name=value`."""
+    """Read a mapping of names to values, or torchrun's `name=value,name=value`."""
     if isinstance(value, str) and not value.startswith("{"):
         parts = [part.strip() for part in value.split(",")]
         if not all(_SETTING.fullmatch(part) for part in parts):
@@ -291,7 +296,7 @@ _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 
 
 def parse_streams(value: Any) -> str:
-    """Torchrun's notation: 1 is stdout, 2 stderr, 3 both, 0 neither; for all local ranks, or `0:3,1:2`."""
+    """Read torchrun's notation: 1 is stdout, 2 stderr, 3 both, 0 neither; for all local ranks, or `0:3,1:2`."""
     text = ",".join(f"{rank}:{code}" for rank, code in value.items()) if isinstance(value, dict) else str(value)
     text = text.replace(" ", "")
     if isinstance(value, bool) or not _STREAMS.fullmatch(text):
@@ -303,7 +308,7 @@ _UNHANDLED = {"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "S
 
 
 def parse_signals(value: Any) -> tuple[str, ...]:
-    """Names of signals that a process can pass on, with or without SIG."""
+    """Read names of signals that a process can pass on, with or without SIG."""
     names = [name.upper() for name in parse_names(value)]
     whole = tuple(name if name.startswith("SIG") else f"SIG{name}" for name in names)
     if not whole or not all(name in signal.Signals.__members__ and name not in _UNHANDLED for name in whole):
@@ -312,7 +317,7 @@ def parse_signals(value: Any) -> tuple[str, ...]:
 
 
 def parse_seconds(value: Any) -> float:
-    """A number above 0."""
+    """Read a number above 0."""
     number = parse_number(value)
     if number <= 0:
         raise ValueError(value)
@@ -320,7 +325,7 @@ def parse_seconds(value: Any) -> float:
 
 
 def parse_wait(value: Any) -> float:
-    """A number, at least 0."""
+    """Read a number, at least 0."""
     number = parse_number(value)
     if number < 0:
         raise ValueError(value)

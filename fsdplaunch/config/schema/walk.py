@@ -10,6 +10,13 @@ from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.key import Key
 
 Path = tuple[str, ...]
+_ACCELERATE_PREFIXES = {
+    "fsdp_config": "",
+    "parallelism_config": "",
+    "fp8_config": "ACCELERATE_FP8_",
+    "dynamo_config": "ACCELERATE_",
+}
+"""What stands before a key's name in the variables that accelerate reads for a section."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +35,30 @@ class KeySpec:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """Return the last part of the path."""
         return self.path[-1]
 
     @property
     def dotted(self) -> str:
-        """The whole path, `section.key`."""
+        """Return the whole path, `section.key`."""
         return ".".join(self.path)
 
     @property
     def env(self) -> str:
-        """The environment variable that carries the key."""
-        return self.key.env or "FSDPLAUNCH_" + "_".join(self.path).upper()
+        """Return the environment variable that carries the key."""
+        prefix = _ACCELERATE_PREFIXES.get(self.path[0])
+        derived = "FSDPLAUNCH_" + "_".join(self.path) if prefix is None else prefix + self.name
+        return self.key.env or derived.upper()
 
 
 def _section(entry: Field[Any]) -> type | None:
-    """The class of a section, or None when the field is a key."""
+    """Return the class of a section, or None when the field is a key."""
     factory = entry.default_factory
     return factory if isinstance(factory, type) and is_dataclass(factory) else None
 
 
 def field_name(name: str) -> str:
-    """The attribute that holds the key `name`: the name itself, but `async_` for `async`."""
+    """Return the attribute that holds the key `name`: the name itself, but `async_` for `async`."""
     return f"{name}_" if iskeyword(name) else name
 
 
@@ -65,24 +74,29 @@ def _walk(model: Any, path: Path) -> Iterator[KeySpec]:
 
 @cache
 def all_keys() -> tuple[KeySpec, ...]:
-    """Every key of the schema."""
+    """Return every key of the schema."""
     return tuple(_walk(Config, ()))
 
 
 @cache
 def keys_by_path() -> dict[Path, KeySpec]:
-    """Every key, by where it stands."""
+    """Return every key, by where it stands."""
     return {spec.path: spec for spec in all_keys()}
 
 
 @cache
 def section_classes() -> dict[str, type]:
-    """The class of every section, by its name in the file."""
+    """Return the class of every section, by its name in the file."""
     return {entry.name: section for entry in fields(Config) if (section := _section(entry)) is not None}
 
 
+def own_sections() -> tuple[str, ...]:
+    """Return the sections that accelerate does not have and refuses; the names of its own end in `_config`."""
+    return tuple(name for name in section_classes() if not name.endswith("_config"))
+
+
 def variable_of(dotted: str) -> str:
-    """The environment variable that carries a key, for example `launch.log_dir`."""
+    """Return the environment variable that carries a key, for example `launch.log_dir`."""
     return keys_by_path()[tuple(dotted.split("."))].env
 
 

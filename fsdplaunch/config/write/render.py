@@ -28,7 +28,7 @@ def render(config: Config, *, full: bool = False, comments: bool = True) -> str:
     """Return the text of a file that gives `config` again.
 
     Args:
-        config: What the file shall say.
+        config: What the file must hold.
         full: Every key that has a value, instead of what differs from the default.
         comments: One comment per key and section.
     """
@@ -40,15 +40,15 @@ def render(config: Config, *, full: bool = False, comments: bool = True) -> str:
 
 
 def values_to_write(config: Config) -> dict[KeyPath, Any]:
-    """The values a file must say so that reading it gives the resolved `config`, in the schema's order."""
-    said = {
+    """Return the values a file must say so that reading it gives the resolved `config`, in the schema's order."""
+    written = {
         spec.path: value_at(config, spec.path)
         for spec in all_keys()
         if (spec.default is not None and value_at(config, spec.path) != spec.default) or _pinned(config, spec)
     }
-    while (missing := _missing(config, said)) is not None:
-        said[missing] = value_at(config, missing)
-    return {spec.path: said[spec.path] for spec in all_keys() if spec.path in said}
+    while (missing := _missing(config, written)) is not None:
+        written[missing] = value_at(config, missing)
+    return {spec.path: written[spec.path] for spec in all_keys() if spec.path in written}
 
 
 def _pinned(config: Config, spec: KeySpec) -> bool:
@@ -57,18 +57,18 @@ def _pinned(config: Config, spec: KeySpec) -> bool:
 
 
 def _idle(config: Config, spec: KeySpec) -> bool:
-    """Whether a key says how to shard where nothing is sharded."""
+    """Tell whether a key says how to shard where nothing is sharded."""
     return config.distributed_type != "FSDP" and spec.path[0] in ("fsdp_config", "parallelism_config")
 
 
-def _missing(config: Config, said: dict[KeyPath, Any]) -> KeyPath | None:
-    """The first key that would not come out as it is in `config` unless the file says it."""
-    read = resolve(build_config(said))
+def _missing(config: Config, written: dict[KeyPath, Any]) -> KeyPath | None:
+    """Return the first key that would not come out as it is in `config` unless the file says it."""
+    read = resolve(build_config(written))
     for spec in sorted(
         all_keys(), key=lambda spec: _idle(config, spec)
-    ):  # what shards nothing is said last, if at all
+    ):  # what shards nothing is written last, if at all
         value = value_at(config, spec.path)
-        if value is not None and spec.path not in said and value_at(read, spec.path) != value:
+        if value is not None and spec.path not in written and value_at(read, spec.path) != value:
             return spec.path
     return None
 

@@ -3,13 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
-from fsdplaunch.config.load.key_names import PREFIXES
+from fsdplaunch.config.load.key_names import key_prefix
 from fsdplaunch.config.load.load import LoadedConfig
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.rules.base import fsdp, mesh, shown_value
-from fsdplaunch.config.schema.config import OWN_SECTIONS, Config, ParallelismConfig
+from fsdplaunch.config.schema.config import Config, ParallelismConfig
 from fsdplaunch.config.schema.walk import Path as KeyPath
-from fsdplaunch.config.schema.walk import all_keys, section_classes, value_at
+from fsdplaunch.config.schema.walk import all_keys, own_sections, section_classes, value_at
 from fsdplaunch.config.world_size import mesh_sizes, world_size
 from fsdplaunch.config.write.render import render_values, values_to_write
 from fsdplaunch.config.write.to_fsdp2 import Conversion, KeyChange
@@ -28,7 +28,7 @@ _ALWAYS = {
 
 _LOST = {
     "launch": "accelerate takes it on its command line or not at all",
-    "precision": "accelerate derives formats from mixed_precision",
+    "precision": "accelerate derives dtypes from mixed_precision",
     "checkpoint": "accelerate's scripts name the folder themselves",
 }
 _ELSEWHERE = {("launch", "workers_per_node"), ("launch", "rendezvous_endpoint")}
@@ -45,10 +45,10 @@ def accelerate_values(config: Config) -> tuple[dict[KeyPath, Any], list[KeyChang
         UsageError: accelerate has no way to say it.
     """
     changes: list[KeyChange] = []
-    said = {path: value for path, value in values_to_write(config).items() if path[0] not in OWN_SECTIONS}
-    said = {**_ALWAYS, **said, **_workers(config, changes), **_meeting(config)}
-    said = _sharding(config, said, changes)
-    return {spec.path: said[spec.path] for spec in all_keys() if said.get(spec.path) is not None}, changes
+    values = {path: value for path, value in values_to_write(config).items() if path[0] not in own_sections()}
+    values = {**_ALWAYS, **values, **_workers(config, changes), **_rendezvous(config)}
+    values = _sharding(config, values, changes)
+    return {spec.path: values[spec.path] for spec in all_keys() if values.get(spec.path) is not None}, changes
 
 
 def _workers(config: Config, changes: list[KeyChange]) -> dict[KeyPath, Any]:
@@ -59,8 +59,8 @@ def _workers(config: Config, changes: list[KeyChange]) -> dict[KeyPath, Any]:
     return {("num_processes",): world}
 
 
-def _meeting(config: Config) -> dict[KeyPath, Any]:
-    """The address of machine 0, from whichever key names it."""
+def _rendezvous(config: Config) -> dict[KeyPath, Any]:
+    """Return the address of node 0, from whichever key names it."""
     endpoint = config.launch.rendezvous_endpoint
     host, _, port = endpoint.rpartition(":") if endpoint else ("", "", "")
     return {
@@ -69,29 +69,29 @@ def _meeting(config: Config) -> dict[KeyPath, Any]:
     }
 
 
-def _sharding(config: Config, said: dict[KeyPath, Any], changes: list[KeyChange]) -> dict[KeyPath, Any]:
-    """fsdp_config and the mesh in the words its runtime reads."""
-    said = {path: value for path, value in said.items() if path[0] != "parallelism_config"}
+def _sharding(config: Config, values: dict[KeyPath, Any], changes: list[KeyChange]) -> dict[KeyPath, Any]:
+    """Write fsdp_config and the mesh in the words its runtime reads."""
+    values = {path: value for path, value in values.items() if path[0] != "parallelism_config"}
     if config.distributed_type != "FSDP":
-        return {path: value for path, value in said.items() if path[0] != "fsdp_config"}
+        return {path: value for path, value in values.items() if path[0] != "fsdp_config"}
     if config.fsdp_config.fsdp_version == 1:
         if config.parallelism_config != ParallelismConfig(parallelism_config_dp_replicate_size=1):
-            message = "accelerate's version 1 has no mesh; HYBRID_SHARD makes one copy per machine"
+            message = "accelerate's FSDP1 has no mesh; HYBRID_SHARD makes one replica per node"
             changes.append(KeyChange(key="parallelism_config", action="dropped", message=message))
-        return said
-    said.pop(fsdp("sharding_strategy"), None)
+        return values
+    values.pop(fsdp("sharding_strategy"), None)
     reshard = config.fsdp_config.fsdp_reshard_after_forward
     if not isinstance(reshard, bool):
         message = f"true instead of groups of {reshard}; accelerate knows true and false only"
         changes.append(KeyChange(key="fsdp_config.fsdp_reshard_after_forward", action="changed", message=message))
-        said[fsdp("reshard_after_forward")] = True
-    if said.pop(fsdp("forward_prefetch"), None):
-        message = "accelerate ignores it under version 2; blocks are gathered when they are needed"
+        values[fsdp("reshard_after_forward")] = True
+    if values.pop(fsdp("forward_prefetch"), None):
+        message = "accelerate ignores it under FSDP2; blocks are gathered when they are needed"
         changes.append(KeyChange(key="fsdp_config.fsdp_forward_prefetch", action="dropped", message=message))
-    if said.pop(fsdp("sync_module_states"), None) is not None:
-        message = "accelerate's version 2 sends rank 0's weights only with fsdp_cpu_ram_efficient_loading"
+    if values.pop(fsdp("sync_module_states"), None) is not None:
+        message = "accelerate's FSDP2 sends rank 0's weights only with fsdp_cpu_ram_efficient_loading"
         changes.append(KeyChange(key="fsdp_config.fsdp_sync_module_states", action="dropped", message=message))
-    return said | _mesh(config)
+    return values | _mesh(config)
 
 
 def _mesh(config: Config) -> dict[KeyPath, Any]:
@@ -103,11 +103,11 @@ def _mesh(config: Config) -> dict[KeyPath, Any]:
     if world is None:
         msg = "accelerate needs the number of workers to lay out a mesh"
         raise UsageError(msg, hint="set num_processes first")
-    copies, shards = mesh_sizes(config, world)
+    replicas, shards = mesh_sizes(config, world)
     if shards == 1:
-        msg = "accelerate has no version 2 without sharding"
+        msg = "accelerate has no FSDP2 without sharding"
         raise UsageError(msg, hint="set fsdp_version: 1 with NO_SHARD, or distributed_type: MULTI_GPU")
-    return {mesh("dp_replicate"): copies, mesh("dp_shard"): shards}
+    return {mesh("dp_replicate"): replicas, mesh("dp_shard"): shards}
 
 
 def to_accelerate(loaded: LoadedConfig) -> Conversion:
@@ -120,7 +120,7 @@ def to_accelerate(loaded: LoadedConfig) -> Conversion:
         UsageError: accelerate has no way to say it.
     """
     values, changes = accelerate_values(loaded.config)
-    plain = resolve(replace(loaded.config, **{name: section_classes()[name]() for name in OWN_SECTIONS}))
+    plain = resolve(replace(loaded.config, **{name: section_classes()[name]() for name in own_sections()}))
     lost = [
         KeyChange(key=spec.dotted, action="dropped", message=f"{shown_value(value)}; {_LOST[spec.path[0]]}")
         for spec in all_keys()
@@ -137,19 +137,19 @@ def keys_ignored_by_accelerate(loaded: LoadedConfig) -> tuple[str, ...]:
     lines = [
         f"{written}: accelerate does not know this spelling of {canonical}"
         for written, canonical in loaded.aliases.items()
-        if PREFIXES["fsdp_config"] + written.rpartition(".")[2] != canonical
+        if key_prefix("fsdp_config") + written.rpartition(".")[2] != canonical
     ]
-    said = {path for path, origin in loaded.origins.items() if origin.layer == "file"}
+    in_file = {path for path, origin in loaded.origins.items() if origin.layer == "file"}
     lines += [
         f"{name}: accelerate takes it from its command line only"
         for name in ("rdzv_backend", "same_network", "enable_cpu_affinity", "downcast_bf16")
-        if (name,) in said
+        if (name,) in in_file
     ]
     version = loaded.config.fsdp_config.fsdp_version
-    if version == 1 and fsdp("reshard_after_forward") in said:
+    if version == 1 and fsdp("reshard_after_forward") in in_file:
         lines.append("fsdp_reshard_after_forward: accelerate runs FULL_SHARD whatever strategy is named here")
-    if version != 1 and fsdp("sharding_strategy") in said:
+    if version != 1 and fsdp("sharding_strategy") in in_file:
         lines.append("fsdp_sharding_strategy: accelerate reads fsdp_reshard_after_forward only")
     if version != 1 and value_at(loaded.config, fsdp("forward_prefetch")):
-        lines.append("fsdp_forward_prefetch: accelerate ignores it under version 2")
+        lines.append("fsdp_forward_prefetch: accelerate ignores it under FSDP2")
     return tuple(lines)

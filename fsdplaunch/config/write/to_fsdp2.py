@@ -1,4 +1,4 @@
-"""A file for version 1 of FSDP -> the same file for version 2.
+"""A file for FSDP1 -> the same file for FSDP2.
 
 Every key that changes is named with what that means for a run; nothing is dropped silently.
 """
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from fsdplaunch.config.load.load import LoadedConfig, stack
 from fsdplaunch.config.load.yaml_reader import read_text
-from fsdplaunch.config.resolve import REST
+from fsdplaunch.config.resolve import KEEPS_GATHERED, REST
 from fsdplaunch.config.rules.base import fsdp, mesh
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.walk import Path as KeyPath
@@ -17,8 +17,7 @@ from fsdplaunch.config.schema.walk import keys_by_path
 from fsdplaunch.config.write.yaml_edit import set_keys
 from fsdplaunch.errors import UsageError
 
-_KEEPS_GATHERED = {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"}
-_ALWAYS = "version 2 always does so"
+_ALWAYS = "FSDP2 always does so"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +49,10 @@ class Conversion:
 
 
 def to_fsdp2(text: str, *, source: str = "the file") -> Conversion:
-    """Return the file for version 2 of FSDP, comments and layout kept.
+    """Return the file for FSDP2, comments and layout kept.
 
     Args:
-        text: A file for version 1; one for version 2 comes back as it is.
+        text: A file for FSDP1; one for FSDP2 comes back as it is.
         source: What messages call it.
 
     Raises:
@@ -81,17 +80,17 @@ def _steps(loaded: LoadedConfig) -> Iterator[_Step]:
     yield fsdp("version"), 2, KeyChange(key="fsdp_config.fsdp_version", action="changed", message="2")
     yield from _strategy(loaded)
     for path, message in _dropped(loaded.config).items():
-        if _said(loaded, path):
+        if _is_set(loaded, path):
             yield path, None, KeyChange(key=".".join(path), action="dropped", message=message)
     if loaded.config.fsdp_config.fsdp_state_dict_type == "LOCAL_STATE_DICT":
-        message = "SHARDED_STATE_DICT; version 2 has no local flat shards, old checkpoints must be merged first"
+        message = "SHARDED_STATE_DICT; FSDP2 has no local flat shards, old checkpoints must be merged first"
         yield _changed(fsdp("state_dict_type"), "SHARDED_STATE_DICT", message)
-    elif not _said(loaded, fsdp("state_dict_type")):
-        message = "FULL_STATE_DICT, which version 1 had by default; SHARDED_STATE_DICT is version 2's"
+    elif not _is_set(loaded, fsdp("state_dict_type")):
+        message = "FULL_STATE_DICT, which FSDP1 had by default; SHARDED_STATE_DICT is FSDP2's"
         yield _added(fsdp("state_dict_type"), "FULL_STATE_DICT", message)
 
 
-def _said(loaded: LoadedConfig, path: KeyPath) -> bool:
+def _is_set(loaded: LoadedConfig, path: KeyPath) -> bool:
     return loaded.origins[path].layer != "default"
 
 
@@ -106,40 +105,40 @@ def _added(path: KeyPath, value: Any, message: str) -> _Step:
 def _strategy(loaded: LoadedConfig) -> Iterator[_Step]:
     strategy = loaded.config.fsdp_config.fsdp_sharding_strategy or "FULL_SHARD"
     reshard = fsdp("reshard_after_forward")
-    keeps = strategy in _KEEPS_GATHERED
+    keeps = strategy in KEEPS_GATHERED
     meaning = "false: parameters stay gathered until backward" if keeps else "true"
-    if _said(loaded, fsdp("sharding_strategy")):
-        message = f"{strategy} is said by fsdp_reshard_after_forward and the mesh"
+    if _is_set(loaded, fsdp("sharding_strategy")):
+        message = f"{strategy} is set by fsdp_reshard_after_forward and the mesh"
         yield (
             fsdp("sharding_strategy"),
             None,
             KeyChange(key="fsdp_config.fsdp_sharding_strategy", action="dropped", message=message),
         )
-    action = _changed if _said(loaded, reshard) else _added
+    action = _changed if _is_set(loaded, reshard) else _added
     yield action(reshard, not keeps, f"{meaning} ({strategy})")
     if strategy.startswith("HYBRID") or strategy == "NO_SHARD":
         yield from _mesh(loaded, strategy)
 
 
 def _mesh(loaded: LoadedConfig, strategy: str) -> Iterator[_Step]:
-    copies, shards = mesh("dp_replicate"), mesh("dp_shard")
+    replicas, shards = mesh("dp_replicate"), mesh("dp_shard")
     if strategy == "NO_SHARD":
-        yield _added(copies, REST, "-1: every worker holds a copy (NO_SHARD)")
+        yield _added(replicas, REST, "-1: every worker holds a replica (NO_SHARD)")
         yield _added(shards, 1, "1: nothing is sharded (NO_SHARD)")
-    elif not _said(loaded, copies) and not _said(loaded, shards):
+    elif not _is_set(loaded, replicas) and not _is_set(loaded, shards):
         machines = loaded.config.num_machines
-        yield _added(copies, machines, f"{machines}: one copy per machine ({strategy})")
+        yield _added(replicas, machines, f"{machines}: one replica per node ({strategy})")
 
 
 def _dropped(config: Config) -> dict[KeyPath, str]:
-    """What each key of version 1 becomes."""
+    """Return what each key of FSDP1 becomes."""
     old = config.fsdp_config
     return {
         fsdp("backward_prefetch"): _ALWAYS
         if old.fsdp_backward_prefetch == "BACKWARD_PRE"
-        else f"{old.fsdp_backward_prefetch}; version 2 gathers the next unit ahead: more memory, faster",
+        else f"{old.fsdp_backward_prefetch}; FSDP2 gathers the next unit ahead: more memory, faster",
         fsdp("use_orig_params"): _ALWAYS
         if old.fsdp_use_orig_params
         else "false; the optimizer sees the model's own parameters, its old checkpoints must be re-keyed",
-        ("precision", "buffer"): "version 2 leaves buffers in their own format",
+        ("precision", "buffer"): "FSDP2 leaves buffers in their own dtype",
     }

@@ -65,7 +65,7 @@ def _read(text: str, source: str) -> YamlText:
 
 
 def _others(text: str, spec: KeySpec, source: str) -> Any:
-    """What a text says apart from one key, to compare before and after."""
+    """Return what a text says apart from one key, to compare before and after."""
     try:
         read = _read(text, source)
         data = {entry.name: read.value(entry.node, verbatim=True) for entry in read.entries(read.root)}
@@ -106,7 +106,7 @@ def _splice(text: str, spec: KeySpec, value: Any, source: str) -> _Splice | None
 
 
 def _own(node: MappingNode | None, entries: list[YamlEntry]) -> list[YamlEntry]:
-    """The entries that stand in the mapping itself, not in one that `<<` names."""
+    """Return the entries that stand in the mapping itself, not in one that `<<` names."""
     keys = [key for key, _ in node.value] if node is not None else []
     return [entry for entry in entries if any(entry.key_node is key for key in keys)]
 
@@ -152,7 +152,7 @@ def _replace(text: str, entry: YamlEntry, spec: KeySpec, value: Any, *, flow: bo
 
 
 def _value_span(text: str, key_end: int, start: int, end: int) -> tuple[int, int]:
-    """Where a value stands; an empty one stands right behind the colon."""
+    """Return where a value stands; an empty one stands right behind the colon."""
     if start < end:
         return start, end
     colon = text.index(":", key_end) + 1
@@ -160,7 +160,7 @@ def _value_span(text: str, key_end: int, start: int, end: int) -> tuple[int, int
 
 
 def _lead(text: str, start: int) -> str:
-    """A space between the colon and a value that was empty."""
+    """Return a space between the colon and a value that was empty."""
     return " " if text[start - 1 : start] == ":" else ""
 
 
@@ -234,12 +234,12 @@ def _line_end(text: str, index: int) -> int:
 
 
 def _shared(entry: YamlEntry) -> bool:
-    """Whether the value is an alias: its text then stands somewhere before its key."""
+    """Tell whether the value is an alias: its text then stands somewhere before its key."""
     return bool(entry.node.start_mark.index < entry.key_node.start_mark.index)
 
 
 def _end(node: Node, key: Node) -> int:
-    """Where a value's own text ends; block collections end with their last item, not at the next token."""
+    """Return where a value's own text ends; block collections end with their last item, not at the next token."""
     if node.start_mark.index < key.start_mark.index:
         return int(key.end_mark.index)
     if isinstance(node, CollectionNode) and not node.flow_style and node.value:

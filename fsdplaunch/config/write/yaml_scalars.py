@@ -32,7 +32,7 @@ _Dumper.add_representer(str, _text_node)
 
 
 def plain_value(spec: KeySpec, value: Any) -> Any:
-    """A canonical value as a file should hold it: names with commas, lists as lists."""
+    """Return a canonical value as a file should hold it: names with commas, lists as lists."""
     if isinstance(value, tuple):
         text = spec.key.kind.write(value)
         return list(value) if text.startswith("[") or not value or spec.name == "preload" else text

@@ -56,7 +56,7 @@ def _of_kind(pairs: Mapping[str, float], hosts: list[str], *, crosses: bool) -> 
 
 
 def slowest_rank(pairs: Mapping[str, float]) -> int | None:
-    """The rank whose fastest connection is slower than half of what others have in the middle; None without one.
+    """Return the rank whose fastest connection is below half of the median of others; None without one.
 
     Args:
         pairs: Bytes per second by pair, `0-1`.
@@ -72,5 +72,5 @@ def slowest_rank(pairs: Mapping[str, float]) -> int | None:
 
 
 def speed(rate: float) -> str:
-    """Bytes per second in words: 2.1 GB/s."""
+    """Return bytes per second in words: 2.1 GB/s."""
     return f"{rate / _GBYTE:.1f} GB/s" if rate >= _GBYTE else f"{rate / _MBYTE:.0f} MB/s"

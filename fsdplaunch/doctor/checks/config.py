@@ -6,7 +6,7 @@ from fsdplaunch.doctor.facts import Check, MachineFacts
 
 
 def check_config(facts: MachineFacts) -> Iterator[Check]:
-    """The configuration says nothing wrong, and this machine can do what it says."""
+    """Check that the configuration is right, and that this machine can do what it configures."""
     for error in facts.config_errors:
         yield Check(
             topic="config", status="problem", text=error, hint="fsdplaunch config validate shows all of it"

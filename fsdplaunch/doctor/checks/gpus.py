@@ -1,22 +1,21 @@
-"""Checks of the GPUs: that they are there, alike, free, connected and healthy, and compute the format."""
+"""Checks of the GPUs: that they are there, alike, free, connected and healthy, and compute the dtype."""
 
 from collections.abc import Iterator
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.doctor.facts import Check, MachineFacts
 from fsdplaunch.launch.ports import describe_process
 from fsdplaunch.probe.gpus import Gpu
 
-GIB = 1024**3
-
 
 def check_gpus(facts: MachineFacts) -> Iterator[Check]:
-    """How many there are, and whether they are alike."""
+    """Check how many there are, and whether they are alike."""
     for note in facts.driver.notes:
         yield Check(topic="gpus", status="warning", text=note)
     if not facts.gpus:
-        asked = facts.config is not None and facts.config.launch.workers_per_node == "gpu"
+        required = facts.config is not None and facts.config.launch.workers_per_node == "gpu"
         text = "no NVIDIA GPU is visible"
-        yield Check(topic="gpus", status="problem" if asked else "skipped", text=text)
+        yield Check(topic="gpus", status="problem" if required else "skipped", text=text)
         return
     kinds: dict[str, int] = {}
     for gpu in facts.gpus:
@@ -39,7 +38,7 @@ def check_busy(facts: MachineFacts) -> Iterator[Check]:
 
 
 def check_links(facts: MachineFacts) -> Iterator[Check]:
-    """Pairs of GPUs can read each other's memory."""
+    """Check that pairs of GPUs can read each other's memory."""
     if len(facts.gpus) < 2:  # noqa: PLR2004
         yield Check(topic="links", status="skipped", text="fewer than two GPUs")
         return
@@ -65,8 +64,8 @@ def check_health(facts: MachineFacts) -> Iterator[Check]:
         )
 
 
-def check_formats(facts: MachineFacts) -> Iterator[Check]:
-    """The GPUs compute in the configured format, and torch has code for them."""
+def check_dtypes(facts: MachineFacts) -> Iterator[Check]:
+    """Check that the GPUs compute in the configured dtype, and that torch has code for them."""
     if not facts.gpus:
         return
     wanted = facts.config.precision.param if facts.config else None
@@ -74,12 +73,12 @@ def check_formats(facts: MachineFacts) -> Iterator[Check]:
     for number, gpu in enumerate(facts.gpus):
         if eight and not gpu.has_fp8:
             yield Check(
-                topic="formats", status="problem", text=f"GPU {number} ({gpu.name}) cannot compute fp8",
+                topic="dtypes", status="problem", text=f"GPU {number} ({gpu.name}) cannot compute fp8",
                 hint="set mixed_precision to bf16",
             )  # fmt: skip
         elif wanted == "bf16" and not gpu.has_bf16:
             yield Check(
-                topic="formats", status="problem", text=f"GPU {number} ({gpu.name}) cannot compute bf16",
+                topic="dtypes", status="problem", text=f"GPU {number} ({gpu.name}) cannot compute bf16",
                 hint="set mixed_precision to fp16",
             )  # fmt: skip
     archs = facts.torch.archs if facts.torch else ()
@@ -89,7 +88,7 @@ def check_formats(facts: MachineFacts) -> Iterator[Check]:
             text = (
                 f"torch has no code for GPU {number} (sm_{gpu.compute_capability[0]}{gpu.compute_capability[1]})"
             )
-            yield Check(topic="formats", status="problem", text=text, hint="install another build of torch")
+            yield Check(topic="dtypes", status="problem", text=text, hint="install another build of torch")
 
 
 def _arch(gpu: Gpu) -> str:

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
+from fsdplaunch.byte_sizes import GIB, MIB
+from fsdplaunch.config.world_size import CPU_WORKERS
 from fsdplaunch.doctor.facts import Check, MachineFacts, Status
 
-MIB = 1024**2
-GIB = 1024**3
 _LITTLE_MEMORY = 4 * GIB
 _LITTLE_SHARED = GIB
 _NO_SHARED = 64 * MIB
@@ -18,7 +18,7 @@ _FLEETING_KINDS = ("tmpfs", "ramfs", "overlay")
 
 def check_processors(facts: MachineFacts) -> Iterator[Check]:
     """There is a processor for each worker."""
-    workers = len(facts.gpus) or 2
+    workers = len(facts.gpus) or CPU_WORKERS
     text = f"{facts.cpus} usable (affinity and container limits counted)"
     if facts.cpus < workers:
         hint = "give the container more processors, or start fewer workers"
@@ -28,7 +28,7 @@ def check_processors(facts: MachineFacts) -> Iterator[Check]:
 
 
 def check_memory(facts: MachineFacts) -> Iterator[Check]:
-    """How much host memory this process may use."""
+    """Check how much host memory this process may use."""
     if facts.memory is None:
         yield Check(topic="memory", status="skipped", text="not known")
         return
@@ -93,7 +93,7 @@ def check_disks(facts: MachineFacts) -> Iterator[Check]:
 
 
 def check_clock(facts: MachineFacts) -> Iterator[Check]:
-    """Machines whose clocks differ write logs that cannot be compared."""
+    """Check machines whose clocks differ write logs that cannot be compared."""
     if facts.clock_synchronised is None:
         yield Check(topic="clock", status="skipped", text="the kernel does not say whether it is synchronised")
     elif facts.clock_synchronised:

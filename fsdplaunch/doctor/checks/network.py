@@ -9,7 +9,7 @@ _UNLIKELY = ("docker*", "veth*", "br-*", "virbr*", "cni*", "flannel*", "cali*", 
 
 
 def check_interfaces(facts: MachineFacts) -> Iterator[Check]:
-    """Which interface training will use, and whether one that a variable names is there."""
+    """Check which interface training will use, and whether one that a variable names is there."""
     usable = [each for each in facts.interfaces if each.address and each.name != "lo"]
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         wanted = facts.environ.get(name)
@@ -34,7 +34,7 @@ def check_interfaces(facts: MachineFacts) -> Iterator[Check]:
 
 
 def chosen(facts: MachineFacts, variable: str) -> NetworkInterface | None:
-    """The interface that a backend will take.
+    """Return the interface that a backend will take.
 
     A variable wins. Gloo takes the one that holds the address this machine's name resolves to; NCCL the first in
     its order that is neither the loopback nor a container's bridge.
@@ -55,7 +55,7 @@ def chosen(facts: MachineFacts, variable: str) -> NetworkInterface | None:
 
 
 def _named(name: str, wanted: str) -> bool:
-    """NCCL's notation: prefixes separated by commas; `=` exact, `^` all but these."""
+    """Read NCCL's notation: prefixes separated by commas; `=` exact, `^` all but these."""
     but = wanted.startswith("^")
     exact = wanted.lstrip("^").startswith("=")
     entries = [entry for entry in wanted.lstrip("^=").split(",") if entry]
@@ -86,7 +86,7 @@ def check_name(facts: MachineFacts) -> Iterator[Check]:
 
 
 def check_port(facts: MachineFacts) -> Iterator[Check]:
-    """The port the machines meet at is free."""
+    """Check that the port the nodes meet at is free."""
     if not facts.port:
         yield Check(topic="port", status="ok", text="any free one: the run is on one machine")
     elif facts.port_holder is None:

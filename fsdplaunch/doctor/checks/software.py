@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from fsdplaunch.doctor.facts import Check, MachineFacts
-from fsdplaunch.probe.torch_version import mismatch, requirement
+from fsdplaunch.probe.torch_version import mismatch, parse, requirement
 
 
 def check_python(facts: MachineFacts) -> Iterator[Check]:
-    """The interpreter; that it is new enough is known by the time this runs."""
+    """Check the interpreter; that it is new enough is known by the time this runs."""
     yield Check(topic="python", status="ok", text=facts.python)
 
 
@@ -41,7 +41,7 @@ def check_torch(facts: MachineFacts) -> Iterator[Check]:
 
 
 def check_driver(facts: MachineFacts) -> Iterator[Check]:
-    """The driver is new enough for the CUDA that torch was built for, and torch sees what the driver sees."""
+    """Check that the driver is new enough for the CUDA of this torch, and that torch sees the same GPUs."""
     torch, driver = facts.torch, facts.driver
     if not driver.version:
         if facts.wants_gpus and torch is not None and torch.cuda:
@@ -57,7 +57,7 @@ def check_driver(facts: MachineFacts) -> Iterator[Check]:
         hint = "pip install a CUDA build of torch, or set use_cpu: true"
         text = f"{driver.version}{runs}, but torch {torch.version} was built without CUDA"
         yield Check(topic="driver", status="problem" if facts.wants_gpus else "warning", text=text, hint=hint)
-    elif driver.cuda and numbers(torch.cuda)[:1] > driver.cuda[:1]:
+    elif driver.cuda and (parse(torch.cuda) or (0, 0))[0] > driver.cuda[0]:
         hint = "install a newer driver, or a torch built for an older CUDA"
         text = f"{driver.version} runs CUDA up to {driver.cuda[0]}.{driver.cuda[1]}, torch needs {torch.cuda}"
         yield Check(topic="driver", status="problem", text=text, hint=hint)
@@ -69,7 +69,7 @@ def check_driver(facts: MachineFacts) -> Iterator[Check]:
 
 
 def check_nccl(facts: MachineFacts) -> Iterator[Check]:
-    """GPU runs need NCCL in torch."""
+    """Check that torch has NCCL, which GPU runs need."""
     torch = facts.torch
     if torch is None or torch.error or not facts.gpus:
         yield Check(topic="nccl", status="skipped", text="no GPUs here: gloo is used")
@@ -78,13 +78,3 @@ def check_nccl(facts: MachineFacts) -> Iterator[Check]:
         yield Check(topic="nccl", status="problem", text=f"torch {torch.version} has no NCCL", hint=hint)
     else:
         yield Check(topic="nccl", status="ok", text=torch.nccl)
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: `2.13.0+cpu` -> (2, 13, 0)."""
-    found = []
-    for part in version.partition("+")[0].split("."):
-        if not part.isdecimal():
-            break
-        found.append(int(part))
-    return tuple(found)

@@ -13,7 +13,7 @@ from fsdplaunch.estimate.families.parts import (
 
 
 def bert(prefix: str, *, roberta: bool = False) -> Family:
-    """BERT and RoBERTa; `prefix` is what a head's names put before the encoder's."""
+    """Describe BERT and RoBERTa; `prefix` is what a head's names put before the encoder's."""
 
     def family(read: ConfigNumbers, *, head: str) -> Answer:
         h, layers, vocab = read("hidden_size"), read("num_hidden_layers"), read("vocab_size")
@@ -62,7 +62,7 @@ def _bert_head(read: ConfigNumbers, head: str, h: int, vocab: int, *, roberta: b
 
 
 def t5(read: ConfigNumbers, *, head: str) -> Answer:
-    """T5: an encoder, and a decoder that reads it."""
+    """Describe T5: an encoder, and a decoder that reads it."""
     h, vocab, ffn = read("d_model"), read("vocab_size"), read("d_ff")
     heads = read("num_heads")
     q = heads * read("d_kv")

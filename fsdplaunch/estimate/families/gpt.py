@@ -12,7 +12,7 @@ from fsdplaunch.estimate.families.parts import (
 
 
 def gpt2(read: ConfigNumbers, *, head: str) -> Answer:
-    """GPT-2 and what shares its code."""
+    """Describe GPT-2 and what shares its code."""
     h, layers, vocab = read("n_embd", "hidden_size"), read("n_layer", "num_hidden_layers"), read("vocab_size")
     length = read("n_positions", "max_position_embeddings")
     ffn = read("n_inner", default=4 * h)
@@ -40,7 +40,7 @@ def gpt2(read: ConfigNumbers, *, head: str) -> Answer:
 
 
 def gpt_neox(read: ConfigNumbers, *, head: str) -> Answer:
-    """GPT-NeoX and Pythia."""
+    """Describe GPT-NeoX and Pythia."""
     h, layers, vocab = read("hidden_size"), read("num_hidden_layers"), read("vocab_size")
     ffn, bias = read("intermediate_size"), read.flag("attention_bias", default=True)
     block = norm("input_layernorm", h) | norm("post_attention_layernorm", h)
@@ -63,7 +63,7 @@ def gpt_neox(read: ConfigNumbers, *, head: str) -> Answer:
 
 
 def opt(read: ConfigNumbers, *, head: str) -> Answer:
-    """OPT."""
+    """Describe OPT."""
     h, layers, vocab, ffn = (
         read("hidden_size"), read("num_hidden_layers"), read("vocab_size"), read("ffn_dim")
     )  # fmt: skip

@@ -80,13 +80,13 @@ class ConfigNumbers:
         return default
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """Whether something is switched on."""
+        """Tell whether something is switched on."""
         value = self.config.get(name)
         return default if value is None else bool(value)
 
     @property
     def labels(self) -> int:
-        """How many classes a classifier has."""
+        """Return how many classes a classifier has."""
         labels = self.config.get("id2label")
         return len(labels) if isinstance(labels, dict) and labels else self("num_labels", default=2)
 
@@ -96,12 +96,12 @@ Family = Callable[..., Answer]
 
 
 def linear(name: str, out: int, into: int, *, bias: bool = True) -> Shapes:
-    """Tensors of an `nn.Linear`: weight (out, into) and, unless told, bias (out,)."""
+    """Return tensors of an `nn.Linear`: weight (out, into) and, by default, bias (out,)."""
     return {f"{name}.weight": (out, into)} | ({f"{name}.bias": (out,)} if bias else {})
 
 
 def norm(name: str, width: int) -> Shapes:
-    """Tensors of an `nn.LayerNorm`: weight and bias (width,)."""
+    """Return tensors of an `nn.LayerNorm`: weight and bias (width,)."""
     return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fsdplaunch.launch.coordination.network import endpoint
+from fsdplaunch.config.schema.parsers import join_endpoint
 from fsdplaunch.launch.coordination.protocol import Message
 
 Tell = Callable[[str], None]
@@ -49,7 +49,7 @@ class RunAssignment:
             address: This node, as the others reach it.
         """
         names = ("run_id", "rank", "names", "workers", "notes")
-        store = endpoint(store_host, message["store_port"])
+        store = join_endpoint(store_host, message["store_port"])
         return cls(**{name: message[name] for name in names}, store=store, address=address)
 
 

@@ -83,11 +83,6 @@ def own_address_of(host: str) -> str | None:
     return next((address for address in resolve(host) if is_own(address)), None)
 
 
-def endpoint(host: str, port: int) -> str:
-    """Return HOST:PORT, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
 def plain_address(place: Sequence[Any]) -> str:
     """Return a socket's address; an IPv4 one in an IPv6 socket as what it is."""
     return str(place[0]).removeprefix("::ffff:")

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.schema.parsers import join_endpoint
 from fsdplaunch.config.world_size import node_range
 from fsdplaunch.launch.coordination.interfaces import RunAssignment
 from fsdplaunch.launch.coordination.join import LAST_CALL_SECONDS
-from fsdplaunch.launch.coordination.network import endpoint
 from fsdplaunch.launch.coordination.placement import NodePlacement
 
 ATTEMPTS = 3
@@ -23,7 +23,7 @@ def provisional_config(config: Config, place: NodePlacement, *, address: str) ->
     """
     return _placed(
         config,
-        endpoint=endpoint(place.host or address, place.port),
+        endpoint=join_endpoint(place.host or address, place.port),
         rank=place.rank or 0,
         nodes=place.least,
         address=None,

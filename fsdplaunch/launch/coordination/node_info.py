@@ -6,27 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from fsdplaunch.config.schema.walk import all_keys
 from fsdplaunch.launch.coordination.protocol import Message
 from fsdplaunch.launch.finding import Finding
 
-_OWN_VALUES = frozenset(
-    {
-        "machine_rank",
-        "gpu_ids",
-        "main_process_ip",
-        "main_process_port",
-        "launch.local_address",
-        "launch.network_interface",
-        "launch.rendezvous_endpoint",
-        "launch.log_dir",
-        "launch.show_local_ranks",
-        "launch.workers_per_node",
-        "num_processes",
-        "ssh.hosts",
-        "ssh.hostfile",
-    }
-)
-"""Keys that may differ from node to node."""
 _NAMED = 3
 """How many differing keys to name."""
 
@@ -83,7 +66,8 @@ class NodeInfo:
 
 def shared_values(values: Mapping[str, str]) -> dict[str, str]:
     """Return those of a configuration's texts, by key, that all nodes must agree on."""
-    return {name: value for name, value in values.items() if name not in _OWN_VALUES}
+    own = {spec.dotted for spec in all_keys() if spec.key.per_node}
+    return {name: value for name, value in values.items() if name not in own}
 
 
 def digest(data: bytes) -> str:

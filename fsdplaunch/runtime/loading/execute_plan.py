@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
@@ -92,7 +93,7 @@ def report_loaded(plan: LoadPlan, loaded: LoadedWeights, *, name: str, made: Seq
         name: The model's class.
         made: Names that no file held.
     """
-    amount = "sent by rank 0" if plan.files.pickled else f"{loaded.nbytes / 1e6:.1f} MB read by rank 0"
+    amount = "sent by rank 0" if plan.files.pickled else f"{size_words(loaded.nbytes)} read by rank 0"
     words = [f"{name}: {loaded.tensors} tensors from {plan.where}, {amount} in {loaded.seconds:.1f} s"]
     if plan.match.prefix:
         words.append(f"names with {plan.match.prefix}")

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdplaunch.checkpoint.atomic_output import check_space, size_words
+from fsdplaunch.byte_sizes import size_words
+from fsdplaunch.checkpoint.atomic_output import check_space
 from fsdplaunch.checkpoint.manifest import write_manifest
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages

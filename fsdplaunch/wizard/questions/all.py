@@ -32,7 +32,7 @@ class AnswerOption:
 
 
 def flags() -> tuple[AnswerOption, ...]:
-    """One option per question, all of them text, in the order of the questions."""
+    """Return one option per question, all of them text, in the order of the questions."""
     return tuple(
         AnswerOption(name=question.name, flag=question.flag, metavar=question.metavar, help=question.help)
         for question in QUESTIONS
@@ -40,7 +40,7 @@ def flags() -> tuple[AnswerOption, ...]:
 
 
 def earlier(question: Question, state: WizardState) -> WizardState:
-    """Return the situation with the answers that come before a question, which is all it may depend on.
+    """Return the state with the answers that come before a question, which is all it may depend on.
 
     Args:
         question: One of QUESTIONS.

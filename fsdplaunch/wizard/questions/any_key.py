@@ -15,7 +15,7 @@ _DONE = "done"
 
 
 def further_keys(state: WizardState) -> tuple[KeySpec, ...]:
-    """The keys that no question decides and that have a meaning in the version that is written.
+    """Return the keys that no question decides and that have a meaning in the version that is written.
 
     Args:
         state: With all answers.
@@ -71,13 +71,13 @@ def read_setting(spec: KeySpec, text: str) -> Any:
     if layer.problems:
         problem = layer.problems[0]
         raise ValueError(problem.message + (f" ({problem.hint})" if problem.hint else ""))
-    return layer.said[spec.path].value
+    return layer.values[spec.path].value
 
 
 def _first_choices(settings: Mapping[Path, Any]) -> tuple[Choice, ...]:
-    said = ", ".join(f"{path[-1]} {_shown(path, value)}" for path, value in settings.items())
+    so_far = ", ".join(f"{path[-1]} {_shown(path, value)}" for path, value in settings.items())
     return (
-        Choice(value="no", title="No", consequence=said and f"set so far: {said}"),
+        Choice(value="no", title="No", consequence=so_far and f"set so far: {so_far}"),
         Choice(value="yes", title="Yes, choose from all keys"),
     )
 
@@ -102,10 +102,10 @@ def _ask_value(prompts: Prompts, spec: KeySpec) -> str | PromptRequest:
     if names:
         choices = [Choice(value=name, title=name) for name in names]
         return prompts.select(spec.dotted, [*choices, Choice(value="", title="not set")], default=names[0])
-    return prompts.line(f"{spec.dotted}:", remark=f"({kind.expects})", fault=lambda text: _fault(spec, text))
+    return prompts.line(f"{spec.dotted}:", remark=f"({kind.expects})", problem=lambda text: _problem(spec, text))
 
 
-def _fault(spec: KeySpec, text: str) -> str | None:
+def _problem(spec: KeySpec, text: str) -> str | None:
     try:
         read_setting(spec, text)
     except ValueError as error:

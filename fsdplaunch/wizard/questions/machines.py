@@ -1,4 +1,4 @@
-"""The questions about machines: where, how many, where they meet, how many workers each."""
+"""The questions about nodes: where, how many, where they meet, how many workers each."""
 
 import re
 import socket
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.schema.parsers import MAX_PORT, join_endpoint
 from fsdplaunch.config.schema.walk import Path, keys_by_path
+from fsdplaunch.config.world_size import CPU_WORKERS
+from fsdplaunch.launch.ports import DEFAULT_PORT
 from fsdplaunch.wizard.questions.question import Choice, Question
 from fsdplaunch.wizard.state import WizardState
-from fsdplaunch.wizard.suggest import CPU_WORKERS
 
-DEFAULT_PORT = 29500
 _SEVERAL = ("machines", "slurm")
-_HIGHEST_PORT = 65535
 _USE_CPU: Path = ("use_cpu",)
 _MACHINES: Path = ("num_machines",)
 _IP: Path = ("main_process_ip",)
@@ -30,7 +30,7 @@ def _where_choices(state: WizardState) -> tuple[Choice, ...]:
     in_job = f"job {job.job_id}" if job.kind == "slurm" else "inside an allocation"
     return (
         Choice(value="here", title="On this machine's GPUs", consequence=seen),
-        Choice(value="machines", title="On several machines", detail="Each one runs the same launch command."),
+        Choice(value="machines", title="On several nodes", detail="Each one runs the same launch command."),
         Choice(value="slurm", title="In a SLURM job", consequence=in_job, detail="Start it with srun."),
         Choice(
             value="cpu",
@@ -97,12 +97,8 @@ def _read_rendezvous(config: Config, _: WizardState) -> str | None:
     if config.launch.rendezvous_endpoint:
         return config.launch.rendezvous_endpoint
     if config.main_process_ip:
-        return _endpoint(config.main_process_ip, config.main_process_port or DEFAULT_PORT)
-    return _endpoint(socket.gethostname(), DEFAULT_PORT)
-
-
-def _endpoint(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return join_endpoint(config.main_process_ip, config.main_process_port or DEFAULT_PORT)
+    return join_endpoint(socket.gethostname(), DEFAULT_PORT)
 
 
 def split_endpoint(text: str) -> tuple[str, int]:
@@ -119,14 +115,14 @@ def split_endpoint(text: str) -> tuple[str, int]:
         msg = f"must be HOST:PORT, got {text!r}"
         raise ValueError(msg)
     port = int(match[2] or match[4] or DEFAULT_PORT)
-    if not 1 <= port <= _HIGHEST_PORT:
-        msg = f"the port must be between 1 and {_HIGHEST_PORT}, got {port}"
+    if not 1 <= port <= MAX_PORT:
+        msg = f"the port must be between 1 and {MAX_PORT}, got {port}"
         raise ValueError(msg)
     return match[1] or match[3], port
 
 
 def _check_rendezvous(text: str, _: WizardState) -> str:
-    return _endpoint(*split_endpoint(text))
+    return join_endpoint(*split_endpoint(text))
 
 
 def _write_rendezvous(answer: str, _: WizardState) -> Mapping[Path, Any]:
@@ -172,7 +168,7 @@ def _read_workers(config: Config, state: WizardState) -> str | None:
 
 
 def _write_workers(answer: str, state: WizardState) -> Mapping[Path, Any]:
-    """A number is written as accelerate has it, over all machines; only auto needs a key of our own."""
+    """Write a number as accelerate has it, over all nodes; only auto needs a key of our own."""
     return {_WORKERS: "auto"} if answer == "auto" else {_PROCESSES: int(answer) * state.num_nodes}
 
 
@@ -190,7 +186,7 @@ WHERE = Question(
 NODES = Question(
     name="nodes",
     text=keys_by_path()[_MACHINES].key.question or "",
-    help="Machines that take part.",
+    help="Nodes that take part.",
     metavar="N",
     keys=(_MACHINES,),
     write=_write_nodes,
@@ -202,8 +198,8 @@ NODES = Question(
 )
 RENDEZVOUS = Question(
     name="rendezvous",
-    text="Where do the machines meet? Address of the first one",
-    help="HOST:PORT of the first machine, as the others reach it.",
+    text="Where do the nodes meet? Address of node 0",
+    help="HOST:PORT of node 0, as the others reach it.",
     metavar="HOST:PORT",
     keys=(_IP, _PORT, _ENDPOINT),
     write=_write_rendezvous,
@@ -215,7 +211,7 @@ RENDEZVOUS = Question(
 WORKERS = Question(
     name="workers-per-node",
     text=keys_by_path()[_WORKERS].key.question or "",
-    help="Worker processes on each machine: a number, or auto for one per GPU.",
+    help="Worker processes on each node: a number, or auto for one per GPU.",
     metavar="N|auto",
     keys=(_PROCESSES, _WORKERS),
     write=_write_workers,

@@ -84,7 +84,7 @@ class Question:
 
     @property
     def flag(self) -> str:
-        """The option that answers it."""
+        """Return the option that answers it."""
         return f"--{self.name}"
 
 
@@ -118,7 +118,7 @@ def accept(question: Question, text: str, state: WizardState) -> str:
 
 
 def can_keep(question: Question, state: WizardState) -> bool:
-    """Whether the edited file says something here that no answer can say on this machine.
+    """Tell whether the edited file says something here that no answer can say on this machine.
 
     Args:
         question: The question.
@@ -153,7 +153,7 @@ def proposed(question: Question, state: WizardState) -> str:
 
 
 def is_answer(question: Question, text: str, state: WizardState) -> bool:
-    """Whether a text answers a question.
+    """Tell whether a text answers a question.
 
     Args:
         question: The question.

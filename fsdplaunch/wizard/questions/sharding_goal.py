@@ -1,12 +1,12 @@
-"""The question of what is split, asked as what matters most, with the memory each answer needs."""
+"""The question of what is sharded, put as what matters most, with the memory each answer needs."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.config.resolve import strategy_named
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.walk import Path, keys_by_path
-from fsdplaunch.probe.hardware import GIB
 from fsdplaunch.probe.memory_plan import MemoryPlan, Sharding, plan_memory
 from fsdplaunch.wizard.questions.question import Choice, Question
 from fsdplaunch.wizard.state import WizardState
@@ -15,7 +15,7 @@ _STRATEGY: Path = ("fsdp_config", "fsdp_sharding_strategy")
 _RESHARD: Path = ("fsdp_config", "fsdp_reshard_after_forward")
 _OFFLOAD: Path = ("fsdp_config", "fsdp_offload_params")
 _RECOMPUTE: Path = ("fsdp_config", "fsdp_activation_checkpointing")
-_COPIES: Path = ("parallelism_config", "parallelism_config_dp_replicate_size")
+_REPLICAS: Path = ("parallelism_config", "parallelism_config_dp_replicate_size")
 _SHARDS: Path = ("parallelism_config", "parallelism_config_dp_shard_size")
 
 
@@ -24,7 +24,7 @@ def memory_of(goal: str, state: WizardState) -> MemoryPlan | None:
 
     Args:
         goal: fastest, balanced, hybrid or biggest.
-        state: With the answers about machines and model.
+        state: With the answers about nodes and model.
     """
     model, workers = state.machines.model, state.workers
     if model is None or model.parameters is None or workers is None:
@@ -40,7 +40,7 @@ def memory_words(goal: str, state: WizardState) -> tuple[str, str | None]:
 
     Args:
         goal: The goal.
-        state: With the answers about machines and model.
+        state: With the answers about nodes and model.
     """
     plan, limit = memory_of(goal, state), state.machines.hardware.gpu_memory_bytes
     if plan is None:
@@ -54,16 +54,16 @@ def memory_words(goal: str, state: WizardState) -> tuple[str, str | None]:
 
 _GOALS = {
     "balanced": (
-        "Balanced: everything is split",
+        "Balanced: everything is sharded",
         "FULL_SHARD: each block is gathered for forward, freed, and gathered again for backward.",
     ),
     "fastest": (
         "Fastest: gathered once per step",
-        "SHARD_GRAD_OP: parameters stay whole from forward to backward, which saves one gather per block.",
+        "SHARD_GRAD_OP: parameters stay gathered from forward to backward, which saves one gather per block.",
     ),
     "hybrid": (
-        "Split inside each machine only",
-        "HYBRID_SHARD: every machine holds a whole copy, so that only gradients cross the network.",
+        "Shard inside each node only",
+        "HYBRID_SHARD: every node holds a full replica, so that only gradients cross the network.",
     ),
     "biggest": (
         "Biggest model: host memory helps",
@@ -91,12 +91,12 @@ def _write_goal(answer: str, state: WizardState) -> Mapping[Path, Any]:
     if answer == "hybrid":
         if not new or state.workers is None:
             return {_STRATEGY: "HYBRID_SHARD"}
-        return {_STRATEGY: "HYBRID_SHARD", _COPIES: state.num_nodes, _SHARDS: state.workers}
+        return {_STRATEGY: "HYBRID_SHARD", _REPLICAS: state.num_nodes, _SHARDS: state.workers}
     return {_STRATEGY: "FULL_SHARD"} | ({_OFFLOAD: True, _RECOMPUTE: True} if answer == "biggest" else {})
 
 
 def _read_goal(config: Config, state: WizardState) -> str | None:
-    """The goal whose keys these are, exactly; anything finer is no goal's."""
+    """Return the goal whose keys these are, exactly; anything finer is no goal's."""
     fsdp, mesh = config.fsdp_config, config.parallelism_config
     strategy: str | None = fsdp.fsdp_sharding_strategy
     reshard = fsdp.fsdp_reshard_after_forward
@@ -120,9 +120,9 @@ def _read_goal(config: Config, state: WizardState) -> str | None:
 GOAL = Question(
     name="goal",
     text=keys_by_path()[_STRATEGY].key.question or "",
-    help="What matters most: balanced, fastest, hybrid (a copy per machine) or biggest (host memory helps).",
+    help="What matters most: balanced, fastest, hybrid (a replica per node) or biggest (host memory helps).",
     metavar="balanced|fastest|hybrid|biggest",
-    keys=(_STRATEGY, _RESHARD, _OFFLOAD, _COPIES, _SHARDS),
+    keys=(_STRATEGY, _RESHARD, _OFFLOAD, _REPLICAS, _SHARDS),
     write=_write_goal,
     read=_read_goal,
     choices=_goal_choices,

@@ -1,4 +1,4 @@
-"""The questions about training: the model, the number format, the units, the checkpoints."""
+"""The questions about training: the model, the dtype, the units, the checkpoints."""
 
 from collections.abc import Mapping
 from pathlib import Path as FilePath
@@ -48,7 +48,7 @@ def _precision_choices(state: WizardState) -> tuple[Choice, ...]:
             detail="Its narrow range lets small gradients vanish unless the loss is scaled.",
             disabled="CPUs do not train in it" if on_cpu else None,
         ),
-        Choice(value="no", title="no", consequence="the model's own format; nothing is cast"),
+        Choice(value="no", title="no", consequence="the model's own dtype; nothing is cast"),
     )
 
 
@@ -143,7 +143,7 @@ MODEL = Question(
 PRECISION = Question(
     name="precision",
     text=keys_by_path()[_PRECISION].key.question or "",
-    help="Number format of forward and backward: bf16, fp16 or no.",
+    help="Dtype of forward and backward: bf16, fp16 or no.",
     metavar="bf16|fp16|no",
     keys=(_PRECISION,),
     write=lambda answer, state: {_PRECISION: answer},  # noqa: ARG005

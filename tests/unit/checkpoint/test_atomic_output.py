@@ -225,15 +225,6 @@ def test_killed_merge_leaves_no_output_and_the_source_unchanged(dcp, number, tmp
     assert dcp.names(tmp_path) == ["ckpt", "out"]
 
 
-def test_readable_sizes():
-    assert [atomic_output.size_words(n) for n in (0, 1023, 1024, 1536 * 2**20)] == [
-        "0 bytes",
-        "1023 bytes",
-        "1.0 KiB",
-        "1.5 GiB",
-    ]
-
-
 def test_torch_format_without_the_memory_is_refused(monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: "MemTotal: 9 kB\nMemAvailable: 2048 kB\n")
     check_memory(2**21)

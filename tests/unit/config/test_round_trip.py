@@ -80,8 +80,8 @@ def configs(draw):
     chosen = draw(st.lists(st.sampled_from(usable), unique_by=lambda spec: spec.path, max_size=12))
     said = {spec.path: draw(values_of(spec)) for spec in chosen}
     config = build_config(said)
-    while faults := [fault for _, fault in find_violations(rule_context(config))]:
-        for path in {path for fault in faults for path in fault.about}:
+    while violations := [violation for _, violation in find_violations(rule_context(config))]:
+        for path in {path for violation in violations for path in violation.about}:
             said.pop(path, None)
         config = build_config(said)
     return config

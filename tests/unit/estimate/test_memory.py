@@ -13,7 +13,8 @@ from fsdplaunch.estimate.advice import MemoryCase, changes, fewest_ranks, larges
 from fsdplaunch.estimate.hf_config import describe
 from fsdplaunch.estimate.memory import memory_need
 from fsdplaunch.estimate.report import make_report, row_data
-from fsdplaunch.estimate.training_setup import STATES, TrainingSetup, alternatives, ranks_of, training_setup
+from fsdplaunch.estimate.training_setup import TrainingSetup, alternatives, ranks_of, training_setup
+from fsdplaunch.probe.memory_plan import STATES
 
 GIB = 1024**3
 
@@ -188,15 +189,15 @@ def test_unknown_optimizer_is_refused_with_the_known_ones():
 
 
 @pytest.mark.parametrize(
-    ("asked", "gpus", "expected"),
+    ("given", "gpus", "expected"),
     [(None, 8, (8, 8)), (64, 8, (64, 8)), (None, 0, (2, 2)), (12, 8, (12, 6)), (6, 0, (6, 6))],
 )
-def test_ranks_come_from_the_command_line_then_the_file_then_the_machine(asked, gpus, expected):
-    assert ranks_of(loaded(), gpus=gpus, asked=asked) == expected
+def test_ranks_come_from_the_command_line_then_the_file_then_the_machine(given, gpus, expected):
+    assert ranks_of(loaded(), gpus=gpus, given=given) == expected
 
 
 def test_resized_run_keeps_its_way_to_shard():
     inside = TrainingSetup(strategy="HYBRID_SHARD", world=16, per_node=8, shards=8)
-    assert (resized(inside, 32).shards, resized(inside, 32).copies) == (8, 4)
+    assert (resized(inside, 32).shards, resized(inside, 32).replicas) == (8, 4)
     spread = TrainingSetup(strategy="FULL_SHARD", world=16, per_node=8, shards=16)
     assert resized(spread, 32).shards == 32

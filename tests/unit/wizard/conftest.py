@@ -2,8 +2,9 @@
 
 import pytest
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.probe.gpus import Gpu
-from fsdplaunch.probe.hardware import GIB, Hardware
+from fsdplaunch.probe.hardware import Hardware
 from fsdplaunch.probe.scheduler import Cluster
 from fsdplaunch.wizard.suggest import SuggestionFacts
 

@@ -1,8 +1,9 @@
 import pytest
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.config.schema.walk import all_keys, value_at
 from fsdplaunch.probe.gpus import Gpu
-from fsdplaunch.probe.hardware import GIB, Hardware
+from fsdplaunch.probe.hardware import Hardware
 from fsdplaunch.probe.model_folder import ModelFacts
 from fsdplaunch.probe.scheduler import Cluster
 from fsdplaunch.wizard.suggest import suggest
@@ -98,7 +99,7 @@ def test_suggest_fewer_gpus_seen_than_given_is_noted():
     machine = Hardware(gpus=(ONE_H100,), notes=("CUDA_VISIBLE_DEVICES=0 shows 1 of this machine's 8 GPUs",))
     found = suggest(machine, Cluster(kind="slurm", job_id="1", num_nodes=1, gpus_on_node=8))
     assert found.notes[0].startswith("CUDA_VISIBLE_DEVICES=0")
-    assert "the scheduler gave 8 GPUs to this machine, 1 are visible" in found.notes
+    assert "the scheduler gave 8 GPUs to this node, 1 are visible" in found.notes
 
 
 def test_suggest_pickled_model_of_unknown_count_changes_nothing(machines):

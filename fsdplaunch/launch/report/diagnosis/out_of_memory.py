@@ -2,10 +2,10 @@
 
 import re
 
+from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.launch.report.diagnosis.facts import Diagnosis, FailureFacts
 
-GIB = 1024**3
 _SIZE = r"([\d.]+ [KMGT]iB)"
 
 

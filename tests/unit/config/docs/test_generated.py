@@ -111,10 +111,10 @@ def test_explain_tells_everything_about_a_key(tmp_path):
         "fsdp_config.fsdp_backward_prefetch    default: left out    yours: BACKWARD_POST (fsdp.yaml:2)\n"
         "  When the next unit's parameters are gathered in backward. BACKWARD_PRE (1): before the current\n"
         "  gradients are computed. BACKWARD_POST (2): after. NO_PREFETCH (3): not ahead. Left out under\n"
-        "  version 1, BACKWARD_PRE.\n"
+        "  FSDP1, BACKWARD_PRE.\n"
         "  values    one of BACKWARD_PRE, BACKWARD_POST, NO_PREFETCH\n"
         "  env       FSDP_BACKWARD_PREFETCH\n"
-        "  only      fsdp_version 1\n"
+        "  only      FSDP1\n"
         "  also      fsdp_backward_prefetch_policy"
     )
     said = describe(key_at("num_machines"), loaded)

@@ -194,9 +194,7 @@ def test_the_last_override_wins():
 
 def test_version_2_says_what_it_leaves_out():
     notes = read("fsdp_config: {fsdp_version: 2, fsdp_backward_prefetch: BACKWARD_PRE}\n").notes
-    assert notes == (
-        "fsdp_backward_prefetch is left out under fsdp_version 2, which does the same of its own accord",
-    )
+    assert notes == ("fsdp_backward_prefetch is left out under FSDP2, which does the same of its own accord",)
 
 
 def test_a_wrong_value_among_the_environment_names_the_variable():

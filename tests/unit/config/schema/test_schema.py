@@ -3,14 +3,15 @@
 import pytest
 
 from fsdplaunch.config.environment import decode, encode
-from fsdplaunch.config.load.key_names import PREFIXES, find_bare, find_key, spellings
+from fsdplaunch.config.load.key_names import find_bare, find_key, key_prefix, spellings
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema.config import OWN_SECTIONS, Config
+from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.walk import (
     all_keys,
     build_config,
     field_name,
     keys_by_path,
+    own_sections,
     section_classes,
     value_at,
 )
@@ -41,7 +42,7 @@ def test_every_spelling_of_a_key_means_it():
         section = ".".join(spec.path[:-1])
         for name in (spec.name, *spec.key.aliases):
             assert find_key(section, name) is spec
-        bare = spec.name.removeprefix(PREFIXES.get(section, ""))
+        bare = spec.name.removeprefix(key_prefix(section))
         assert find_key(section, bare) is spec
 
 
@@ -90,8 +91,19 @@ def test_every_key_refuses_what_is_no_value_of_it():
                 spec.key.kind.parse(nonsense)
 
 
-def test_own_sections_are_sections():
-    assert set(OWN_SECTIONS) <= set(section_classes())
+def test_own_sections_are_those_that_accelerate_lacks():
+    sections = ("launch", "precision", "sharding", "checkpoint", "slurm", "kubernetes", "ssh")
+    assert own_sections() == sections
+
+
+def test_keys_of_a_section_share_its_prefix():
+    prefixes = {name: key_prefix(name) for name in ("", *section_classes()) if key_prefix(name)}
+    assert prefixes == {
+        "fsdp_config": "fsdp_",
+        "parallelism_config": "parallelism_config_",
+        "fp8_config": "fp8_",
+        "dynamo_config": "dynamo_",
+    }
 
 
 def test_a_keyword_is_a_key():
@@ -113,3 +125,21 @@ def test_the_environment_names_are_those_accelerate_reads():
 
 def test_resolving_twice_changes_nothing():
     assert resolve(resolve(Config())) == resolve(Config())
+
+
+def test_keys_that_nodes_of_one_run_may_set_differently():
+    assert {spec.dotted for spec in all_keys() if spec.key.per_node} == {
+        "machine_rank",
+        "gpu_ids",
+        "main_process_ip",
+        "main_process_port",
+        "num_processes",
+        "launch.local_address",
+        "launch.network_interface",
+        "launch.rendezvous_endpoint",
+        "launch.log_dir",
+        "launch.show_local_ranks",
+        "launch.workers_per_node",
+        "ssh.hosts",
+        "ssh.hostfile",
+    }

@@ -141,10 +141,10 @@ def test_memory_errors_are_a_problem_of_one_gpu():
 
 def test_formats_that_a_gpu_cannot_compute():
     old = (gpu(0, compute_capability=(7, 5)),)
-    bf16 = found(gpus.check_formats, gpus=old, config=config("mixed_precision=bf16"))
+    bf16 = found(gpus.check_dtypes, gpus=old, config=config("mixed_precision=bf16"))
     assert ("problem", "GPU 0 (H100) cannot compute bf16") in bf16
     assert any("torch has no code for GPU 0 (sm_75)" in text for _, text in bf16)
-    assert found(gpus.check_formats, config=config("mixed_precision=bf16")) == []
+    assert found(gpus.check_dtypes, config=config("mixed_precision=bf16")) == []
 
 
 @pytest.mark.parametrize(
