@@ -64,27 +64,21 @@ def free_space(target: Path) -> int:
     return shutil.disk_usage(existing_parent(target)).free
 
 
-def check_space(
-    target: Path,
-    needed: int,
-    what: str = "the merged weights need",
-    hint: str = "free some space or choose another disk",
-) -> None:
-    """Check that `needed` bytes fit where `target` will stand.
+def find_space_gap(target: Path, needed: int) -> tuple[str, Path, str] | None:
+    """Return the bytes needed, the folder, and the bytes free in it when `needed` bytes do not fit there."""
+    place, free = existing_parent(target), free_space(target)
+    return (size_words(needed), place, size_words(free)) if needed + _SPARE > free else None
 
-    Args:
-        target: A folder to be made.
-        needed: Bytes.
-        what: What needs them, for the message.
-        hint: What to do when they do not fit.
+
+def check_space(target: Path, needed: int) -> None:
+    """Check that `needed` bytes fit where `target` will stand.
 
     Raises:
         CheckpointError: When they do not, with both numbers.
     """
-    place, free = existing_parent(target), free_space(target)
-    if needed + _SPARE > free:
-        msg = f"{what} {size_words(needed)}, {place} has {size_words(free)} free"
-        raise CheckpointError(msg, hint=hint)
+    if gap := find_space_gap(target, needed):
+        msg = f"the merged weights need {gap[0]}, {gap[1]} has {gap[2]} free"
+        raise CheckpointError(msg, hint="free some space or choose another disk")
 
 
 def check_memory(needed: int) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdplaunch.byte_sizes import size_words
-from fsdplaunch.checkpoint.atomic_output import check_space
+from fsdplaunch.checkpoint.atomic_output import find_space_gap
 from fsdplaunch.checkpoint.manifest import write_manifest
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
@@ -67,16 +67,17 @@ class SaveJob:
             with raise_on_all_ranks(self.doing):
                 if dist.get_rank() == 0:
                     self._warn_if_large()
-                    check_space(
-                        begin(self.target),
-                        sum(_nbytes(part) for part in self.parts),
-                        what="the checkpoint needs",
-                        hint="free some space, set checkpoint.keep_last, or choose another disk",
-                    )
+                    begin(self.target)
+                    self._check_space()
             check_same(partial_of(self.target), self.target)
         except CheckpointError:
             self._discard()
             raise
+
+    def _check_space(self) -> None:
+        if gap := find_space_gap(self.target, sum(_nbytes(part) for part in self.parts)):
+            msg = f"the checkpoint needs {gap[0]}, {gap[1]} has {gap[2]} free"
+            raise CheckpointError(msg, hint="free some space, set checkpoint.keep_last, or choose another disk")
 
     def _warn_if_large(self) -> None:
         gathered = sum(_nbytes(part, once=True) for part in self.parts if part.kind == "FULL_STATE_DICT")
