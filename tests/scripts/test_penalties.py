@@ -52,7 +52,7 @@ HYBRID = {f"parallelism_config__parallelism_config_dp_{kind}_size": 2 for kind i
 
 @pytest.fixture(scope="module")
 def plain(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """What one process computes."""
+    """Run the script as one process."""
     folder = tmp_path_factory.mktemp("penalties")
     script = folder / "train.py"
     script.write_text(PENALTIES)

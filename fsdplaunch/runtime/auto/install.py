@@ -14,11 +14,11 @@ from fsdplaunch.runtime.auto.detect.shard_triggers import (
     sharding_on_move,
 )
 from fsdplaunch.runtime.auto.dtensor.function_table import handling_shards
-from fsdplaunch.runtime.auto.dtensor.grad_clipping import clipping_whole
+from fsdplaunch.runtime.auto.dtensor.grad_clipping import clipping_by_full_norm
 from fsdplaunch.runtime.auto.model.buffers import aligning_buffers
 from fsdplaunch.runtime.auto.model.moves import keeping_hooks
-from fsdplaunch.runtime.auto.state.load_hooks import loading_whole
-from fsdplaunch.runtime.auto.state.save_hooks import saving_whole
+from fsdplaunch.runtime.auto.state.load_hooks import loading_full_tensors
+from fsdplaunch.runtime.auto.state.save_hooks import saving_full_tensors
 
 
 @contextmanager
@@ -35,10 +35,10 @@ def hooks(hook_context: HookContext) -> Iterator[HookContext]:
         aligning_buffers(hook_context),
         seeding_by_rank(hook_context.streams),
         drawing_alike_in_evaluation(hook_context.streams, hook_context.models),
-        clipping_whole(hook_context),
+        clipping_by_full_norm(hook_context),
         handling_shards(hook_context),
-        saving_whole(hook_context),
-        loading_whole(hook_context),
+        saving_full_tensors(hook_context),
+        loading_full_tensors(hook_context),
     )
     with ExitStack() as stack:
         for context in contexts:
