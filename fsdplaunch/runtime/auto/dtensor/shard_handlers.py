@@ -73,9 +73,15 @@ def assign_data(models: Iterable[nn.Module], func: Any, args: Any, _kwargs: Any)
 
 
 def replicate(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a loss operator on full tensors: torch scales its gradient by the size of the shard."""
-    args, kwargs = tree_map(_replicated, (args, kwargs))
-    return func(*args, **kwargs)
+    """Run a loss operator on full tensors: torch scales its gradient by the size of the shard, or has no way.
+
+    The result is replicated again, since autograd is above operators and expects a sharded tensor's kind.
+    """
+    mesh = next(value.device_mesh for value in (*args, *kwargs.values()) if isinstance(value, DTensor))
+    placements = [Replicate()] * mesh.ndim
+    return tree_map(
+        lambda value: DTensor.from_local(value, mesh, placements, run_check=False), gather(func, args, kwargs)
+    )
 
 
 def replicate_empty(func: Any, args: Any, kwargs: Any) -> Any:
