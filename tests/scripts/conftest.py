@@ -1,4 +1,4 @@
-"""Runs programs as plain python does and as launched workers, and reads back what they printed and wrote."""
+"""Run programs as plain python does and as launched workers, and read back what they printed and wrote."""
 
 import json
 import os
@@ -40,7 +40,7 @@ class Run:
     parameters: list[list[dict[str, Any]]]
 
     def losses(self) -> list[float]:
-        """The mean over ranks of each loss printed, in order."""
+        """Return the mean over ranks of each loss printed, in order."""
         each = [[float(found) for found in LOSS.findall(text)] for text in self.out]
         assert len({len(one) for one in each}) == 1, self.out
         return [sum(values) / len(values) for values in zip(*each, strict=True)]
@@ -109,11 +109,11 @@ class Forks:
 
 
 def environment(ranks: int, keys: dict[str, Any]) -> dict[str, str]:
-    """The variables of a CPU run over some ranks with these keys."""
+    """Return the variables of a CPU run over some ranks with these keys."""
     base = {"distributed_type": "FSDP", "use_cpu": True, "num_processes": ranks, "fsdp_config__fsdp_version": 2}
-    said = {tuple(name.split("__")): value for name, value in (base | keys).items()}
-    assert set(said) <= set(keys_by_path()), said
-    return encode(resolve(build_config(said)))
+    given = {tuple(name.split("__")): value for name, value in (base | keys).items()}
+    assert set(given) <= set(keys_by_path()), given
+    return encode(resolve(build_config(given)))
 
 
 @pytest.fixture(scope="session")

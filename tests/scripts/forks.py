@@ -100,7 +100,7 @@ def _rank(argv: list[str], rank: int, size: int, port: int, logs: Path) -> int:
 
 
 def _parameters() -> list[dict[str, Any]]:
-    """What every parameter of every model of the program is on this rank."""
+    """Return what every parameter of every model of the program is on this rank."""
     from torch.distributed.tensor import DTensor
 
     from fsdplaunch.runtime.inspection.parameter_names import named_parameters

@@ -1,4 +1,4 @@
-"""Who shards is decided once and said; what cannot be done is an error that names the script's line."""
+"""Who shards is decided once and printed; what cannot be done is an error that names the script's line."""
 
 import textwrap
 from pathlib import Path
@@ -38,7 +38,7 @@ TRAIN = """
 """
 
 
-def test_script_that_shards_nothing_is_sharded_and_told(forks: Forks, tmp_path: Path) -> None:
+def test_script_that_shards_nothing_is_sharded_and_named(forks: Forks, tmp_path: Path) -> None:
     done = run(forks, tmp_path, TRAIN)
     assert done.codes == [0, 0], done.err
     assert done.err[0].count("launch.shard auto: nothing in the script shards") == 1
@@ -47,7 +47,7 @@ def test_script_that_shards_nothing_is_sharded_and_told(forks: Forks, tmp_path: 
 
 
 @pytest.mark.parametrize(("form", "notes"), [("SHARDED_STATE_DICT", 1), ("FULL_STATE_DICT", 0)])
-def test_whole_save_is_pointed_to_the_shards_where_they_are_asked_for(
+def test_full_save_names_the_call_for_shards_where_they_are_configured(
     forks: Forks, tmp_path: Path, form: str, notes: int
 ) -> None:
     save = 'torch.save(model.state_dict(), "model.pt")\n    ' * 2
@@ -57,7 +57,7 @@ def test_whole_save_is_pointed_to_the_shards_where_they_are_asked_for(
     assert done.err[1] == ""
 
 
-def test_part_of_a_model_moved_first_leaves_the_whole_to_be_sharded(forks: Forks, tmp_path: Path) -> None:
+def test_submodule_moved_first_leaves_the_model_to_be_sharded(forks: Forks, tmp_path: Path) -> None:
     body = """
         model = Net()
         model.layers[0].to("cpu")
@@ -184,7 +184,7 @@ def test_what_torch_cannot_do_with_shards_is_explained_below_the_line(
     done = run(forks, tmp_path, body)
     assert done.codes == [1, 1], done.err
     assert 'train.py", line 16, in <module>' in done.err[0]
-    assert "a sharded parameter is whole only while its model computes" in done.err[0]
+    assert "a sharded parameter is a full tensor only while its model computes" in done.err[0]
     assert "fsdplaunch.prepare(model, optimizer)" in done.err[0]
 
 
@@ -211,9 +211,9 @@ def test_ranks_draw_their_own_batches_from_one_order(forks: Forks, tmp_path: Pat
     for epoch in (0, 1):
         lines = [out.splitlines()[epoch] for out in done.out]
         assert all(line.startswith("3 [") for line in lines)
-        parts = [line[3 : line.index("]")].split(", ") for line in lines]
-        assert sorted(int(x) for part in parts for x in part) == list(range(12))
-        orders.append(parts)
+        shares = [line[3 : line.index("]")].split(", ") for line in lines]
+        assert sorted(int(x) for share in shares for x in share) == list(range(12))
+        orders.append(shares)
     assert orders[0] != orders[1]
     draws = {out.splitlines()[0].rsplit(" ", 1)[1] for out in done.out}
     assert len(draws) == 2
@@ -243,8 +243,8 @@ def test_samplers_of_the_script_are_divided_without_a_gap_or_a_double(forks: For
     for index, (length, items) in enumerate([(1, 8), (2, 16), (8, 16)]):
         lines = [out.splitlines()[index] for out in done.out]
         assert all(line.startswith(f"{length} [") for line in lines)
-        parts = [line[line.index("[") + 1 : -1].split(", ") for line in lines]
-        assert sorted(int(x) for part in parts for x in part) == list(range(items))
+        shares = [line[line.index("[") + 1 : -1].split(", ") for line in lines]
+        assert sorted(int(x) for share in shares for x in share) == list(range(items))
     assert "Buckets: rank 0 draws its batches, ranks take turns" in done.err[0]
 
 
@@ -279,10 +279,10 @@ def test_parameters_of_no_module_stay_equal(forks: Forks, tmp_path: Path) -> Non
     done = run(forks, tmp_path, body)
     assert done.codes == [0, 0], done.err
     assert done.out[0] == done.out[1] != "0.0000000\n"
-    assert "1 parameters of no module stay whole" in done.err[0]
+    assert "1 parameters of no module stay unsharded" in done.err[0]
 
 
-def test_numbers_read_from_shards_are_those_of_the_whole(forks: Forks, tmp_path: Path) -> None:
+def test_numbers_read_from_shards_are_those_of_the_full_tensors(forks: Forks, tmp_path: Path) -> None:
     body = """
         model = Net()
         weight = model.layers[0].weight.detach().clone()
@@ -297,7 +297,7 @@ def test_numbers_read_from_shards_are_those_of_the_whole(forks: Forks, tmp_path:
     assert done.out == ["True\nTrue\nTrue\n(4, 4) True\n"] * 2, done.err
 
 
-def test_whole_model_is_pickled_as_one_process_would(forks: Forks, tmp_path: Path) -> None:
+def test_full_model_is_pickled_as_one_process_would(forks: Forks, tmp_path: Path) -> None:
     body = """
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
         whole = {name: value.clone() for name, value in model.state_dict().items()}

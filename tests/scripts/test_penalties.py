@@ -1,4 +1,4 @@
-"""Penalties and statistics that a script computes from sharded parameters are those of the whole ones."""
+"""Penalties and statistics that a script computes from sharded parameters are those of the full tensors."""
 
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ def train(rows, accumulate):
         loss = F.mse_loss(model(x), x[:, :1].expand(16, rows))
         loss = loss + 1e-2 * sum(p.pow(2).sum() for p in model.parameters()) + 1e-2 * model[0].bias.abs().sum()
         loss = loss + 3 * sum(F.mse_loss(p, before[name]) for name, p in model.named_parameters())
+        loss = loss + 1e-2 * sum(torch.amax(p) + p.abs().max() + p.norm(float("inf")) for p in model.parameters())
+        loss = loss + 1e-2 * sum(p.amax(dim=0).sum() for p in model.parameters())
         for p in model.parameters():
             loss += 1e-2 * torch.norm(p) + 1e-2 * torch.sum(torch.abs(p))
         (loss / accumulate).backward()
@@ -45,12 +47,12 @@ train(5, accumulate=1)
 """
 
 HYBRID = {f"parallelism_config__parallelism_config_dp_{kind}_size": 2 for kind in ("replicate", "shard")}
-"""Rows and columns of ranks, of which each row holds a whole model."""
+"""Rows and columns of ranks, of which each row holds a full model."""
 
 
 @pytest.fixture(scope="module")
 def plain(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """What one process computes."""
+    """Run the script as one process."""
     folder = tmp_path_factory.mktemp("penalties")
     script = folder / "train.py"
     script.write_text(PENALTIES)

@@ -18,7 +18,7 @@ RANKS = (2, 4)
 
 @pytest.fixture(scope="module")
 def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """A program's run as plain python, once for all tests."""
+    """Run a program as plain python, once for all tests."""
 
     @cache
     def run(name: str) -> Run:
@@ -44,7 +44,7 @@ def test_program_over_ranks_computes_and_writes_what_one_process_does(
 
 
 def assert_sharded(run: Run) -> None:
-    """Every parameter is sharded, and no rank holds more of a model than its part and one odd row of each."""
+    """Every parameter is sharded, and no rank holds more of a model than its shard and one odd row of each."""
     assert all(run.parameters), run.err
     for found in zip(*run.parameters, strict=True):
         assert all(param["sharded"] for param in found), found

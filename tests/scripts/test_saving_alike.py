@@ -104,9 +104,9 @@ def test_save_of_some_ranks_only_ends_soon_with_the_line(
     script.write_text(IMPATIENT + HEAD + body)
     done = forks.run(script, tmp_path / "run", ranks=2, timeout=30)
     line = next(n for n, text in enumerate(script.read_text().splitlines(), 1) if "torch.save" in text)
-    said = next(err for err in done.err if "was called on rank" in err and f"train.py:{line} was" in err)
-    assert f"torch.save at train.py:{line} was called on rank" in said
-    assert f" went on, waiting for rank {0 if 'rank 0 only' in said else 1} {where}" in said
-    assert "hint: save on all ranks or on none" in said
-    assert "all_reduce" in said
+    message = next(err for err in done.err if "was called on rank" in err and f"train.py:{line} was" in err)
+    assert f"torch.save at train.py:{line} was called on rank" in message
+    assert f" went on, waiting for rank {0 if 'rank 0 only' in message else 1} {where}" in message
+    assert "hint: save on all ranks or on none" in message
+    assert "all_reduce" in message
     assert -9 not in done.codes

@@ -27,7 +27,7 @@ class HookContext:
         streams: The random generators.
         models: The models sharded for the script, and the line where.
         complete: For each of them, what to call to check that no parameter was added since.
-        said: What has been said once.
+        printed: The messages that were printed and are not repeated.
     """
 
     config: Config
@@ -42,20 +42,20 @@ class HookContext:
     complete: "weakref.WeakKeyDictionary[nn.Module, Callable[[], None]]" = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    said: set[str] = field(default_factory=set)
+    printed: set[str] = field(default_factory=set)
 
     @property
     def keeps_batch(self) -> bool:
-        """Whether batches are divided over the workers, so that the run computes what one process would."""
+        """Return whether batches are divided over the workers, so that the run computes what one process would."""
         return self.config.launch.keep_global_batch
 
     def evaluating(self) -> bool:
-        """Whether the script computes without training: gradients are off, or no model is in training mode."""
+        """Return whether the script computes without training: no gradients, or no model in training mode."""
         return not torch.is_grad_enabled() or not any(model.training for model in list(self.models))
 
 
 def context_of(config: Config, device: torch.device, *, rank: int, size: int) -> HookContext:
-    """A worker's job at its start: nothing decided, nothing found."""
+    """Make a worker's context at its start: nothing decided, nothing found."""
     return HookContext(
         config=config,
         device=device,

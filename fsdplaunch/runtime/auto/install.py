@@ -13,16 +13,12 @@ from fsdplaunch.runtime.auto.detect.shard_triggers import (
     sharding_on_compile,
     sharding_on_move,
 )
-from fsdplaunch.runtime.auto.dtensor.data_assignment import assigning_shards
-from fsdplaunch.runtime.auto.dtensor.grad_clipping import clipping_whole
-from fsdplaunch.runtime.auto.dtensor.inplace_updates import updating_shards
-from fsdplaunch.runtime.auto.dtensor.losses_and_extremes import computing_whole
-from fsdplaunch.runtime.auto.dtensor.random_init import drawing_whole
-from fsdplaunch.runtime.auto.dtensor.scalar_reads import reading_whole
+from fsdplaunch.runtime.auto.dtensor.function_table import handling_shards
+from fsdplaunch.runtime.auto.dtensor.grad_clipping import clipping_by_full_norm
 from fsdplaunch.runtime.auto.model.buffers import aligning_buffers
 from fsdplaunch.runtime.auto.model.moves import keeping_hooks
-from fsdplaunch.runtime.auto.state.load_hooks import loading_whole
-from fsdplaunch.runtime.auto.state.save_hooks import saving_whole
+from fsdplaunch.runtime.auto.state.load_hooks import loading_full_tensors
+from fsdplaunch.runtime.auto.state.save_hooks import saving_full_tensors
 
 
 @contextmanager
@@ -39,14 +35,10 @@ def hooks(hook_context: HookContext) -> Iterator[HookContext]:
         aligning_buffers(hook_context),
         seeding_by_rank(hook_context.streams),
         drawing_alike_in_evaluation(hook_context.streams, hook_context.models),
-        drawing_whole(hook_context),
-        clipping_whole(hook_context),
-        reading_whole(hook_context),
-        computing_whole(hook_context),
-        updating_shards(hook_context),
-        assigning_shards(hook_context),
-        saving_whole(hook_context),
-        loading_whole(hook_context),
+        clipping_by_full_norm(hook_context),
+        handling_shards(hook_context),
+        saving_full_tensors(hook_context),
+        loading_full_tensors(hook_context),
     )
     with ExitStack() as stack:
         for context in contexts:

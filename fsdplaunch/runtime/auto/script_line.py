@@ -1,12 +1,12 @@
-"""The user's own code: which files are, and which of its lines is running."""
+"""Find the user's own code: which files are, and which of its lines is running."""
 
 import sys
 import sysconfig
 from pathlib import Path
 
 
-def is_users(file: str) -> bool:
-    """Whether a source file is the user's own: not of Python, of this package, or installed."""
+def is_user_file(file: str) -> bool:
+    """Return whether a source file is the user's own: not of Python, of this package, or installed."""
     return not file.startswith(_FOREIGN) and "site-packages" not in file and "dist-packages" not in file
 
 
@@ -18,11 +18,11 @@ _FOREIGN = (
 
 
 def script_line() -> str:
-    """The line of the user's own code that is running: `train.py:31`."""
+    """Return the line of the user's own code that is running: `train.py:31`."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if is_users(file):
+        if is_user_file(file):
             return f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "the script"

@@ -1,1 +1,1 @@
-"""Each worker's part of the script's data, random numbers and devices."""
+"""Each rank's share of the script's data, random numbers and devices."""

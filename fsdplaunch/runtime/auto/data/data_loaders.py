@@ -1,7 +1,7 @@
-"""Data loaders give each worker its part of every batch, in the order the script's own sampler draws.
+"""Divide data loaders: each worker gets its share of every batch, in the order the script's own sampler draws.
 
-Needed because all workers run the same loop. Loaders that are read while the script evaluates stay whole on every
-worker: what is computed from them, and decided by it, is then the same everywhere.
+Needed because all workers run the same loop. Loaders that are read while the script evaluates stay complete on
+every worker: what is computed from them, and decided by it, is then the same everywhere.
 """
 
 import math
@@ -23,7 +23,7 @@ from fsdplaunch.runtime.data.data_loader import is_split, set_attributes
 
 @contextmanager
 def dividing_loaders(hook_context: HookContext) -> Iterator[None]:
-    """Fit a loader when it is first read or asked for its length."""
+    """Divide a loader when it is first read or its length is."""
     loaders = _Loaders(hook_context)
     with (
         replaced(DataLoader, "__iter__", loaders.reading),
@@ -40,7 +40,7 @@ class _Loaders:
         self.fitted: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def _are_ours(self, loader: Any) -> bool:
-        """Whether a loader is to be divided; fits it if it is."""
+        """Return whether a loader is to be divided, after dividing it if it is."""
         hook_context = self.hook_context
         if hook_context.size == 1 or not hook_context.ownership.decided() or is_split(loader):
             return False
@@ -50,14 +50,14 @@ class _Loaders:
         return True
 
     def reading(self, original: Any) -> Any:
-        """What stands for a loader's `__iter__`."""
+        """Make a loader's `__iter__`."""
 
         def iterate(loader: Any) -> Any:
             if not self._are_ours(loader):
                 return original(loader)
             _check_batch(loader, self.hook_context)
             if self.hook_context.models and not self.hook_context.evaluating():
-                self.hook_context.streams.part()  # before the loader's processes get their seeds
+                self.hook_context.streams.diverge()  # before the loader's processes get their seeds
             if isinstance(loader.dataset, IterableDataset):
                 return _read_stream(loader, original, self.hook_context)
             return original(loader)
@@ -65,7 +65,7 @@ class _Loaders:
         return iterate
 
     def measuring(self, original: Any) -> Any:
-        """What stands for a loader's `__len__`."""
+        """Make a loader's `__len__`."""
 
         def measure(loader: Any) -> int:
             if not self._are_ours(loader) or not isinstance(loader.dataset, IterableDataset):
@@ -73,14 +73,14 @@ class _Loaders:
             length = int(original(loader))
             return (
                 length
-                if self.hook_context.keeps_batch or _whole(self.hook_context)
+                if self.hook_context.keeps_batch or _is_complete(self.hook_context)
                 else math.ceil(length / self.hook_context.size)
             )
 
         return measure
 
 
-def _whole(hook_context: HookContext) -> bool:
+def _is_complete(hook_context: HookContext) -> bool:
     return bool(hook_context.models) and hook_context.evaluating()
 
 
@@ -107,7 +107,7 @@ def fit(loader: Any, hook_context: HookContext) -> None:
 
 
 def _check_batch(loader: Any, hook_context: HookContext) -> None:
-    """Refuse a training batch that the workers cannot divide as asked; say once how large batches are.
+    """Refuse a training batch that the workers cannot divide as configured; print once how large batches are.
 
     Raises:
         ShardingError: They cannot.
@@ -118,8 +118,8 @@ def _check_batch(loader: Any, hook_context: HookContext) -> None:
     if hook_context.keeps_batch and size % hook_context.size and size > 1:
         msg = f"{script_line()} reads batches of {size}, which {hook_context.size} workers cannot divide evenly"
         raise ShardingError(msg, hint="change the batch size or the number of workers, or leave keep_global_batch")
-    if "batch" not in hook_context.said:
-        hook_context.said.add("batch")
+    if "batch" not in hook_context.printed:
+        hook_context.printed.add("batch")
         each, all_ = (
             (size // hook_context.size, size) if hook_context.keeps_batch else (size, size * hook_context.size)
         )

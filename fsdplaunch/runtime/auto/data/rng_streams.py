@@ -27,30 +27,30 @@ class RngStreams:
     """The generators of one worker.
 
     Attributes:
-        rank: Rank 0 goes on as one process would; the others part from it.
+        rank: Rank 0 goes on as one process would; the others diverge from it.
         kept: All ranks go on alike, for a run that computes what one process would.
-        parted: Whether they have parted.
+        diverged: Whether they have diverged.
         evaluating: Whether the script evaluates.
     """
 
     rank: int
     kept: bool
-    parted: bool = False
+    diverged: bool = False
     evaluating: bool = False
     _aside: dict[str, Any] = field(default_factory=dict)
     _shared: dict[str, Any] = field(default_factory=dict)
 
-    def part(self) -> None:
-        """From now on give each rank draws of its own, derived from the script's seed and the rank.
+    def diverge(self) -> None:
+        """Give each rank draws of its own from now on, derived from the script's seed and the rank.
 
         When training begins, and not before: data that is made or split by drawing is the same on all ranks.
         """
-        if self.kept or self.parted:
+        if self.kept or self.diverged:
             return
         box = [_states()]
         dist.broadcast_object_list(box, src=0)
         self._shared = box[0]
-        self.parted = True
+        self.diverged = True
         if self.rank:
             _set_states(self._shared)
             self._reseed(torch.initial_seed())
@@ -63,8 +63,8 @@ class RngStreams:
             sys.modules["numpy"].random.seed(mine % 2**32)
 
     def seeded(self, seed: int) -> int:
-        """What a seed that the script sets means on this rank; the shared stream begins anew with it."""
-        if not self.parted or self.evaluating:
+        """Return what a seed that the script sets means on this rank; the shared stream begins anew with it."""
+        if not self.diverged or self.evaluating:
             return seed
         self._shared["torch"] = torch.Generator().manual_seed(seed).get_state()
         return (seed + self.rank * _STRIDE) % 2**63
@@ -72,9 +72,9 @@ class RngStreams:
     def evaluate(self, *, now: bool) -> None:
         """Draw alike on all ranks while the script evaluates, and then go on where each rank was.
 
-        A stream apart from the shared one: what only some ranks evaluate does not part the order of the data.
+        A stream apart from the shared one: what only some ranks evaluate does not change the order of the data.
         """
-        if self.parted and now != self.evaluating:
+        if self.diverged and now != self.evaluating:
             self.evaluating = now
             others, self._aside = self._aside or dict(self._shared), _states()
             _set_states(others)
@@ -82,7 +82,7 @@ class RngStreams:
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Draw from the stream that is the same on all ranks."""
-        if not self.parted:
+        if not self.diverged:
             yield
             return
         mine = _states()
@@ -119,7 +119,7 @@ def drawing_alike_in_evaluation(streams: RngStreams, models: Iterable[nn.Module]
     def turn(original: Any) -> Any:
         def train(self: nn.Module, mode: bool = True) -> Any:
             result = original(self, mode)
-            if streams.parted:
+            if streams.diverged:
                 streams.evaluate(now=not any(model.training for model in list(models)))
             return result
 
@@ -131,7 +131,7 @@ def drawing_alike_in_evaluation(streams: RngStreams, models: Iterable[nn.Module]
 
 @contextmanager
 def seeding_by_rank(streams: RngStreams) -> Iterator[None]:
-    """Give a seed that the script sets later, for each epoch say, its part of the rank."""
+    """Give a seed that the script sets later, for each epoch say, its offset by the rank."""
 
     def offset(original: Any) -> Any:
         def manual_seed(seed: Any) -> Any:

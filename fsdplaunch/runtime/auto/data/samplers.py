@@ -1,6 +1,6 @@
-"""One worker's part of batches, of items, and of streams.
+"""One worker's share of batches, of items, and of streams.
 
-All ranks draw the whole order, from the random stream they share, and take their part of it, so that no rank waits
+All ranks draw the complete order, from the same random stream, and take their share of it, so that no rank waits
 for another. Orders of samplers other than torch's are drawn by rank 0 and sent: how they draw is not known.
 """
 
@@ -18,7 +18,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 
 
 def drawn(sampler: Any, hook_context: HookContext) -> list[Any]:
-    """One epoch's order, the same on every rank."""
+    """Draw one epoch's order, the same on every rank."""
     if type(sampler).__module__.startswith("torch."):
         with hook_context.streams.shared():
             return list(sampler)
@@ -35,7 +35,7 @@ def filled(items: list[Any], multiple: int) -> list[Any]:
 
 
 class RankBatches(BatchSampler):
-    """This rank's part of each batch of items that are drawn one by one.
+    """This rank's share of each batch of items that are drawn one by one.
 
     The workers' batches together are the script's own, or as many of the script's size as there are workers.
     """
@@ -69,7 +69,7 @@ class RankBatches(BatchSampler):
             yield batch[self.hook_context.rank * each : (self.hook_context.rank + 1) * each]
 
     def __len__(self) -> int:
-        """How many batches an epoch has, of training unless the script evaluates."""
+        """Return how many batches an epoch has, of training unless the script evaluates."""
         if self.hook_context.models and self.hook_context.evaluating():
             return len(self.inner)
         items = len(self.sampler)  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ class RankBatches(BatchSampler):
 
 
 class FullBatches(Sampler[Any]):
-    """This rank's part of batches that a sampler of the script's own makes."""
+    """This rank's share of batches that a sampler of the script's own makes."""
 
     def __init__(self, inner: Any, hook_context: HookContext) -> None:
         self.inner, self.hook_context = inner, hook_context
@@ -90,16 +90,16 @@ class FullBatches(Sampler[Any]):
         batches = drawn(self.inner, self.hook_context)
         if self.hook_context.keeps_batch:
             for batch in batches:
-                whole = filled(list(batch), self.hook_context.size)
-                each = len(whole) // self.hook_context.size
-                yield whole[self.hook_context.rank * each : (self.hook_context.rank + 1) * each]
+                full = filled(list(batch), self.hook_context.size)
+                each = len(full) // self.hook_context.size
+                yield full[self.hook_context.rank * each : (self.hook_context.rank + 1) * each]
         else:
             yield from filled(batches, self.hook_context.size)[self.hook_context.rank :: self.hook_context.size]
 
     def __len__(self) -> int:
-        """How many batches an epoch has."""
-        whole = self.hook_context.keeps_batch or (self.hook_context.models and self.hook_context.evaluating())
-        return len(self.inner) if whole else math.ceil(len(self.inner) / self.hook_context.size)
+        """Return how many batches an epoch has."""
+        complete = self.hook_context.keeps_batch or (self.hook_context.models and self.hook_context.evaluating())
+        return len(self.inner) if complete else math.ceil(len(self.inner) / self.hook_context.size)
 
 
 class RankItems(Sampler[Any]):
@@ -118,9 +118,9 @@ class RankItems(Sampler[Any]):
         ]
 
     def __len__(self) -> int:
-        """How many items an epoch has."""
-        whole = self.hook_context.models and self.hook_context.evaluating()
-        return len(self.inner) if whole else math.ceil(len(self.inner) / self.hook_context.size)
+        """Return how many items an epoch has."""
+        complete = self.hook_context.models and self.hook_context.evaluating()
+        return len(self.inner) if complete else math.ceil(len(self.inner) / self.hook_context.size)
 
 
 class RankTurns(IterableDataset[Any]):
@@ -146,11 +146,11 @@ class RankTurns(IterableDataset[Any]):
             yield round_[self.rank]
 
     def __len__(self) -> int:
-        """As many as the stream says: the loader computes its own length from it."""
+        """Return what the stream gives: the loader computes its own length from it."""
         return len(self.stream)
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else the stream offers."""
+        """Return whatever else the stream offers."""
         if name.startswith("__") or name == "stream":
             raise AttributeError(name)
         return getattr(self.stream, name)

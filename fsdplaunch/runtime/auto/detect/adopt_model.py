@@ -21,7 +21,7 @@ def adopt_model(model: nn.Module, hook_context: HookContext, *, what: str) -> No
     """Shard a model that is not sharded yet, in place.
 
     Args:
-        model: The whole of it, with all its parameters.
+        model: Complete, with all its parameters.
         hook_context: This worker's.
         what: What the script does here, for errors.
 
@@ -52,27 +52,27 @@ def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None
     hook_context.models[model] = line
     allow_deepcopy(model, lambda copied, of: attach_hooks(copied, hook_context, hook_context.models[of]))
     save_full(model, hook_context)
-    hook_context.complete[model] = ForwardHooks(model, line, hook_context.streams.part).check
+    hook_context.complete[model] = ForwardHooks(model, line, hook_context.streams.diverge).check
 
 
 def _check_unsharded(model: nn.Module, hook_context: HookContext, line: str) -> None:
-    """A part that was sharded, because the script moved it by itself, cannot become part of a whole."""
+    """Refuse a model of which a submodule was sharded before, because the script moved it by itself."""
     params = dict(named_parameters(model))
     sharded = [name for name, param in params.items() if isinstance(param, DTensor)]
     if not sharded:
         return
-    for part in model.modules():
-        if part in hook_context.models:
-            earlier = hook_context.models[part]
-            msg = f"{line}: {original_name(part)} was sharded at {earlier}, before it was part of a model"
-            hint = "move the whole model to the device, not its parts, or call fsdplaunch.prepare(model)"
+    for submodule in model.modules():
+        if submodule in hook_context.models:
+            earlier = hook_context.models[submodule]
+            msg = f"{line}: {original_name(submodule)} was sharded at {earlier}, before it was part of a model"
+            hint = "move the complete model to the device, not its submodules, or call fsdplaunch.prepare(model)"
             raise ShardingError(msg, hint=hint)
     late = next(name for name in params if name not in sharded)
     raise late_parameter(model, late, line)
 
 
 def _plugin(model: nn.Module, hook_context: HookContext) -> FullyShardedDataParallelPlugin:
-    """The launch's plugin; for a model without repeated blocks one that makes it a single unit."""
+    """Return the launch's plugin; for a model without repeated blocks one that makes it a single unit."""
     plugin = ambient_plugin()
     settings = plugin.settings()
     if settings.wrap != "TRANSFORMER_BASED_WRAP" or (settings.block_classes and not hook_context.models):

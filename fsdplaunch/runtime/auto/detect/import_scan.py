@@ -1,4 +1,4 @@
-"""What a program's own source says about who shards: read, never run, and only the user's own files.
+"""Find in a program's own source what shards: read, never run, and only the user's own files.
 
 A script often builds its optimizer before it hands everything to the library that shards it, so what has been
 called so far does not tell who will. What the script imports does.
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdplaunch.runtime.auto.script_line import is_users
+from fsdplaunch.runtime.auto.script_line import is_user_file
 
 _SHARDERS: dict[str, tuple[str, ...]] = {
     "fsdplaunch": ("prepare", "apply_fsdp2", "fsdp2_prepare_model"),
@@ -25,7 +25,7 @@ _SHARDERS: dict[str, tuple[str, ...]] = {
     "colossalai": ("",),
     "composer": ("Trainer",),
 }
-"""By top-level package, the endings of the names that shard or copy a model; "" for any name of the package."""
+"""By top-level package, endings of the names that shard or replicate a model; "" for any name of the package."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Mention:
 
 
 def find_mention(files: list[str]) -> Mention | None:
-    """The first name in these files that belongs to something that shards; None when there is none."""
+    """Return the first name in these files that belongs to something that shards; None when there is none."""
     for file in files:
         found = next(_mentions(file), None)
         if found is not None:
@@ -50,11 +50,11 @@ def find_mention(files: list[str]) -> Mention | None:
 
 
 def user_files(main: str | None) -> list[str]:
-    """The source files of the program's own modules so far: the script first, nothing that is installed."""
+    """Return the source files of the program's own modules so far: the script first, nothing that is installed."""
     files = [main] if main else []
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(".py") and is_users(file):
+        if isinstance(file, str) and file.endswith(".py") and is_user_file(file):
             files.append(file)
     return list(dict.fromkeys(files))
 
@@ -74,7 +74,7 @@ def _mentions(file: str) -> Iterator[Mention]:
 
 
 def _named(node: ast.AST, modules: dict[str, str]) -> Iterator[str]:
-    """The sharding names that one statement imports, or one expression takes from an imported module."""
+    """Yield the sharding names that one statement imports, or one expression takes from an imported module."""
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
         yield from (alias.name for alias in node.names if _shards(node.module, alias.name))
     elif isinstance(node, ast.Import):

@@ -28,12 +28,12 @@ class ModuleRegistry:
         self._refs[key] = weakref.ref(module, lambda _: self._refs.pop(key, None))
 
     def alive(self) -> list[nn.Module]:
-        """All modules."""
+        """Return all modules."""
         found = (ref() for ref in list(self._refs.values()))
         return [module for module in found if module is not None and is_built(module)]
 
     def parents(self) -> dict[int, list[nn.Module]]:
-        """For each module that others hold, by id, those others."""
+        """Return, by the id of each module that others hold, those others."""
         parents: dict[int, list[nn.Module]] = {}
         for module in self.alive():
             for _, child in own_children(module):
@@ -41,11 +41,11 @@ class ModuleRegistry:
         return parents
 
     def is_root(self, module: nn.Module) -> bool:
-        """Whether no module that can be called holds this one, directly or further up."""
+        """Return whether no module that can be called holds this one, directly or further up."""
         return module in self._tops([module])
 
     def roots_of(self, params: Iterable[Any]) -> tuple[list[nn.Module], list[Any]]:
-        """The models that hold these parameters, and the parameters that no module holds."""
+        """Return the models that hold these parameters, and the parameters that no module holds."""
         wanted = {id(param): param for param in params}
         holders: list[nn.Module] = []
         for module in self.alive():
@@ -56,7 +56,7 @@ class ModuleRegistry:
         return self._tops(holders), [param for key, param in wanted.items() if key not in held]
 
     def _tops(self, modules: list[nn.Module]) -> list[nn.Module]:
-        """The outermost callable modules above the given ones, without torch.compile's wrappers."""
+        """Return the outermost callable modules above the given ones, without torch.compile's wrappers."""
         parents = self.parents()
         tops: dict[int, nn.Module] = {}
         for module in modules:
@@ -66,7 +66,7 @@ class ModuleRegistry:
 
 
 def _highest(module: nn.Module, parents: dict[int, list[nn.Module]]) -> nn.Module:
-    """The last callable module on the way up from this one: lists and plain holders of models are no models."""
+    """Return the last callable module on the way up: lists and plain holders of models are no models."""
     level, seen, best = [module], {id(module)}, module
     while level:
         above = [p for m in level for p in parents.get(id(m), ()) if id(p) not in seen]

@@ -1,7 +1,7 @@
 """Optimizers train the shards: their models are sharded when they are built, and their groups changed over.
 
 Done right after the optimizer's base class has its groups and before the subclass goes on, so that what a subclass
-keeps for itself is the shards already. Parameters without a module stay whole and equal on all workers.
+keeps for itself is the shards already. Parameters without a module stay unsharded and equal on all workers.
 """
 
 from collections.abc import Iterator
@@ -70,23 +70,25 @@ def _regroup(optimizer: Optimizer, hook_context: HookContext) -> None:
     for root in roots:
         adopt_model(root, hook_context, what=what)
     if bare:
-        _keep_whole(bare, optimizer)
+        _keep_unsharded(bare, optimizer)
     repoint(optimizer, known_parameters() | {id(param): "" for param in bare})
 
 
-def _keep_whole(bare: list[Any], optimizer: Optimizer) -> None:
+def _keep_unsharded(bare: list[Any], optimizer: Optimizer) -> None:
     """Keep parameters of no module equal on all workers: rank 0's values, gradients averaged."""
     mesh = shard_target(ambient_plugin().settings(), mesh=None, process_group=None, device=None).mesh
-    fresh = [param for param in bare if not hasattr(param, "fsdplaunch_whole")]
+    fresh = [param for param in bare if not hasattr(param, "fsdplaunch_unsharded")]
     for param in fresh:
         for axis in range(mesh.ndim):
             group = mesh.get_group(axis)
             torch.distributed.broadcast(param.data, src=torch.distributed.get_global_rank(group, 0), group=group)
-        param.fsdplaunch_whole = True
+        param.fsdplaunch_unsharded = True
     if fresh:
         ReplicatedParams(fresh, mesh)
         count = sum(param.numel() for param in fresh)
-        messages.say(f"{script_line()}: {count} parameters of no module stay whole, their gradients are averaged")
+        messages.say(
+            f"{script_line()}: {count} parameters of no module stay unsharded, their gradients are averaged"
+        )
     for settings in optimizer.param_groups:  # torch's loops over many tensors at once take no mixture
         kinds = {isinstance(param, DTensor) for param in settings["params"]}
         if len(kinds) > 1 and "foreach" in settings and not settings.get("fused"):

@@ -1,4 +1,4 @@
-"""Who shards the script's models: the script, a library it uses, or this package. Decided once, and printed."""
+"""Decide who shards the script's models: the script, a library it uses, or this package. Once, and printed."""
 
 import sys
 from typing import Any
@@ -21,14 +21,14 @@ class Ownership:
     def __init__(self, config: Config) -> None:
         self.version = config.fsdp_config.fsdp_version or 2
         self.ours: bool | None = None
-        self._words = ""
+        self._announcement = ""
 
     def decided(self) -> bool:
-        """Whether this package is to act, deciding it now if it is still open; said at the first `claim` only."""
+        """Decide, if it is still open, whether this package shards; printed at the first `claim` only."""
         if self.ours is None:
             owner = _acting() or find_mention(user_files(getattr(sys.modules["__main__"], "__file__", None)))
             self.ours = owner is None
-            self._words = (
+            self._announcement = (
                 "launch.shard auto: nothing in the script shards, so its models are sharded for it"
                 if owner is None
                 else f"launch.shard auto: the script shards by itself ({owner})"
@@ -36,18 +36,18 @@ class Ownership:
         return self.ours and self.version != 1
 
     def claim(self, what: str) -> bool:
-        """Whether this package is to shard what the script has here, and say so the first time.
+        """Return whether this package is to shard what the script has here, and print it the first time.
 
         Args:
             what: What the script does here, for the error: `builds AdamW`.
 
         Raises:
-            ShardingError: It is to act, and the configuration asks for version 1.
+            ShardingError: It is to act, and FSDP1 is configured.
         """
         self.decided()
-        if self._words:
-            messages.say(self._words)
-            self._words = ""
+        if self._announcement:
+            messages.say(self._announcement)
+            self._announcement = ""
         if self.ours and self.version == 1:
             msg = f"{script_line()} {what}, nothing in the script shards it, and doing so needs fsdp_version 2"
             raise ShardingError(msg, hint="set fsdp_version to 2, or call fsdplaunch.prepare in the script")
@@ -55,7 +55,7 @@ class Ownership:
 
 
 def _acting() -> str | None:
-    """What has begun to shard already."""
+    """Return what has begun to shard already."""
     state: Any = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
     if getattr(state, "_shared_state", None):
         return "Accelerator"

@@ -1,6 +1,6 @@
-"""When a model is sharded for its script: as it is moved to the device, compiled, or given to an optimizer.
+"""Shard a model for its script as it is moved to the device, compiled, or given to an optimizer.
 
-The first of these is the last moment at which the whole model need not be on any one device, and the first at
+The first of these is the last moment at which the full model need not be on any one device, and the first at
 which it is complete.
 """
 
@@ -21,10 +21,10 @@ from fsdplaunch.runtime.torch_internals import parse_move
 
 
 def is_due(module: nn.Module, device: torch.device | None, hook_context: HookContext) -> bool:
-    """Whether moving a module to a device is the moment to shard it.
+    """Return whether moving a module to a device is the moment to shard it.
 
-    It is for a whole model that has something to train and goes to the kind of device this worker computes on. It
-    is not for a part of a model, nor while a larger module that will hold it is being built.
+    It is for a complete model that has something to train and goes to the kind of device this worker computes on.
+    It is not for a submodule, nor while a larger module that will hold it is being built.
     """
     if device is None or device.type != hook_context.device.type or is_sharded(module):
         return False
@@ -48,7 +48,7 @@ def _inside_a_constructor() -> bool:
 
 @contextmanager
 def sharding_on_move(hook_context: HookContext) -> Iterator[None]:
-    """Shard a model that is moved to the device, before it is: it must not land there whole."""
+    """Shard a model that is moved to the device, before it is: it must not land there in full."""
 
     def shard_then_move(original: Any) -> Any:
         def to(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ def sharding_on_move(hook_context: HookContext) -> Iterator[None]:
 
 @contextmanager
 def sharding_on_compile(hook_context: HookContext) -> Iterator[None]:
-    """Shard a model before torch.compile traces it whole."""
+    """Shard a model before torch.compile traces it."""
 
     def shard_then_compile(original: Any) -> Any:
         def compile_(model: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -96,9 +96,9 @@ def sharding_on_compile(hook_context: HookContext) -> Iterator[None]:
 
 @contextmanager
 def building_in_host_memory(hook_context: HookContext) -> Iterator[None]:
-    """Give a model without storage its storage in host memory: on the device it would be whole."""
+    """Give a model without storage its storage in host memory: on the device it would be in full."""
 
-    def empty_on_host(original: Any) -> Any:
+    def empty_on_cpu(original: Any) -> Any:
         def to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> Any:
             due = (
                 hook_context.device.type == "cuda"
@@ -111,5 +111,5 @@ def building_in_host_memory(hook_context: HookContext) -> Iterator[None]:
 
         return to_empty
 
-    with replaced(nn.Module, "to_empty", empty_on_host):
+    with replaced(nn.Module, "to_empty", empty_on_cpu):
         yield

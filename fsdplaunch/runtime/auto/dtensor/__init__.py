@@ -1,1 +1,1 @@
-"""What plain scripts do with sharded parameters, and what torch gets wrong or refuses there."""
+"""What plain scripts do with sharded parameters, where torch gets it wrong or refuses it."""

@@ -1,13 +1,13 @@
-"""Say what to do when the script computes something with a shard that torch can do with a whole tensor only.
+"""Say what to do when the script computes something with a shard that torch can do with a full tensor only.
 
-Needed because torch's words name neither the line of the script nor the reason: parameters are whole only inside
+Needed because torch's message names neither the line of the script nor the reason: parameters are full only inside
 the model's forward.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_TORCH_SAYS = (
+_TORCH_MESSAGES = (
     "got mixed torch.Tensor and DTensor",
     "does not have a sharding strategy registered",
     "Cannot flatten unevenly sharded tensor",
@@ -22,10 +22,10 @@ def explaining_mixtures() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if any(words in str(error) for words in _TORCH_SAYS):
+        if any(message in str(error) for message in _TORCH_MESSAGES):
             error.add_note(
-                "fsdplaunch: a sharded parameter is whole only while its model computes. Compute this in the "
-                "model's forward or in a method of the model that is given tensors,\nor shard in the script where "
-                "it suits: model, optimizer = fsdplaunch.prepare(model, optimizer)"
+                "fsdplaunch: a sharded parameter is a full tensor only while its model computes. Compute this in "
+                "the model's forward or in a method of the model that is given tensors,\nor shard in the script "
+                "where it suits: model, optimizer = fsdplaunch.prepare(model, optimizer)"
             )
         raise

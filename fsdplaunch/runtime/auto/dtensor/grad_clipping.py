@@ -1,7 +1,7 @@
-"""Gradient clipping by the whole gradient's norm.
+"""Clip gradients by the norm of the full gradient.
 
 Needed because torch's own returns a norm that only its methods for sharded tensors can read, and refuses models of
-which a part is not sharded.
+which some parameters are not sharded.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from fsdplaunch.runtime.auto.patch import replaced
 
 
 @contextmanager
-def clipping_whole(hook_context: HookContext) -> Iterator[None]:
+def clipping_by_full_norm(hook_context: HookContext) -> Iterator[None]:
     """Clip sharded gradients by this package's functions, and any others by torch's."""
 
     def norm(original: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Buffers are the same on all workers when a model turns to evaluation.
+"""Align buffers over all workers when a model turns to evaluation.
 
 Needed because each worker's running statistics are those of its own batches: validation losses, and what is
 decided by them, would differ between workers.

@@ -1,4 +1,4 @@
-"""Copies of sharded models: `copy.deepcopy` gives another model, sharded in the same way.
+"""Let `copy.deepcopy` of a sharded model give another model, sharded in the same way.
 
 Needed because torch refuses to copy or to pickle a sharded module, and averages of weights start as copies.
 """
@@ -30,7 +30,7 @@ def allow_deepcopy(model: nn.Module, attach: Callable[[nn.Module, nn.Module], No
 
 
 def _copied(model: Any, memo: dict[int, Any], attach: Callable[[nn.Module, nn.Module], None]) -> nn.Module:
-    """Another model with the same values, sharded in the same way."""
+    """Return another model with the same values, sharded in the same way."""
     prepared = registered(model)
     reshard(model)
     metas: dict[int, Any] = {}
@@ -59,6 +59,6 @@ def _copied(model: Any, memo: dict[int, Any], attach: Callable[[nn.Module, nn.Mo
 
 
 def _zeros(module: nn.Module) -> None:
-    """Some value, until the other model's is copied."""
+    """Set some value, until the other model's is copied."""
     for param in module.parameters(recurse=False):
         param.zero_()

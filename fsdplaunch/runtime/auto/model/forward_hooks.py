@@ -1,6 +1,6 @@
-"""Watch over one sharded model: its first forward pass, passes without gradients, and methods that compute.
+"""Hook the calls of one sharded model: its first forward pass, passes without gradients, and methods that compute.
 
-Needed because version 2 gathers parameters around `forward` only, keeps the root's gathered until backward, and
+Needed because FSDP2 gathers parameters around `forward` only, keeps the root's gathered until backward, and
 takes no notice of parameters that appear later.
 """
 
@@ -19,7 +19,7 @@ from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 
 _CHANGES = ("set", "load", "update", "init", "reset", "copy", "tie", "freeze", "save", "to", "register")
-"""First words of methods that change parameters: gathered copies are no place to do that."""
+"""First words of methods that change parameters: gathered parameters are no place to do that."""
 
 
 class ForwardHooks:
@@ -46,7 +46,7 @@ class ForwardHooks:
         self.depth += 1
 
     def _check_first(self) -> None:
-        """Once, before the first pass: the parameters are those that were sharded."""
+        """Check once, before the first pass, that the parameters are those that were sharded."""
         self.checked = True
         self.check()
 
@@ -67,7 +67,7 @@ class ForwardHooks:
             self._free(model)
 
     def _free(self, model: Any) -> None:
-        """Without gradients no backward pass will: what the script looks at next are the shards again."""
+        """Reshard where no backward pass will: what the script looks at next are the shards again."""
         if not torch.is_grad_enabled():
             model.reshard()
 
@@ -81,7 +81,7 @@ class ForwardHooks:
             gathered = model.__dict__[name]
 
         @functools.wraps(plain)
-        def visit(*args: Any, **kwargs: Any) -> Any:
+        def call_gathered(*args: Any, **kwargs: Any) -> Any:
             if self.depth or not any(isinstance(arg, torch.Tensor) for arg in [*args, *kwargs.values()]):
                 return plain(*args, **kwargs)
             self._enter(model_of(), ())
@@ -92,19 +92,19 @@ class ForwardHooks:
                 if self.depth == 0:
                     self._free(model_of())
 
-        visit.fsdplaunch_gathers = True  # type: ignore[attr-defined]
-        model.__dict__[name] = visit
+        call_gathered.fsdplaunch_gathers = True  # type: ignore[attr-defined]
+        model.__dict__[name] = call_gathered
 
 
 def reshard(model: nn.Module) -> None:
     """Free what is gathered of a model: its parameters are the shards again."""
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def late_parameter(model: nn.Module, name: str, line: str) -> ShardingError:
-    """The error for a parameter that a model got after it was sharded."""
+    """Return the error for a parameter that a model got after it was sharded."""
     msg = f"{script_line()}: {name} of {original_name(model)} appeared after the model was sharded at {line}"
     hint = (
         f"complete the model before {line}; or call fsdplaunch.prepare(model, optimizer) in the script when it is"
@@ -113,12 +113,12 @@ def late_parameter(model: nn.Module, name: str, line: str) -> ShardingError:
 
 
 def original_name(model: nn.Module) -> str:
-    """The name of the class a module had before it was sharded."""
+    """Return the name of the class a module had before it was sharded."""
     return type(model).__name__.removeprefix("FSDP") if isinstance(model, FSDPModule) else type(model).__name__
 
 
 def _computing_methods(model: nn.Module) -> list[str]:
-    """The public methods of the model's own classes, but for forward and those named after a change."""
+    """Return the public methods of the model's own classes, but for forward and those named after a change."""
     classes = [cls for cls in type(model).__mro__ if not cls.__module__.startswith(("torch.", "builtins"))]
     names = [name for cls in classes for name, value in vars(cls).items() if inspect.isfunction(value)]
     chosen = [n for n in names if not n.startswith("_") and n != "forward" and n.split("_")[0] not in _CHANGES]

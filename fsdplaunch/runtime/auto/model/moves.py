@@ -1,7 +1,7 @@
-"""Moving or casting a sharded model keeps the hooks of its parameters.
+"""Keep the hooks of a sharded model's parameters when it is moved or cast.
 
 Needed because torch exchanges sharded parameters underneath the Python objects, and leaves at the old ones what
-`register_hook` registered: the script's own hooks, and those that fit gradients to the shards.
+`register_hook` registered: the script's own hooks, and those that place gradients as the shards.
 """
 
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ def keeping_hooks(hook_context: HookContext) -> Iterator[None]:
     """Connect hooks again after a sharded model was moved."""
 
     def move(original: Any) -> Any:
-        def move_and_fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def move_and_reconnect(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(self, *args, **kwargs)
             if hook_context.ownership.ours:
                 place_gradients(self)
             return result
 
-        return move_and_fit
+        return move_and_reconnect
 
     with replaced(FSDPModule, MOVE_METHOD, move):
         yield

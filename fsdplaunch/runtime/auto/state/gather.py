@@ -1,4 +1,4 @@
-"""Whole tensors of shards, one at a time, where they are wanted; all workers take part."""
+"""Gather full tensors one at a time, where they are wanted; all workers take part."""
 
 import io
 import pickle
@@ -24,7 +24,7 @@ _ALIKE = (
 
 
 class ShardGatherer:
-    """Gathers sharded tensors on all workers; the whole ones are kept where they are wanted.
+    """Gathers sharded tensors on all workers; the full ones are kept where they are wanted.
 
     Attributes:
         keep: Whether they are on this one.
@@ -36,10 +36,10 @@ class ShardGatherer:
         self.keep = keep
         self.call = f"{call} at {script_line()}"
         self.count = 0
-        self._whole: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._full: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def whole(self, tensor: DTensor) -> torch.Tensor:
-        """The whole tensor in host memory, or an empty one where it is not wanted. Collective.
+    def full(self, tensor: DTensor) -> torch.Tensor:
+        """Return the full tensor in host memory, or an empty one where it is not wanted. Collective.
 
         Raises:
             CheckpointError: The others do not save.
@@ -49,22 +49,22 @@ class ShardGatherer:
         self.count += 1
         local = tensor.to_local()
         key = (storage_identity(local), local.storage_offset(), tuple(tensor.shape), tensor.dtype)
-        if key not in self._whole:  # tied tensors stay tied
+        if key not in self._full:  # tied tensors stay tied
             detached: Any = tensor.detach()
             full = detached.full_tensor()
-            if full.untyped_storage().nbytes() != full.nbytes:  # a part of uneven shards with their padding
+            if full.untyped_storage().nbytes() != full.nbytes:  # a slice of uneven shards with their padding
                 full = full.clone() if self.keep else full
             # The shard is kept as well: its storage's address must not be given to another while this one counts.
-            self._whole[key] = local, full.cpu() if self.keep else full.new_empty(0)
-        whole = self._whole[key][1]
-        return nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
+            self._full[key] = local, full.cpu() if self.keep else full.new_empty(0)
+        full = self._full[key][1]
+        return nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
 
     @contextmanager
     def pickling(self) -> Iterator[None]:
-        """Pickle sharded tensors as whole ones, and sharded models as what they were before."""
+        """Pickle sharded tensors as full ones, and sharded models as what they were before."""
 
         def reduce_tensor(tensor: DTensor, protocol: int) -> Any:
-            return self.whole(tensor).__reduce_ex__(protocol)
+            return self.full(tensor).__reduce_ex__(protocol)
 
         def reduce_model(model: Any, _protocol: int) -> Any:
             # Protocol 1 names the class in a way that need not be the pickled object's own.
@@ -82,7 +82,7 @@ def _itself(param: nn.Parameter) -> Any:
 
 
 def tensors_of(model: nn.Module) -> dict[int, Any]:
-    """A memo for copying a model without its buffers."""
+    """Return a memo for copying a model without its buffers."""
     return {id(buffer): buffer for buffer in model.buffers()}
 
 
@@ -103,7 +103,7 @@ class _Nowhere(io.RawIOBase):
 
 
 def gathered(tensors: Mapping[str, Any], gathering: ShardGatherer) -> dict[str, Any]:
-    """The same mapping with whole tensors."""
+    """Return the same mapping with full tensors."""
     return {
-        name: gathering.whole(value) if isinstance(value, DTensor) else value for name, value in tensors.items()
+        name: gathering.full(value) if isinstance(value, DTensor) else value for name, value in tensors.items()
     }

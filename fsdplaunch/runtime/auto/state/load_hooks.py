@@ -1,6 +1,6 @@
-"""`load_state_dict` takes what one process has written: whole tensors, cut to this worker's shards.
+"""Let `load_state_dict` take what one process has written: full tensors, cut to this worker's shards.
 
-Needed because torch copies a whole tensor into a shard only if both are sharded alike. Before a model is sharded
+Needed because torch copies a full tensor into a shard only if both are sharded alike. Before a model is sharded
 nothing is in the way.
 """
 
@@ -22,8 +22,8 @@ from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 
 
 @contextmanager
-def loading_whole(hook_context: HookContext) -> Iterator[None]:
-    """Cut whole tensors that are loaded into sharded models and optimizers."""
+def loading_full_tensors(hook_context: HookContext) -> Iterator[None]:
+    """Cut full tensors that are loaded into sharded models and optimizers."""
 
     def load_model(original: Any) -> Any:
         def load_state_dict(self: nn.Module, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -51,7 +51,7 @@ def loading_whole(hook_context: HookContext) -> Iterator[None]:
 
 
 def _sharded(module: nn.Module) -> dict[str, Any]:
-    """The sharded parameters, by each of their names, after giving back what is gathered."""
+    """Return the sharded parameters, by each of their names, after giving back what is gathered."""
     reshard(module)
     named = module.named_parameters(remove_duplicate=False)
     return {clean_name(name): param for name, param in named if isinstance(param, DTensor)}
@@ -61,24 +61,24 @@ def _cut_model(state: Any, targets: dict[str, Any]) -> Any:
     cut = copy.copy(state)
     for name, value in state.items():
         target = targets.get(clean_name(name))
-        if target is not None and _is_whole(value, target):
+        if target is not None and _is_full(value, target):
             cut[name] = cut_to_shard(value, target)
     return cut
 
 
 def _cut_optimizer(state: dict[str, Any], params: list[Any]) -> dict[str, Any]:
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    by_number = dict(zip(numbers, params, strict=False))  # the optimizer itself says what does not fit
+    by_number = dict(zip(numbers, params, strict=False))  # the optimizer itself refuses what does not fit
     cut: dict[Any, Any] = {}
     for number, values in state["state"].items():
         param = by_number.get(number)
         cut[number] = values
         if param is not None and isinstance(values, dict):
-            cut[number] = {key: cut_to_shard(v, param) if _is_whole(v, param) else v for key, v in values.items()}
+            cut[number] = {key: cut_to_shard(v, param) if _is_full(v, param) else v for key, v in values.items()}
     return {**state, "state": cut}
 
 
-def _is_whole(value: Any, target: Any) -> bool:
+def _is_full(value: Any, target: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and not isinstance(value, DTensor)

@@ -1,4 +1,4 @@
-"""`torch.save`, safetensors and `save_pretrained` write what one process would have written, once.
+"""Let `torch.save`, safetensors and `save_pretrained` write what one process would have written, once.
 
 Needed because every worker runs the script's saving line: sharded tensors are gathered one at a time on all
 workers, only rank 0 keeps and writes them, and the others go on when the file is complete.
@@ -29,8 +29,8 @@ from fsdplaunch.runtime.collectives.rank_group import raise_on_all_ranks
 
 
 @contextmanager
-def saving_whole(hook_context: HookContext) -> Iterator[None]:
-    """Let the script's own saving calls write once, and whole tensors."""
+def saving_full_tensors(hook_context: HookContext) -> Iterator[None]:
+    """Let the script's own saving calls write once, and full tensors."""
     import safetensors.torch as safe
 
     with (
@@ -64,7 +64,7 @@ def _torch_save(save: Any, hook_context: HookContext) -> Any:
 
 
 def _write_or_walk(write: Any, obj: Any, gathering: ShardGatherer) -> Exception | None:
-    """Write where the whole tensors are; take part in gathering them everywhere, also when writing fails."""
+    """Write where the full tensors are; take part in gathering them everywhere, also when writing fails."""
     failure = None
     with gathering.pickling():
         if gathering.keep:
@@ -114,19 +114,19 @@ def _is_path(f: Any) -> bool:
 
 
 def _called_for_the_script() -> bool:
-    """Whether the call two frames up is not torch's own or this package's own, which write shards."""
+    """Return whether the call two frames up is not torch's own or this package's own, which write shards."""
     return not str(sys._getframe(2).f_globals.get("__name__", "")).startswith(("torch.", "fsdplaunch."))
 
 
 def _hint(hook_context: HookContext) -> None:
-    """Once, where files of shards are configured, name the call that writes them."""
+    """Name once, where files of shards are configured, the call that writes them."""
     if (
         hook_context.config.fsdp_config.fsdp_state_dict_type != "FULL_STATE_DICT"
-        and "saving" not in hook_context.said
+        and "saving" not in hook_context.printed
     ):
-        hook_context.said.add("saving")
+        hook_context.printed.add("saving")
         messages.say(
-            "torch.save gathers whole tensors on rank 0; fsdplaunch.save_checkpoint writes every rank's shards"
+            "torch.save gathers full tensors on rank 0; fsdplaunch.save_checkpoint writes every rank's shards"
         )
 
 
@@ -135,10 +135,10 @@ def _save_file(save: Any, hook_context: HookContext) -> Any:
         if not hook_context.ownership.ours:
             save(tensors, filename, *args, **kwargs)
         elif any(isinstance(value, DTensor) for value in tensors.values()):
-            whole = gathered(tensors, ShardGatherer("save_file", keep=hook_context.rank == 0))
+            full = gathered(tensors, ShardGatherer("save_file", keep=hook_context.rank == 0))
             with raise_on_all_ranks(f"write {filename}"):
                 if hook_context.rank == 0:
-                    save({name: value.detach() for name, value in whole.items()}, filename, *args, **kwargs)
+                    save({name: value.detach() for name, value in full.items()}, filename, *args, **kwargs)
         elif hook_context.rank == 0:
             save(tensors, filename, *args, **kwargs)
 
@@ -159,17 +159,17 @@ def _save_model(save: Any, hook_context: HookContext) -> Any:
 
 
 def full_copy(model: nn.Module, hook_context: HookContext, call: str) -> nn.Module:
-    """The model as one process would have it, in host memory on rank 0, elsewhere empty. Collective."""
+    """Return the model as one process would have it, in host memory on rank 0, elsewhere empty. Collective."""
     gathering = ShardGatherer(call, keep=hook_context.rank == 0)
 
-    def whole(param: nn.Parameter) -> Any:
-        return gathering.whole(param) if isinstance(param, DTensor) else param
+    def full(param: nn.Parameter) -> Any:
+        return gathering.full(param) if isinstance(param, DTensor) else param
 
-    return unsharded_copy(model, whole, tensors_of(model))
+    return unsharded_copy(model, full, tensors_of(model))
 
 
 def save_full(model: Any, hook_context: HookContext) -> None:
-    """Let a transformers model's `save_pretrained` write once, and whole tensors."""
+    """Let a transformers model's `save_pretrained` write once, and full tensors."""
     if not hasattr(model, "save_pretrained"):
         return
 

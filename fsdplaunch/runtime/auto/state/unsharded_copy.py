@@ -1,4 +1,4 @@
-"""A copy of a sharded model's modules as what they were before sharding, to be written."""
+"""Copy a sharded model's modules as what they were before sharding, to be written."""
 
 import copy
 from collections import OrderedDict
@@ -56,7 +56,7 @@ def _as_before(module: nn.Module) -> Iterator[None]:
 
 
 def _is_ours(hook: Any) -> bool:
-    """Whether a function was put there by sharding."""
+    """Return whether a function was put there by sharding."""
     function = getattr(hook, "__func__", hook)
     home = getattr(function, "__globals__", {}).get("__name__", "")
     return str(home).startswith(_OURS)

@@ -6,7 +6,7 @@ import pytest
 
 from fsdplaunch.runtime.auto.data.visible_gpu import see_own_gpu
 from fsdplaunch.runtime.auto.detect.import_scan import find_mention
-from fsdplaunch.runtime.auto.script_line import is_users
+from fsdplaunch.runtime.auto.script_line import is_user_file
 
 
 def mention(folder: Path, text: str) -> str | None:
@@ -54,10 +54,10 @@ def test_script_that_shards_nothing_is_not_taken_for_one_that_does(tmp_path: Pat
 
 
 def test_only_the_users_own_files_count() -> None:
-    assert is_users("/home/me/project/train.py")
-    assert not is_users("/venv/lib/python3.11/site-packages/accelerate/accelerator.py")
-    assert not is_users("<frozen importlib._bootstrap>")
-    assert not is_users(pytest.__file__.replace("site-packages", "dist-packages"))
+    assert is_user_file("/home/me/project/train.py")
+    assert not is_user_file("/venv/lib/python3.11/site-packages/accelerate/accelerator.py")
+    assert not is_user_file("<frozen importlib._bootstrap>")
+    assert not is_user_file(pytest.__file__.replace("site-packages", "dist-packages"))
 
 
 @pytest.mark.parametrize(

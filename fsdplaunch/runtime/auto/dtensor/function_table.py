@@ -1,0 +1,117 @@
+"""Give torch functions that a plain script calls with shards, outside the model, the handlers that compute them.
+
+Needed because torch gives this rank's value without a word, gives a wrong one, or refuses. None of this is in a
+model's own passes, where parameters are full: it is penalties, statistics, and updates written by hand.
+
+The table is installed by name and not as `DTensor.__torch_function__`: torch would call that for every attribute
+that FSDP2 and the optimizers read of a parameter too, some twelve times per parameter and step.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.detect.ownership import Ownership
+from fsdplaunch.runtime.auto.dtensor import shard_handlers as handlers
+from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.torch_internals import gather_for_scripting, operator_handlers
+
+Handler = Callable[[Any, Any, Any], Any]
+
+_READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__format__", "__array__")
+_EXTREMES = ("max", "min", "amax", "amin")
+_REDUCTIONS = ("sum", "mean", "norm", "std", "var", *_EXTREMES, "prod", "any", "all")
+_ADDITIONS = ("__add__", "__radd__", "__sub__", "__rsub__")
+_UPDATES = (
+    *("add_", "sub_", "mul_", "div_", "copy_", "lerp_", "addcmul_", "addcdiv_"),
+    *("__iadd__", "__isub__", "__imul__", "__itruediv__"),
+)
+_DRAWS = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_")
+_FUNCTIONS = (
+    *((torch, name) for name in ("sum", "mean", "norm", *_EXTREMES)),
+    *((torch.linalg, name) for name in ("norm", "vector_norm", "matrix_norm")),
+)
+"""What penalties are written with; in `loss += torch.norm(weight)` it is too late to gather when it is added."""
+_LOSS_OPERATORS = (
+    *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+)
+_EXTREME_OPERATORS = (*_EXTREMES, "aminmax", "linalg_vector_norm")
+
+
+@contextmanager
+def handling_shards(hook_context: HookContext) -> Iterator[None]:
+    """Install the handlers; they compute where the launcher shards for the script."""
+    ours = hook_context.ownership
+    data: Any = torch.Tensor.data
+    set_data = _handled(data.__set__, partial(handlers.assign_data, hook_context.models), ours)
+    with ExitStack() as stack:
+        for name, handler in _methods(hook_context).items():
+            method = _handled(getattr(torch.Tensor, name), handler, ours)
+            stack.enter_context(replaced(DTensor, name, lambda _, method=method: method))  # type: ignore[misc]
+        for owner, name in _FUNCTIONS:
+            stack.enter_context(replaced(owner, name, lambda function: _function(function, ours)))
+        stack.enter_context(replaced(DTensor, "data", lambda _: property(data.__get__, set_data)))
+        stack.enter_context(_handling_operators(ours))
+        yield
+
+
+def _methods(hook_context: HookContext) -> dict[str, Handler]:
+    """Return the handler of each method of a shard that needs one."""
+    return {
+        **dict.fromkeys(_READS, handlers.gather),
+        **dict.fromkeys(_REDUCTIONS, handlers.reduce),
+        **dict.fromkeys(_ADDITIONS, handlers.add),
+        **dict.fromkeys(_UPDATES, handlers.update),
+        **dict.fromkeys(_DRAWS, partial(handlers.draw, hook_context.streams)),
+    }
+
+
+def _handled(func: Any, handler: Handler, ownership: Ownership) -> Any:
+    @wraps(func)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        return handler(func, args, kwargs) if ownership.ours else func(*args, **kwargs)
+
+    return compute
+
+
+def _function(func: Any, ownership: Ownership) -> Any:
+    instead = _handled(func, handlers.reduce, ownership)
+    gather_for_scripting(func, instead)
+    return instead
+
+
+@contextmanager
+def _handling_operators(ownership: Ownership) -> Iterator[None]:
+    """Install the handlers of operators, which backward passes and torch's own functions run as well."""
+    table = operator_handlers()
+    kept = dict(table)
+    losses = [name + end for name in _LOSS_OPERATORS for end in ("", "_backward")]
+    for names, handler in ((losses, handlers.replicate), (_EXTREME_OPERATORS, handlers.replicate_empty)):
+        table.update(dict.fromkeys(_overloads(names), _operator(handler, ownership, table)))
+    try:
+        yield
+    finally:
+        table.clear()
+        table.update(kept)
+
+
+def _overloads(names: Iterable[str]) -> list[Any]:
+    packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+
+def _operator(handler: Handler, ownership: Ownership, table: dict[Any, Any]) -> Any:
+    def compute(op: Any, args: Any, kwargs: Any) -> Any:
+        own = table.pop(op)  # torch's own way inside
+        try:
+            return handler(op, args, kwargs) if ownership.ours else op(*args, **kwargs)
+        finally:
+            table[op] = own
+
+    return compute

@@ -1,0 +1,145 @@
+"""Handlers of torch functions that are given shards: each computes what one process would with full tensors.
+
+Each gets torch's function and its arguments. Those that gather are collective: every rank runs the script's line.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fsdplaunch.runtime.auto.data.rng_streams import RngStreams
+from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
+from fsdplaunch.runtime.torch_internals import param_groups, put_shard, tree_map
+
+
+def gather(func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute with full tensors: torch's `item` gives this rank's number, formatting and `numpy` refuse shards."""
+    args, kwargs = tree_map(_full, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def reduce(func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute on the shards; a number is a plain tensor at once, so that it can be added to a loss."""
+    if _is_extreme_penalty(func, args, kwargs):
+        args, kwargs = tree_map(_replicated, (args, kwargs))
+    return tree_map(lambda value: _full(value) if _is_number(value) else value, func(*args, **kwargs))
+
+
+def add(func: Any, args: Any, kwargs: Any) -> Any:
+    """Gather a number that is added to a plain tensor."""
+    if any(isinstance(arg, torch.Tensor) and not isinstance(arg, DTensor) for arg in args):
+        args = [_full(arg) if _is_number(arg) else arg for arg in args]
+    return func(*args, **kwargs)
+
+
+def update(func: Any, args: Any, kwargs: Any) -> Any:
+    """Bring operands to the placement of the shard they update.
+
+    torch replicates a parameter of fewer rows than ranks to compute with it, and refuses to add that to a shard.
+    """
+    shard, *operands = args
+    return func(shard, *(_placed_like(shard, operand) for operand in operands), **kwargs)
+
+
+def draw(streams: RngStreams, func: Any, args: Any, kwargs: Any) -> Any:
+    """Draw the full tensor from the stream that all ranks share, and keep this rank's shard.
+
+    torch draws for each shard by itself, which on CPU gives every rank the same numbers.
+    """
+    shard, *limits = args
+    full = torch.empty(shard.shape, dtype=shard.dtype, device=shard.to_local().device)
+    with streams.shared():
+        func(full, *limits, **kwargs)
+    with torch.no_grad():
+        shard.copy_(distribute_tensor(full, shard.device_mesh, shard.placements))
+    return shard
+
+
+def assign_data(models: Iterable[nn.Module], func: Any, args: Any, _kwargs: Any) -> None:
+    """Exchange the shard of a parameter, in torch's sharding as well, which `.data = value` leaves as it was."""
+    param, value = args
+    holder = _holder_of(param, models) if param.shape == value.shape else None
+    if holder is None:
+        func(param, value)
+        return
+    shard = _placed_like(param, value) if isinstance(value, DTensor) else cut_to_shard(value, param)
+    local = shard.to_local().to(param.to_local().device, param.dtype)
+    put_shard(holder, param, local.detach().contiguous())
+
+
+def replicate(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a loss operator on full tensors: torch scales its gradient by the size of the shard, or has no way.
+
+    The result is replicated again, since autograd is above operators and expects a sharded tensor's kind.
+    """
+    mesh = next(value.device_mesh for value in (*args, *kwargs.values()) if isinstance(value, DTensor))
+    placements = [Replicate()] * mesh.ndim
+    return tree_map(
+        lambda value: DTensor.from_local(value, mesh, placements, run_check=False), gather(func, args, kwargs)
+    )
+
+
+def replicate_empty(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator that fails on empty shards, and reduce partial results, which torch takes for finished."""
+    if _has_empty_shards(args[0]):
+        args, kwargs = tree_map(_replicated, (args, kwargs))
+    return tree_map(lambda value: _replicated(value) if _is_partial(value) else value, func(*args, **kwargs))
+
+
+def _is_extreme_penalty(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether the gradient is the largest value's alone: torch gives it to that of every shard."""
+    given = [*args, *kwargs.values()]
+    infinite = any(isinstance(value, float) and math.isinf(value) for value in given)
+    if not infinite and func.__name__ not in ("max", "min", "amax", "amin"):
+        return False
+    return any(isinstance(value, DTensor) and value.requires_grad for value in given)
+
+
+def _full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _replicated(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+
+
+def _placed_like(shard: DTensor, value: Any) -> Any:
+    if not isinstance(value, DTensor) or value.placements == shard.placements or value.shape != shard.shape:
+        return value
+    return value.redistribute(shard.device_mesh, shard.placements)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, DTensor) and value.dim() == 0
+
+
+def _is_partial(value: Any) -> bool:
+    return isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements)
+
+
+def _has_empty_shards(tensor: Any) -> bool:
+    """Return whether some rank has nothing of a tensor; all but the last shards are of one size, rounded up."""
+    if not isinstance(tensor, DTensor):
+        return False
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            rows, ranks = tensor.size(placement.dim), tensor.device_mesh.size(axis)
+            if -(-rows // ranks) * (ranks - 1) >= rows:
+                return True
+    return False
+
+
+def _holder_of(param: Any, models: Iterable[nn.Module]) -> Any:
+    """Return what holds a parameter in torch's sharding; None for tensors that are no parameters of the models."""
+    if not isinstance(param, nn.Parameter):
+        return None
+    modules = (module for model in list(models) for module in model.modules() if isinstance(module, FSDPModule))
+    held = (held for module in modules for group in param_groups(module) for held in group.fsdp_params)
+    return next((one for one in held if one.sharded_param is param), None)
