@@ -41,7 +41,7 @@ def test_launch_says_it_once_for_all_ranks(launch, tmp_path):
 
 
 def test_prepare_says_it_once_where_torchrun_started_the_workers(tmp_path):
-    (tmp_path / "t.py").write_text(SCRIPT)
+    (tmp_path / "t.py").write_text(SCRIPT + "torch.distributed.destroy_process_group()\n")
     environ = clean_environ() | {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "t.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)

@@ -13,7 +13,7 @@ PACKAGE = Path(fsdplaunch.__file__).parent
 HOME = PACKAGE / "runtime" / "torch_internals.py"
 OVERRIDDEN = {"_start", "_poll", "_close", "_update_peak_stats"}
 """Methods that torch's base classes (PContext, FSDPMemTracker) ask a subclass to define."""
-READERS = ("checkpoint", "safe_reader.py")
+READERS = ("checkpoint", "safe_dcp_reader.py")
 """What reads files compares the names that stand in them, and does not import torch for them."""
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != HOME and not set(READERS) & set(path.parts))
 

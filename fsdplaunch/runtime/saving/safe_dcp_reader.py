@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fsdplaunch.errors import CheckpointError
@@ -46,12 +46,22 @@ _INERT = {
 }
 
 
+class _Properties(TensorProperties):
+    """What an index says of a tensor; torch 2.15 adds strides, which older ones do not take and nobody needs."""
+
+    def __setstate__(self, state: Any) -> None:
+        fields = 6 if hasattr(TensorProperties, "strides") else 5
+        super().__setstate__(state[:fields])  # type: ignore[no-untyped-call]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in _INERT:
             msg = f"the checkpoint's index names {module}.{name}, which has no place there"
             raise CheckpointError(msg, hint="do not load checkpoints from people you do not trust")
+        if (module, name) == (_METADATA, "TensorProperties"):
+            return _Properties
         return getattr(importlib.import_module(module), name)
 
 

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -25,6 +26,12 @@ def test_the_version_that_a_clone_installs_is_inside():
     text = (ROOT / "scripts/constraints.txt").read_text()
     (pinned,) = [line for line in text.splitlines() if line.startswith("torch==")]
     assert mismatch(pinned.removeprefix("torch==")) is None
+
+
+def test_the_campaign_tries_both_ends():
+    path = str(ROOT / "scripts/campaigns/torch_versions")
+    tried = [parse(version) for version in runpy.run_path(path)["VERSIONS"]]
+    assert (tried[0], tried[-1]) == (OLDEST, NEWEST)
 
 
 @pytest.mark.parametrize(
