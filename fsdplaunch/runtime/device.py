@@ -13,7 +13,7 @@ from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import MachineError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.quiet_gloo import keep_gloo_quiet
-from fsdplaunch.runtime.torch_internals import mend_fsdp2_on_cpu
+from fsdplaunch.runtime.torch_internals import mend_averages_on_cpu
 
 
 def choose_device(config: Config) -> torch.device:
@@ -50,7 +50,7 @@ def join_group(config: Config, device: torch.device) -> None:
     if device.type == "cuda":
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     else:
-        mend_fsdp2_on_cpu()
+        mend_averages_on_cpu()
         dist.init_process_group("gloo", timeout=timeout)
     tolerate_second_init()
     atexit.register(leave_group)

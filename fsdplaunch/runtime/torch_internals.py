@@ -9,8 +9,10 @@ import FSDP for them.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +34,11 @@ if TYPE_CHECKING:
     )
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from torch.utils._pytree import tree_map
+    from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "BatchNorm",
@@ -52,6 +55,7 @@ __all__ = [
     "checkpoint_wrapper",
     "flatten_state_dict",
     "offload_wrapper",
+    "tree_leaves",
     "tree_map",
 ]
 _WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
@@ -70,6 +74,7 @@ _HOMES = {
     "checkpoint_wrapper": (_WRAPPERS, "checkpoint_wrapper"),
     "flatten_state_dict": ("torch.distributed.checkpoint._nested_dict", "flatten_state_dict"),
     "offload_wrapper": (_WRAPPERS, "offload_wrapper"),
+    "tree_leaves": ("torch.utils._pytree", "tree_leaves"),
     "tree_map": ("torch.utils._pytree", "tree_map"),
 }
 """Classes and functions that torch keeps in private modules or under a private name; all versions have them."""
@@ -164,32 +169,55 @@ def first_chunk_only(chunk: Callable[..., Any]) -> Any:
     return patch.object(_fsdp_param, "_chunk_with_empty", chunk) if present else nullcontext()
 
 
-def mend_fsdp2_on_cpu() -> None:
-    """Let FSDP2 of torch 2.7 compute on the CPU what it computes on a GPU; other versions do, and are left alone.
+@functools.cache
+def mend_averages_on_cpu() -> None:
+    """Let FSDP2 and DTensor of torch 2.7 compute on the CPU what they do on a GPU; other versions are left alone.
 
-    2.7: gloo takes the average for a sum in reduce_scatter, without a word, and refuses it in all_reduce, so
-    gradients are divided before. And the check that replicas were reduced looks for an event, which a CPU has not.
+    2.7: gloo takes the average for a sum in reduce_scatter, without a word, and refuses it in all_reduce.
     """
-    if not torch.__version__.startswith("2.7."):
-        return
+    if torch.__version__.startswith("2.7."):
+        _divide_gradients_before()
+        _let_replicas_reduce()
+        _average_by_sums("_reduce_value")
+        _average_by_sums("_reduce_shard_value")
+
+
+def _divide_gradients_before() -> None:
+    """Let FSDP2 divide gradients itself on the CPU, as it does where a sum of fp16 could overflow."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-    _fsdp_param_group: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-
     factors: Any = _fsdp_collectives._get_gradient_divide_factors
-    reduce: Any = _fsdp_param_group.foreach_reduce
 
     def divide(scatter_group: Any, reduce_group: Any, dtype: torch.dtype, device_type: str = "") -> Any:
-        # torch divides by itself where a sum of fp16 could overflow
         return factors(scatter_group, reduce_group, torch.float16 if device_type == "cpu" else dtype, device_type)
+
+    setattr(_fsdp_collectives, "_get_gradient_divide_factors", divide)  # noqa: B010
+
+
+def _let_replicas_reduce() -> None:
+    """Satisfy FSDP2's check that replicas were reduced, which looks for an event that a CPU has not."""
+    module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    reduce: Any = module.foreach_reduce
 
     def reduce_with_event(*args: Any, **kwargs: Any) -> Any:
         *before, reduced, event, partial = reduce(*args, **kwargs)
         return (*before, reduced, object() if reduced is not None and event is None else event, partial)
 
-    if factors.__name__ != divide.__name__:
-        setattr(_fsdp_collectives, "_get_gradient_divide_factors", divide)  # noqa: B010
-        setattr(_fsdp_param_group, "foreach_reduce", reduce_with_event)  # noqa: B010
+    module.foreach_reduce = reduce_with_event
+
+
+def _average_by_sums(method: str) -> None:
+    """Let a placement whose parts are to be averaged add up and divide on the CPU."""
+    from torch.distributed.tensor import Partial
+
+    reduce: Any = getattr(Partial, method)
+
+    def average(self: Partial, tensor: torch.Tensor, mesh: DeviceMesh, axis: int, *rest: Any) -> Any:
+        if self.reduce_op != "avg" or tensor.device.type != "cpu":
+            return reduce(self, tensor, mesh, axis, *rest)
+        return reduce(Partial("sum"), tensor, mesh, axis, *rest) / mesh.size(axis)
+
+    setattr(Partial, method, average)
 
 
 # DTensor -------------------------------------------------------------------------------------------------------
@@ -220,6 +248,43 @@ def operator_handlers() -> dict[Any, Any]:
 
     handlers: dict[Any, Any] = getattr(DTensor._op_dispatcher, "_custom_op_handlers", {})
     return handlers
+
+
+def knows_operator(operator: Any) -> bool:
+    """Return whether DTensor computes an operator by itself.
+
+    2.7 and 2.9 have one table, from 2.11 on there are two.
+    """
+    from torch.distributed.tensor import DTensor
+
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    tables = ("op_strategy_funcs", "op_single_dim_strategy_funcs")
+    return any(operator in getattr(propagator, table, ()) for table in tables)
+
+
+@contextmanager
+def finishing_results(finish: Callable[[Any], Any]) -> Iterator[None]:
+    """Let `finish` have what each operation on DTensors gives, under torch 2.7; without effect on others.
+
+    2.7: of a result that is still to be added up over the ranks, `x + 1` and gradients come out wrong.
+    """
+    if not torch.__version__.startswith("2.7."):
+        yield
+        return
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatch: Any = dispatcher.dispatch
+
+    def dispatch_and_finish(operator: Any, *args: Any, **kwargs: Any) -> Any:
+        result = dispatch(operator, *args, **kwargs)
+        return result if operator is torch.ops.aten.detach.default else finish(result)  # `finish` detaches
+
+    dispatcher.dispatch = dispatch_and_finish
+    try:
+        yield
+    finally:
+        dispatcher.dispatch = dispatch
 
 
 # FSDP1 ---------------------------------------------------------------------------------------------------------

@@ -10,10 +10,13 @@ import torch.distributed as dist
 import fsdplaunch
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import adamw, build, plugin, train_sharded
+from tests.needs import needs
 
 pytest.importorskip("accelerate", reason="accelerate is a development dependency")
 
 FORMS = [(2, "SHARDED_STATE_DICT"), (2, "FULL_STATE_DICT"), (1, "SHARDED_STATE_DICT"), (1, "FULL_STATE_DICT")]
+by_name = needs("accelerate", "1.13", "asks for sharded optimizers, its own too, by numbers that no file has")
+READABLE = [pytest.param(*form, marks=by_name) if form[1] == "SHARDED_STATE_DICT" else form for form in FORMS]
 
 
 def make(seed: int, version: int, form: str) -> tuple[Any, Any]:
@@ -85,7 +88,7 @@ def test_accelerates_checkpoint_loads_here(two_ranks: RankPool, tmp_path: Path, 
     assert two_ranks.run(we_read, str(tmp_path), version, form)[0] == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize(("version", "form"), FORMS)
+@pytest.mark.parametrize(("version", "form"), READABLE)
 def test_our_checkpoint_loads_in_accelerate(two_ranks: RankPool, tmp_path: Path, version: int, form: str) -> None:
     expected = two_ranks.run(we_write, str(tmp_path), version, form)[0]
     assert two_ranks.run(they_read, str(tmp_path), version, form)[0] == pytest.approx(expected, abs=1e-6)

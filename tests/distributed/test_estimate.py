@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fsdplaunch.estimate.memory import MemoryNeed, memory_need
 from fsdplaunch.estimate.trace_client import StepTrace, trace_step
 from fsdplaunch.estimate.training_setup import training_setup
 from tests.distributed.pool import RankPool
+from tests.needs import has
 
 SMALL = {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -28,12 +30,22 @@ SMALL = {
     "moe_intermediate_size": 48, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
     "pad_token_id": 0,
 }  # fmt: skip
+GROUPED = 4 if has("torch", "2.9") else 8
+"""Heads of keys and values; for fewer of them than of queries torch 2.7 holds attention's matrix on the CPU."""
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 704,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4, "vocab_size": 4096,
+    "num_attention_heads": 8, "num_key_value_heads": GROUPED, "num_hidden_layers": 4, "vocab_size": 4096,
     "max_position_embeddings": 1024, "tie_word_embeddings": False, "dtype": "float32",
 }  # fmt: skip
 BATCH, LENGTH = 2, 256
+
+
+FUSED = ("mixtral", "qwen3_moe")
+
+
+def elements(shapes: Counter[tuple[int, ...]]) -> Counter[tuple[int, ...]]:
+    """All elements of some shapes, as one."""
+    return Counter({(): sum(prod(shape) * count for shape, count in shapes.items())})
 
 
 def small_config(kind: str) -> Any:
@@ -66,7 +78,10 @@ def test_parameters_of_every_family_are_those_transformers_builds(kind: str) -> 
         data = json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
         sizes = describe(data, source=kind).sizes
         built = Counter(tuple(param.shape) for param in model.parameters())
-        assert Counter(tensor.shape for tensor in sizes.names.values()) == built, type(model).__name__
+        expected = Counter(tensor.shape for tensor in sizes.names.values())
+        if kind in FUSED and not has("transformers", "5.0"):  # there each expert has matrices of its own
+            expected, built = elements(expected), elements(built)
+        assert expected == built, type(model).__name__
         tried += 1
     assert tried >= 2
 

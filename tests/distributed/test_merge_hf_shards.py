@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge, prepare_merge
 from fsdplaunch.errors import CheckpointError
+from tests.needs import has, lacking
 
 WORLD = 3
 PLACED = {
@@ -32,6 +32,8 @@ PLACED = {
 
 
 def save_rank(rank: int, folder: Path) -> None:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     mesh = init_device_mesh("cpu", (WORLD,))
@@ -48,6 +50,8 @@ def save_rank(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
+    if not has("torch", "2.9"):
+        pytest.skip(lacking("torch", "2.9", "cannot write sharded safetensors"))
     folder = tmp_path_factory.mktemp("shards")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint"])

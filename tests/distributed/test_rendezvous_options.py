@@ -10,12 +10,12 @@ from fsdplaunch.agent.main import split
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config, LaunchSection
 from fsdplaunch.launch.plan import LaunchTarget, NodeFacts, build_plan
+from tests.needs import needs
 
 SAID = LaunchSection(
     max_restarts=3,
     monitor_interval_seconds=0.25,
     role="trainer",
-    event_log="console",
     rendezvous_id="job-7",
     rendezvous_endpoint="10.0.0.1:4711",
     rendezvous_options={"read_timeout": "20", "last_call_timeout": "4"},
@@ -39,9 +39,14 @@ def test_every_option_reaches_torchs_configuration():
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 4)
     assert (config.max_restarts, config.monitor_interval, config.role) == (3, 0.25, "trainer")
     assert (config.run_id, config.rdzv_backend, config.rdzv_endpoint) == ("job-7", "c10d", "10.0.0.1:4711")
-    assert (config.local_addr, config.event_log_handler) == ("10.0.0.2", "console")
+    assert config.local_addr == "10.0.0.2"
     said = {"is_host": "0", "join_timeout": "90", "read_timeout": "20", "last_call_timeout": "4"}
     assert said.items() <= config.rdzv_configs.items()
+
+
+@needs("torch", "2.9", "writes no events of its agent")
+def test_log_of_events_reaches_torchs_configuration():
+    assert torchs(Config(launch=replace(SAID, event_log="console"))).event_log_handler == "console"
 
 
 def test_static_rendezvous_gets_the_address_the_rank_and_the_timeout():

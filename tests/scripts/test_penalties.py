@@ -40,6 +40,8 @@ def train(rows, accumulate):
         print(f"{p.sum():.6f} {p.max():.6f} {torch.min(p).item():.6f} {p.norm(float('inf')):.6f} {p.mean():.6f}")
     weight = model[2].weight
     print(f"{weight.norm(dim=0).sum():.6f} {F.smooth_l1_loss(weight, weight * 2).item():.6f}")
+    (weight.std() + (weight.sum(0) + 1).pow(2).sum()).backward()
+    print(f"{weight.std():.6f} {weight.argmax().item()} {weight.grad.norm():.6f} {weight.grad.mean():.6f}")
 
 train(1, accumulate=1)
 train(2, accumulate=2)

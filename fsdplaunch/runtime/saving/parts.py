@@ -163,6 +163,8 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path, index: 
             state = unshare_counts(files.read_full_optimizer(whole, set(own_names)))
             stateless = _stateless(state, own_names)
             options = _from_rank_0(strict=False)  # names are checked; state may be missing
+            if dist.get_rank() == 0:
+                state["state"] |= {name: {} for name in stateless}  # 2.7 to 2.9 ask for all
         restored = _renamed_optimizer(state, own_names.__getitem__)
         set_optimizer_state_dict(model, optimizer, restored, options=options)
     for name, param in named_parameters(model):
@@ -225,4 +227,5 @@ def _quiet() -> Iterator[None]:
     """Suppress the notices of future changes that torch's own functions give each other."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # of torch 2.7's writer
         yield

@@ -21,7 +21,7 @@ from fsdplaunch.runtime.sharding.ignored import IgnoredParts
 from fsdplaunch.runtime.sharding.materialize import Materializer
 from fsdplaunch.runtime.sharding.settings import Settings, fsdp2_policy, offloads
 from fsdplaunch.runtime.sharding.wrap import Units
-from fsdplaunch.runtime.torch_internals import mend_fsdp2_on_cpu
+from fsdplaunch.runtime.torch_internals import mend_averages_on_cpu
 
 
 def shard(
@@ -40,7 +40,7 @@ def shard(
     full model on its device than one unit.
     """
     if mesh.device_type == "cpu":
-        mend_fsdp2_on_cpu()
+        mend_averages_on_cpu()
     common = _common(settings, mesh, out)
     policy = _precision(settings, output=None)
     for name, unit in reversed(units.items()):

@@ -6,6 +6,7 @@ the model's forward.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 
 _TORCH_MESSAGES = (
     "got mixed torch.Tensor and DTensor",
@@ -14,6 +15,8 @@ _TORCH_MESSAGES = (
     "would remove or reshape sharded dimension",
     "only accepts torch.Tensor but got <class 'torch.distributed.tensor.DTensor'>",
 )
+_SHAPE = "is invalid for input of size"
+"""What torch 2.7 says of a shard that it takes for an equal part of the full tensor, and of any other tensor."""
 
 
 @contextmanager
@@ -22,10 +25,17 @@ def explaining_mixtures() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if any(message in str(error) for message in _TORCH_MESSAGES):
+        known = any(message in str(error) for message in _TORCH_MESSAGES)
+        if known or (_SHAPE in str(error) and _is_of_shards(error)):
             error.add_note(
                 "fsdplaunch: a sharded parameter is a full tensor only while its model computes. Compute this in "
                 "the model's forward or in a method of the model that is given tensors,\nor shard in the script "
                 "where it suits: model, optimizer = fsdplaunch.prepare(model, optimizer)"
             )
         raise
+
+
+def _is_of_shards(error: BaseException) -> bool:
+    """Return whether an error was raised in what torch does with sharded tensors."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
+    return any(str(module).startswith("torch.distributed.tensor.") for module in modules)

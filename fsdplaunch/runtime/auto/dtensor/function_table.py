@@ -19,7 +19,12 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor import shard_handlers as handlers
 from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.torch_internals import gather_for_scripting, operator_handlers
+from fsdplaunch.runtime.torch_internals import (
+    finishing_results,
+    gather_for_scripting,
+    knows_operator,
+    operator_handlers,
+)
 
 Handler = Callable[[Any, Any, Any], Any]
 
@@ -41,7 +46,7 @@ _LOSS_OPERATORS = (
     *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
 )
-_EXTREME_OPERATORS = (*_EXTREMES, "aminmax", "linalg_vector_norm")
+_EXTREME_OPERATORS = (*_EXTREMES, "aminmax", "argmax", "argmin", "linalg_vector_norm")
 
 
 @contextmanager
@@ -92,10 +97,18 @@ def _handling_operators(ownership: Ownership) -> Iterator[None]:
     table = operator_handlers()
     kept = dict(table)
     losses = [name + end for name in _LOSS_OPERATORS for end in ("", "_backward")]
-    for names, handler in ((losses, handlers.replicate), (_EXTREME_OPERATORS, handlers.replicate_empty)):
+    for names, handler in (
+        ((*losses, "std"), handlers.replicate),
+        (_EXTREME_OPERATORS, handlers.replicate_empty),
+        (("mean",), handlers.replicate_unequal),
+    ):
         table.update(dict.fromkeys(_overloads(names), _operator(handler, ownership, table)))
+    fill = torch.ops.aten.masked_fill_.Scalar
+    if not knows_operator(fill):
+        table[fill] = _operator(handlers.fill, ownership, table)
     try:
-        yield
+        with finishing_results(lambda result: handlers.finish(result) if ownership.ours else result):
+            yield
     finally:
         table.clear()
         table.update(kept)

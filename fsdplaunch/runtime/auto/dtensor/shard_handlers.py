@@ -4,7 +4,7 @@ Each gets torch's function and its arguments. Those that gather are collective: 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -87,8 +87,27 @@ def replicate(func: Any, args: Any, kwargs: Any) -> Any:
 def replicate_empty(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator that fails on empty shards, and reduce partial results, which torch takes for finished."""
     if _has_empty_shards(args[0]):
-        args, kwargs = tree_map(_replicated, (args, kwargs))
-    return tree_map(lambda value: _replicated(value) if _is_partial(value) else value, func(*args, **kwargs))
+        return replicate(func, args, kwargs)
+    return finish(func(*args, **kwargs))
+
+
+def replicate_unequal(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a mean, for which torch 2.7 to 2.9 average the means of shards of unequal sizes."""
+    return replicate(func, args, kwargs) if _has_unequal_shards(args[0]) else func(*args, **kwargs)
+
+
+def fill(func: Any, args: Any, _kwargs: Any) -> Any:
+    """Fill shards by a mask in place, as the gradient of a norm does; torch 2.7 to 2.10 cannot."""
+    shards, mask, value = args
+    full, mesh = _full(mask).expand(shards.shape), shards.device_mesh
+    own = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    func(shards.to_local(), own.redistribute(placements=shards.placements).to_local(), value)
+    return shards
+
+
+def finish(result: Any) -> Any:
+    """Reduce the partial results of an operator."""
+    return tree_map(lambda value: _replicated(value.detach()) if _is_partial(value) else value, result)
 
 
 def _is_extreme_penalty(func: Any, args: Any, kwargs: Any) -> bool:
@@ -126,14 +145,18 @@ def _is_partial(value: Any) -> bool:
 
 def _has_empty_shards(tensor: Any) -> bool:
     """Return whether some rank has nothing of a tensor; all but the last shards are of one size, rounded up."""
-    if not isinstance(tensor, DTensor):
-        return False
-    for axis, placement in enumerate(tensor.placements):
+    return any(-(-rows // ranks) * (ranks - 1) >= rows for rows, ranks in _cuts(tensor))
+
+
+def _has_unequal_shards(tensor: Any) -> bool:
+    return any(rows % ranks for rows, ranks in _cuts(tensor))
+
+
+def _cuts(tensor: Any) -> Iterator[tuple[int, int]]:
+    """Yield the sizes of a tensor's sharded dimensions, each with its number of shards."""
+    for axis, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
         if isinstance(placement, Shard):
-            rows, ranks = tensor.size(placement.dim), tensor.device_mesh.size(axis)
-            if -(-rows // ranks) * (ranks - 1) >= rows:
-                return True
-    return False
+            yield tensor.size(placement.dim), tensor.device_mesh.size(axis)
 
 
 def _holder_of(param: Any, models: Iterable[nn.Module]) -> Any:
