@@ -46,7 +46,7 @@ _LOSS_OPERATORS = (
     *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
 )
-_EXTREME_OPERATORS = (*_EXTREMES, "aminmax", "argmax", "argmin", "linalg_vector_norm")
+_EXTREME_OPERATORS = (*_EXTREMES, "aminmax", "linalg_vector_norm")
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def _handling_operators(ownership: Ownership) -> Iterator[None]:
     kept = dict(table)
     losses = [name + end for name in _LOSS_OPERATORS for end in ("", "_backward")]
     for names, handler in (
-        ((*losses, "std"), handlers.replicate),
+        ((*losses, "std", "argmax", "argmin"), handlers.replicate),
         (_EXTREME_OPERATORS, handlers.replicate_empty),
         (("mean",), handlers.replicate_unequal),
     ):

@@ -120,7 +120,11 @@ def _is_extreme_penalty(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _full(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    """Return the full tensor, gathered where it is not full: torch 2.7 has no gradient of gathering what is."""
+    if not isinstance(value, DTensor):
+        return value
+    is_full = all(placement.is_replicate() for placement in value.placements)
+    return value.to_local() if is_full else value.full_tensor()
 
 
 def _replicated(value: Any) -> Any:
