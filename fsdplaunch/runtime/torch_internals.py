@@ -79,8 +79,6 @@ _HOMES = {
 }
 """Classes and functions that torch keeps in private modules or under a private name; all versions have them."""
 
-COMPILER_MODULE = "torch._dynamo"
-"""What the first optimizer imports; seen in all versions."""
 COMPILED_ATTRIBUTE = "_orig_mod"
 WRAPPER_ATTRIBUTES = frozenset({"_checkpoint_wrapped_module", COMPILED_ATTRIBUTE, "_fsdp_wrapped_module"})
 """The attributes that hold a module inside a wrapper: of torch.compile, and of all that wrap; all versions."""
@@ -111,6 +109,11 @@ def __getattr__(name: str) -> Any:
     module, attribute = _HOMES[name]
     found = globals()[name] = getattr(importlib.import_module(module), attribute)
     return found
+
+
+def import_compiler() -> None:
+    """Import what the first optimizer imports of torch.compile, which takes most of a second; all versions."""
+    importlib.import_module("torch._dynamo")
 
 
 # FSDP2 ---------------------------------------------------------------------------------------------------------

@@ -494,7 +494,7 @@ def unused_parameter(folder: str, fields: dict[str, Any]) -> tuple[int, int]:
 def test_parameter_that_never_had_a_gradient_has_no_state_after_loading(
     two_ranks: RankPool, tmp_path: Path, form: str, kept: int
 ) -> None:
-    """Under version 1 this rank has half of the weights, and the other rank the rest."""
+    """Under FSDP1 this rank has half of the weights, and the other rank the rest."""
     assert two_ranks.run(unused_parameter, str(tmp_path), FORMS[form])[0] == (kept, kept)
 
 

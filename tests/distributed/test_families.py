@@ -253,7 +253,7 @@ WAYS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "hybrid": (build, HYBRID),
     "copies": (build, {"sharding_strategy": "NO_SHARD"}),
 }
-ONLY_2 = ("reshard", "kept", "to two ranks", "two formats")  # version 1 clips no fp64 gradients
+ONLY_2 = ("reshard", "kept", "to two ranks", "two formats")  # FSDP1 clips no fp64 gradients
 
 
 def way(name: str, version: int) -> float:

@@ -51,23 +51,23 @@ def trained(folder: str, fields: dict[str, Any], options: dict[str, Any]) -> flo
 
 
 KINDS = {
-    "version 2": {"fsdp_version": 2},
+    "FSDP2": {"fsdp_version": 2},
     "one unit": {"fsdp_version": 2, "auto_wrap_policy": "NO_WRAP"},
     "copies": {"fsdp_version": 2, "dp_replicate_size": 2},
     "checkpointed": {"fsdp_version": 2, "activation_checkpointing": True},
     "ignored": {"fsdp_version": 2, "ignored_modules": r"layers\.1"},
-    "version 1": {"fsdp_version": 1},
+    "FSDP1": {"fsdp_version": 1},
     "flat": {"fsdp_version": 1, "use_orig_params": False},
     "flat one unit": {"fsdp_version": 1, "use_orig_params": False, "auto_wrap_policy": "NO_WRAP"},
-    "version 1 ignored": {"fsdp_version": 1, "ignored_modules": r"layers\.1"},
-    "version 1 whole": {"fsdp_version": 1, "sharding_strategy": "NO_SHARD"},
-    "version 1 copies": {"fsdp_version": 1, "sharding_strategy": "HYBRID_SHARD", "dp_replicate_size": 2},
-    "version 1 kept": {"fsdp_version": 1, "sharding_strategy": "SHARD_GRAD_OP"},
+    "FSDP1 ignored": {"fsdp_version": 1, "ignored_modules": r"layers\.1"},
+    "FSDP1 whole": {"fsdp_version": 1, "sharding_strategy": "NO_SHARD"},
+    "FSDP1 copies": {"fsdp_version": 1, "sharding_strategy": "HYBRID_SHARD", "dp_replicate_size": 2},
+    "FSDP1 kept": {"fsdp_version": 1, "sharding_strategy": "SHARD_GRAD_OP"},
 }
 
 
 @pytest.mark.parametrize(
-    ("kind", "tied"), [*((kind, True) for kind in KINDS), ("version 2", False), ("flat", False), ("copies", False)]
+    ("kind", "tied"), [*((kind, True) for kind in KINDS), ("FSDP2", False), ("flat", False), ("copies", False)]
 )
 def test_model_without_memory_trains_as_the_one_in_the_files(
     request: pytest.FixtureRequest, tmp_path: Path, kind: str, tied: bool
@@ -220,11 +220,11 @@ def split_files(folder: Path, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "shards"),
     [
-        ("indexed", "version 2"),
+        ("indexed", "FSDP2"),
         ("one file", "flat"),
-        ("pickled", "version 2"),
+        ("pickled", "FSDP2"),
         ("pickled", "flat"),
-        ("old pickled", "version 1 ignored"),
+        ("old pickled", "FSDP1 ignored"),
         ("pickled, indexed", "ignored"),
     ],
 )

@@ -83,24 +83,24 @@ def test_json_in_a_yaml_file_loads(written):
 
 
 OURS = {
-    "version 1": "fsdp_config: {fsdp_version: 1, sharding_strategy: SHARD_GRAD_OP, offload_params: true}\n",
-    "version 1 by reshard": "fsdp_config: {fsdp_version: 1, fsdp_reshard_after_forward: NO_SHARD}\n",
-    "version 1, prefetch": (
+    "FSDP1": "fsdp_config: {fsdp_version: 1, sharding_strategy: SHARD_GRAD_OP, offload_params: true}\n",
+    "FSDP1 by reshard": "fsdp_config: {fsdp_version: 1, fsdp_reshard_after_forward: NO_SHARD}\n",
+    "FSDP1, prefetch": (
         "fsdp_config: {fsdp_version: 1, backward_prefetch: 2, forward_prefetch: true, use_orig_params: false,"
         " sync_module_states: false, state_dict_type: 2}\n"
     ),
-    "version 2": "fsdp_config: {fsdp_version: 2}\n",
-    "version 2, gathered": "fsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: SHARD_GRAD_OP}\n",
-    "version 2, size": "fsdp_config: {auto_wrap_policy: SIZE_BASED_WRAP, min_num_params: 1e6}\n",
-    "version 2, names": (
+    "FSDP2": "fsdp_config: {fsdp_version: 2}\n",
+    "FSDP2, gathered": "fsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: SHARD_GRAD_OP}\n",
+    "FSDP2, size": "fsdp_config: {auto_wrap_policy: SIZE_BASED_WRAP, min_num_params: 1e6}\n",
+    "FSDP2, names": (
         "fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: [Block, Other]\n"
         "  fsdp_activation_checkpointing: true\n  fsdp_activation_checkpointing_offload: true\n"
         "  fsdp_ignored_modules: 'lm_.*'\n  fsdp_cpu_ram_efficient_loading: true\n"
         "  fsdp_state_dict_type: FULL_STATE_DICT\n"
     ),
-    "version 2, no wrap": "fsdp_config: {auto_wrap_policy: NO_WRAP}\n",
-    "version 2, mesh": "parallelism_config: {dp_replicate_size: 2, dp_shard_size: 2}\n",
-    "version 2, hybrid": "num_machines: 2\nfsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: HYBRID_SHARD}\n",
+    "FSDP2, no wrap": "fsdp_config: {auto_wrap_policy: NO_WRAP}\n",
+    "FSDP2, mesh": "parallelism_config: {dp_replicate_size: 2, dp_shard_size: 2}\n",
+    "FSDP2, hybrid": "num_machines: 2\nfsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: HYBRID_SHARD}\n",
 }
 
 
@@ -136,9 +136,9 @@ def test_our_file_makes_the_same_plugin_under_accelerate(read_back, name, kind):
 
 def test_the_plugin_says_what_the_file_says(read_back):
     """Guards the comparison above: both sides would also agree on plugins that say nothing."""
-    assert read_back["version 1", "rendered"]["theirs"]["sharding_strategy"].endswith("SHARD_GRAD_OP")
-    assert read_back["version 2, gathered", "rendered"]["theirs"]["reshard_after_forward"] == "False"
-    assert read_back["version 2, size", "rendered"]["theirs"]["min_num_params"] == "1000000"
-    assert read_back["version 2, mesh", "rendered"]["theirs"]["mesh"] == "2 x 2 x 1 x 1"
-    assert read_back["version 2, hybrid", "converted"]["theirs"]["mesh"] == "2 x 2 x 1 x 1"
-    assert "Block" in read_back["version 2, names", "rendered"]["theirs"]["transformer_cls_names_to_wrap"]
+    assert read_back["FSDP1", "rendered"]["theirs"]["sharding_strategy"].endswith("SHARD_GRAD_OP")
+    assert read_back["FSDP2, gathered", "rendered"]["theirs"]["reshard_after_forward"] == "False"
+    assert read_back["FSDP2, size", "rendered"]["theirs"]["min_num_params"] == "1000000"
+    assert read_back["FSDP2, mesh", "rendered"]["theirs"]["mesh"] == "2 x 2 x 1 x 1"
+    assert read_back["FSDP2, hybrid", "converted"]["theirs"]["mesh"] == "2 x 2 x 1 x 1"
+    assert "Block" in read_back["FSDP2, names", "rendered"]["theirs"]["transformer_cls_names_to_wrap"]

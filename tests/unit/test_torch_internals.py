@@ -60,8 +60,6 @@ KNOWN = {
     "_prepare_backend": "accelerate",
 }
 """Private names of others than torch, and whose."""
-IMPORTED_ONLY = ("torch._dynamo",)
-"""A module that is imported ahead of its first use, of which no name is used."""
 GUESSED = ("getattr", "hasattr", "setattr", "delattr")
 NOT_TORCH = {
     "_no_split_modules": "transformers",
@@ -89,7 +87,7 @@ def by_text(tree: ast.AST) -> Iterator[str]:
 def uses(tree: ast.AST) -> Iterator[str]:
     """Every use of a private name of torch in one file."""
     own = ALL_OWN | own_names(tree) | set(KNOWN)
-    yield from (name for name in imported(tree) if name not in IMPORTED_ONLY)
+    yield from imported(tree)
     yield from (ast.unparse(node) for node in attributes(tree) if node.attr not in own)
     yield from (name for name in by_text(tree) if name not in ALL_OWN | set(NOT_TORCH))
 

@@ -31,8 +31,8 @@ def ids(text):
 
 
 REFUSED = {
-    "a string under version 2": ("reshard-value", fsdp("reshard_after_forward: FULL_SHARD")),
-    "false under version 1": ("reshard-value", fsdp("reshard_after_forward: false", version=1)),
+    "a string under FSDP2": ("reshard-value", fsdp("reshard_after_forward: FULL_SHARD")),
+    "false under FSDP1": ("reshard-value", fsdp("reshard_after_forward: false", version=1)),
     "6 is no strategy": ("reshard-value", fsdp("reshard_after_forward: 6", version=1)),
     "reshard against strategy": (
         "strategy-against-reshard",
@@ -45,7 +45,7 @@ REFUSED = {
     "hybrid on one machine": ("hybrid-without-copies", fsdp("sharding_strategy: 5", version=1)),
     "hybrid by reshard": ("hybrid-without-copies", fsdp("reshard_after_forward: HYBRID_SHARD", version=1)),
     "hybrid with one copy": ("hybrid-without-copies", fsdp("sharding_strategy: 4") + sizes(1)),
-    "a mesh under version 1": ("copies-without-hybrid", fsdp(version=1) + sizes(shards=4)),
+    "a mesh under FSDP1": ("copies-without-hybrid", fsdp(version=1) + sizes(shards=4)),
     "no shard that shards": ("copies-without-hybrid", fsdp("sharding_strategy: NO_SHARD") + sizes(shards=4)),
     "two rests": ("mesh-size", sizes(-1, -1)),
     "a rest that does not divide": ("mesh-size", "num_processes: 8\n" + sizes(3, -1)),
@@ -59,13 +59,13 @@ REFUSED = {
         "reshard-group",
         "num_processes: 8\n" + fsdp("reshard_after_forward: 8") + sizes(2),
     ),
-    "no prefetch under version 2": ("wrong-version", fsdp("backward_prefetch: NO_PREFETCH")),
-    "activation offload under version 1": (
+    "no prefetch under FSDP2": ("wrong-version", fsdp("backward_prefetch: NO_PREFETCH")),
+    "activation offload under FSDP1": (
         "wrong-version",
         fsdp("activation_checkpointing: true", "activation_checkpointing_offload: true", version=1),
     ),
-    "output dtype under version 1": ("wrong-version", fsdp(version=1) + "precision: {output: bf16}\n"),
-    "ram without sync under version 2": (
+    "output dtype under FSDP1": ("wrong-version", fsdp(version=1) + "precision: {output: bf16}\n"),
+    "ram without sync under FSDP2": (
         "ram-efficient-without-sync",
         fsdp("cpu_ram_efficient_loading: true", "sync_module_states: false"),
     ),
@@ -89,19 +89,19 @@ ACCEPTED = {
     "group size": "num_processes: 8\n" + fsdp("reshard_after_forward: 4"),
     "group size of a copy": "num_processes: 8\n" + fsdp("reshard_after_forward: 2") + sizes(2),
     "hybrid over machines": "num_machines: 2\n" + fsdp("sharding_strategy: HYBRID_SHARD"),
-    "hybrid over machines, version 1": "num_machines: 2\n" + fsdp("sharding_strategy: HYBRID_SHARD", version=1),
+    "hybrid over machines, FSDP1": "num_machines: 2\n" + fsdp("sharding_strategy: HYBRID_SHARD", version=1),
     "hybrid on one machine with copies": "num_processes: 8\n" + fsdp("sharding_strategy: 4") + sizes(2),
     "hybrid with a shard size": "num_processes: 8\n" + fsdp("sharding_strategy: 4", version=1) + sizes(2, 4),
     "no shard": "num_processes: 8\n" + fsdp("sharding_strategy: NO_SHARD"),
     "a rest that divides": "num_processes: 8\n" + sizes(2, -1),
-    "the same said twice, version 1": fsdp("sharding_strategy: 2", "reshard_after_forward: 2", version=1),
-    "the same said twice, version 2": fsdp("sharding_strategy: 2", "reshard_after_forward: false"),
-    "what version 2 does anyway": fsdp(
+    "the same set twice, FSDP1": fsdp("sharding_strategy: 2", "reshard_after_forward: 2", version=1),
+    "the same set twice, FSDP2": fsdp("sharding_strategy: 2", "reshard_after_forward: false"),
+    "what FSDP2 does anyway": fsdp(
         "backward_prefetch: BACKWARD_PRE", "use_orig_params: true", "sync_module_states: false"
     ),
-    "sync under version 2": fsdp("sync_module_states: true"),
-    "no sync under version 2": fsdp("sync_module_states: false"),
-    "sync with ram under version 2": fsdp("sync_module_states: true", "cpu_ram_efficient_loading: true"),
+    "sync under FSDP2": fsdp("sync_module_states: true"),
+    "no sync under FSDP2": fsdp("sync_module_states: false"),
+    "sync with ram under FSDP2": fsdp("sync_module_states: true", "cpu_ram_efficient_loading: true"),
     "gpu ids on a CPU run": "gpu_ids: '0'\nnum_processes: 4\nuse_cpu: true\n",
     "the same address twice": ("main_process_ip: a\nmain_process_port: 2\nlaunch: {rendezvous_endpoint: 'a:2'}\n"),
     "other variables": "launch: {env: {NCCL_DEBUG: INFO, OMP_NUM_THREADS: 4}}\n",

@@ -1,4 +1,4 @@
-"""A file for version 1 becomes one for version 2, any file one for accelerate; nothing is lost silently."""
+"""A file for FSDP1 becomes one for FSDP2, any file one for accelerate; nothing is lost silently."""
 
 from pathlib import Path
 
