@@ -267,17 +267,17 @@ def knows_operator(operator: Any) -> bool:
 
 @contextmanager
 def finishing_results(finish: Callable[[Any], Any]) -> Iterator[None]:
-    """Let `finish` have what each operation on DTensors gives, under torch 2.7; without effect on others.
+    """Let `finish` have what each operation on DTensors gives, under 2.7 to 2.9; without effect from 2.11 on.
 
-    2.7: of a result that is still to be added up over the ranks, `x + 1` and gradients come out wrong.
+    There `x + 1` of a result that is still to be added up over the ranks is wrong, and in 2.7 its gradient is.
     """
-    if not torch.__version__.startswith("2.7."):
-        yield
-        return
     from torch.distributed.tensor import DTensor
 
     dispatcher: Any = DTensor._op_dispatcher
-    dispatch: Any = dispatcher.dispatch
+    dispatch: Any = getattr(dispatcher, "dispatch", None)
+    if dispatch is None:  # it is written in C++
+        yield
+        return
 
     def dispatch_and_finish(operator: Any, *args: Any, **kwargs: Any) -> Any:
         result = dispatch(operator, *args, **kwargs)

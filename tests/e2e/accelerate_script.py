@@ -1,4 +1,4 @@
-"""A script as accelerate's users write it; argument: the folder it writes to.
+"""A script as accelerate's users write it; arguments: the folder it writes to, and what it loads from there.
 
 Each rank builds the model from another seed, and rank 0 keeps what it began with: all ranks must go on from that.
 """
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import load_fsdp_model
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -40,7 +41,10 @@ trained = accelerator.get_state_dict(model)
 with torch.no_grad():
     for parameter in model.parameters():
         parameter.zero_()
-accelerator.load_state(out / "state")
+if sys.argv[2] == "state":
+    accelerator.load_state(out / "state")
+else:
+    load_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, str(out / "state"))
 loaded = accelerator.get_state_dict(model)
 if accelerator.is_main_process:
     for name, tensor in trained.items():

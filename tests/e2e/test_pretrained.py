@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 
+from tests.needs import has, needs
+
 pytest.importorskip("transformers", reason="transformers is a development dependency")
 
 COMMON = """
@@ -44,6 +46,8 @@ for kind, (auto, _) in KINDS.items():
     expected = out(auto.from_pretrained(kind), kind)
     fsdplaunch.enable_fsdp_ram_efficient_loading()
     for way in ("as it comes", "on rank 0 only", "by shards"):
+        if way == "by shards" and kind != "resnet" and transformers.__version__ < "5":
+            continue  # nothing makes the buffers that no file has
         weights = None
         if way == "by shards":
             weights = kind
@@ -96,7 +100,7 @@ def test_pretrained_models_are_whole_however_they_are_loaded(fsdplaunch, tmp_pat
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         found = json.loads((tmp_path / f"found-{rank}.json").read_text())
-        assert len(found) == 12
+        assert len(found) == (12 if has("transformers", "5.0") else 9)
         assert {way: difference for way, difference in found.items() if not difference < 1e-6} == {}
 
 
@@ -111,6 +115,7 @@ json.dump(out(model, "bert").tolist(), open(f"found-{os.environ['RANK']}.json", 
 )
 
 
+@needs("transformers", "5.0", "makes no buffers of a model that was built without memory")
 def test_weights_named_in_the_file_fill_a_model_without_any(fsdplaunch, tmp_path, monkeypatch):
     from transformers import BertModel
 
@@ -131,3 +136,14 @@ def test_weights_named_in_the_file_fill_a_model_without_any(fsdplaunch, tmp_path
     refused = fsdplaunch("launch", "train.py")
     assert refused.returncode == 3
     assert "checkpoint.weights: no model folder gone" in refused.stderr
+
+
+@pytest.mark.skipif(has("transformers", "5.0"), reason="transformers 5 makes the buffers")
+def test_weights_for_a_model_whose_buffers_nothing_makes_are_refused(fsdplaunch, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_models()
+    (tmp_path / "train.py").write_text(BY_CONFIGURATION)
+    (tmp_path / "fsdp.yaml").write_text("num_processes: 2\nuse_cpu: true\ncheckpoint:\n  weights: bert\n")
+    done = fsdplaunch("launch", "train.py")
+    assert done.returncode == 1
+    assert "install transformers 5 or newer, which makes position_ids again" in done.stderr

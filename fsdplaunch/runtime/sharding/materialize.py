@@ -195,8 +195,7 @@ class Materializer:
                 msg = (
                     f"{entry.name} has no values on any rank, and initialising {type(holder).__name__} makes none"
                 )
-                hint = f"set {attribute} in its reset_parameters method, or pass param_init_fn to the plugin"
-                raise ShardingError(msg, hint=hint)
+                raise ShardingError(msg, hint=f"{_maker(holder, attribute)}, or pass param_init_fn to the plugin")
 
     def _to_master(self, entry: ModelTensor) -> None:
         tensor = entry.tensor
@@ -230,6 +229,13 @@ def _difference(mine: Specs, theirs: Specs) -> str | None:
         if here is None or there is None or here[0] != there[0]:
             return f"{name} is {_shape_of(there)} on rank 0 and {_shape_of(here)} on rank {dist.get_rank()}"
     return None
+
+
+def _maker(holder: nn.Module, attribute: str) -> str:
+    """What to do so that initialising a module makes one of its tensors."""
+    if type(holder).__module__.startswith("transformers."):
+        return f"install transformers 5 or newer, which makes {attribute} again"
+    return f"set {attribute} in its reset_parameters method"
 
 
 def _own_init(model: nn.Module) -> Callable[[nn.Module], Any] | None:
