@@ -1,5 +1,6 @@
 """What each worker of a node gets."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -38,12 +39,24 @@ def test_program_is_always_executed():
 def test_sharding_is_preloaded_for_runs_that_shard():
     first, then = preload_lists(Config(), PYTHON)
     assert first == ("torch", "torch.distributed")
-    assert "torch._dynamo" in then
+    assert "fsdplaunch.runtime.compiler_import" in then
     _, plain = preload_lists(
         Config(distributed_type="MULTI_GPU", launch=LaunchSection(preload=("torch", "x"))), PYTHON
     )
     assert plain == ("fsdplaunch.runtime.bootstrap", "torch", "x")
     assert preload_lists(Config(), ["./run.sh"]) == ((), ())
+
+
+def test_compiler_import_imports_torchs_compiler():
+    """The first optimizer would import it in every worker, most of a second each."""
+    code = """
+import sys, torch
+before = "torch._dynamo" in sys.modules
+import fsdplaunch.runtime.compiler_import
+print(before, "torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False True\n"
 
 
 @pytest.mark.parametrize(

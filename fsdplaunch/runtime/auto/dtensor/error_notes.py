@@ -12,6 +12,7 @@ _TORCH_MESSAGES = (
     "got mixed torch.Tensor and DTensor",
     "does not have a sharding strategy registered",
     "Cannot flatten unevenly sharded tensor",
+    "Attempted to flatten unevenly sharded dimension",
     "Sharding propagation failed for Op(",
     "would remove or reshape sharded dimension",
     "only accepts torch.Tensor but got <class 'torch.distributed.tensor.DTensor'>",
