@@ -6,7 +6,7 @@ import pytest
 
 
 def has(package: str, oldest: str) -> bool:
-    """Whether a package is installed in this version or a newer one."""
+    """Return whether a package is installed in this version or a newer one."""
     try:
         return _numbers(version(package)) >= _numbers(oldest)
     except PackageNotFoundError:
@@ -25,7 +25,7 @@ def needs(package: str, oldest: str, why: str) -> pytest.MarkDecorator:
 
 
 def lacking(package: str, oldest: str, why: str) -> str:
-    """The reason for a skip: `torch 2.7.1 cannot ...: needs 2.8`."""
+    """Return the reason for a skip: `torch 2.7.1 cannot ...: needs 2.8`."""
     try:
         found = f"{package} {version(package).partition('+')[0]}"
     except PackageNotFoundError:

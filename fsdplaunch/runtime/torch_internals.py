@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fsdplaunch.probe.torch_version import parse
+
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
@@ -178,7 +180,7 @@ def mend_averages_on_cpu() -> None:
 
     2.7: gloo takes the average for a sum in reduce_scatter, without a word, and refuses it in all_reduce.
     """
-    if torch.__version__.startswith("2.7."):
+    if parse(torch.__version__) == (2, 7):
         _divide_gradients_before()
         _let_replicas_reduce()
         _average_by_sums("_reduce_value")
@@ -580,10 +582,6 @@ def note_peak(tracker: Any, device: Any, now: Mapping[Any, int]) -> bool:
 def modules_running(tracker: Any) -> list[str]:
     """Return the names of the modules inside which the last operation of a tracked step ran; all versions."""
     return [name for name in tracker._mod_tracker.parents if name != "Global"]
-
-
-PEAK_METHOD = "_update_peak_stats"
-"""The method of FSDPMemTracker that is called after every operation; all versions."""
 
 
 # The elastic agent ---------------------------------------------------------------------------------------------

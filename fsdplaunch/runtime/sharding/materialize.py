@@ -195,7 +195,9 @@ class Materializer:
                 msg = (
                     f"{entry.name} has no values on any rank, and initialising {type(holder).__name__} makes none"
                 )
-                raise ShardingError(msg, hint=f"{_maker(holder, attribute)}, or pass param_init_fn to the plugin")
+                raise ShardingError(
+                    msg, hint=f"{_initialising_hint(holder, attribute)}, or pass param_init_fn to the plugin"
+                )
 
     def _to_master(self, entry: ModelTensor) -> None:
         tensor = entry.tensor
@@ -231,8 +233,8 @@ def _difference(mine: Specs, theirs: Specs) -> str | None:
     return None
 
 
-def _maker(holder: nn.Module, attribute: str) -> str:
-    """What to do so that initialising a module makes one of its tensors."""
+def _initialising_hint(holder: nn.Module, attribute: str) -> str:
+    """Return what to do so that initialising a module makes one of its tensors."""
     if type(holder).__module__.startswith("transformers."):
         return f"install transformers 5 or newer, which makes {attribute} again"
     return f"set {attribute} in its reset_parameters method"
