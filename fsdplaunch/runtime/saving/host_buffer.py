@@ -1,10 +1,12 @@
-"""Copies of a state's tensors on the host, made while the run waits and written while it goes on.
+"""Host memory for the copies of one save's tensors.
 
-One buffer per process holds them. It stays between saves: fresh memory costs more than the copying.
+One buffer per process holds them. It stays between saves, as large as the largest: fresh memory costs more than
+the copying.
 """
 
 import mmap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,29 +19,51 @@ _ALIGNMENT = 64
 State = Any
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedTensor:
+    """A tensor of this rank and where its copy goes.
+
+    Attributes:
+        source: The tensor.
+        place: Host memory of the same shape and dtype, at first without its values.
+        is_shard: Whether it is a shard of a sharded tensor.
+    """
+
+    source: torch.Tensor
+    place: torch.Tensor
+    is_shard: bool
+
+
 class HostBuffer:
     """Memory for one save at a time."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, state: State) -> State:
-        """Return `state` with every tensor on this rank replaced by a copy in this buffer.
+    def place(self, state: State) -> tuple[State, list[PlacedTensor]]:
+        """Return `state` with a place in this buffer for each tensor of this rank, and what is to be copied there.
 
         Dictionaries, lists and tuples are made anew; other values are kept, they are not changed in place.
+
+        Returns:
+            The new state, and what is to be copied.
         """
-        tensors = list({id(tensor): tensor for tensor in _tensors(state)}.values())
-        self._reserve(sum(_room(tensor) for tensor in tensors))
-        copies: dict[int, torch.Tensor] = {}
+        tensors = {id(tensor): (tensor, is_shard) for tensor, is_shard in _tensors(state)}
+        self._reserve(sum(_room(tensor) for tensor, _ in tensors.values()))
+        placed: dict[int, PlacedTensor] = {}
         position = 0
-        for tensor in tensors:
-            size = tensor.numel() * tensor.element_size()
-            copy = self._memory[position : position + size].view(tensor.dtype).view(tensor.shape)
-            copies[id(tensor)] = copy.copy_(tensor.detach(), non_blocking=True)
+        for tensor, is_shard in tensors.values():
+            placed[id(tensor)] = PlacedTensor(tensor.detach(), self._place(position, tensor), is_shard)
             position += _room(tensor)
-        if any(tensor.is_cuda for tensor in tensors):
-            torch.cuda.synchronize()
-        return _rebuilt(state, copies)
+        return _rebuilt(state, {key: each.place for key, each in placed.items()}), list(placed.values())
+
+    def _place(self, position: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return room for a tensor, as a storage by itself: of a part of one, torch writes a copy or all of it."""
+        size = tensor.numel() * tensor.element_size()
+        if not size:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        flat = torch.frombuffer(self._memory.numpy(), dtype=torch.uint8, count=size, offset=position)
+        return flat.view(tensor.dtype).view(tensor.shape)
 
     def _reserve(self, size: int) -> None:
         if size <= len(self._memory):
@@ -58,8 +82,8 @@ def _room(tensor: torch.Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
 
 
-def _tensors(state: State) -> Iterator[torch.Tensor]:
-    """Return this rank's tensors of a state, in its order."""
+def _tensors(state: State) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Return this rank's tensors of a state, in its order, each with whether it is a shard."""
     if isinstance(state, dict):
         for value in state.values():
             yield from _tensors(value)
@@ -67,22 +91,22 @@ def _tensors(state: State) -> Iterator[torch.Tensor]:
         for value in state:
             yield from _tensors(value)
     elif isinstance(state, DTensor):
-        yield local_tensor(state)
+        yield local_tensor(state), True
     elif isinstance(state, ShardedTensor):
-        yield from (shard.tensor for shard in state.local_shards())
+        yield from ((shard.tensor, True) for shard in state.local_shards())
     elif isinstance(state, torch.Tensor):
-        yield state
+        yield state, False
 
 
-def _rebuilt(state: State, copies: dict[int, torch.Tensor]) -> State:
+def _rebuilt(state: State, places: dict[int, torch.Tensor]) -> State:
     if isinstance(state, dict):
-        return {key: _rebuilt(value, copies) for key, value in state.items()}
+        return {key: _rebuilt(value, places) for key, value in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)(_rebuilt(value, copies) for value in state)
+        return type(state)(_rebuilt(value, places) for value in state)
     if isinstance(state, DTensor):
         # Not from_local: that would move the copy back to the mesh's device.
-        return with_local_tensor(state, copies[id(local_tensor(state))])
+        return with_local_tensor(state, places[id(local_tensor(state))])
     if isinstance(state, ShardedTensor):
-        shards = [TensorShard(copies[id(shard.tensor)], shard.metadata) for shard in state.local_shards()]
+        shards = [TensorShard(places[id(shard.tensor)], shard.metadata) for shard in state.local_shards()]
         return with_local_shards(state, shards)
-    return copies[id(state)] if isinstance(state, torch.Tensor) else state
+    return places[id(state)] if isinstance(state, torch.Tensor) else state
