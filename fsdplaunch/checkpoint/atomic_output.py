@@ -141,7 +141,7 @@ def atomic_output(target: Path, *, overwrite: bool, replaced: re.Pattern[str] = 
         _remove_leftovers(target)
         partial.mkdir()
         yield partial
-        _publish(partial, target, overwrite=overwrite, replaced=replaced)
+        publish_folder(partial, target, overwrite=overwrite, replaced=replaced)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         with suppress(OSError):
@@ -162,8 +162,12 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _publish(partial: Path, target: Path, *, overwrite: bool, replaced: re.Pattern[str]) -> None:
-    """Rename the finished folder into place, keeping other files of a folder that is overwritten."""
+def publish_folder(partial: Path, target: Path, *, overwrite: bool, replaced: re.Pattern[str] = WEIGHTS) -> None:
+    """Rename the finished folder into place, keeping other files of a folder that is overwritten.
+
+    Raises:
+        UsageError: When `target` has come to hold what may not be replaced.
+    """
     sync_folder(partial)
     _check_free(
         target, target, overwrite=overwrite, replaced=replaced
