@@ -45,7 +45,7 @@ def prefetches_forward(module: nn.Module) -> bool:
 
 
 def is_in_pass(module: nn.Module) -> bool:
-    """Return whether an FSDP2 unit computes, forward or again in backward, with gathered parameters; all versions."""
+    """Return whether an FSDP2 unit computes with gathered parameters, forward or in backward; all versions."""
     return bool(module._get_fsdp_state()._training_state.name != "IDLE")  # type: ignore[operator]
 
 

@@ -82,7 +82,7 @@ def needs_a_gpu(facts: FailureFacts) -> Diagnosis | None:
     if not _NEEDS_GPU.search(facts.text):
         return None
     hidden = facts.config is not None and facts.config.launch.hide_ranks
-    hide = "--hide-ranks (launch.hide_ranks), if it does so because RANK is set: it then takes its way for one process"
+    hide = "--hide-ranks (launch.hide_ranks), if it does so for RANK is set: it then takes its way for one process"
     own = "the script's own option for the CPU, such as --device cpu, if it has one"
     return Diagnosis(
         why="the script asks for a GPU, and its workers run on the CPU", remedies=(own,) if hidden else (hide, own)

@@ -56,13 +56,13 @@ def normalising_global_batch(hook_context: HookContext) -> Iterator[None]:
 
 
 def _is_share(hook_context: HookContext) -> bool:
-    """Return whether the pass that runs was given this rank's share of a batch, and not rows that all ranks have."""
+    """Return whether the pass that runs was given this rank's share of a batch, not rows that all ranks have."""
     context = hook_context
     return bool(context.ownership.ours and context.models and context.batches.current)
 
 
 def _statistics(given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return mean and variance of each channel over all ranks' rows, and how many values a channel has. Collective.
+    """Return mean and variance of each channel over all ranks' rows, and the number of its values. Collective.
 
     In two steps, for a variance as exact as torch's. Shapes `[channels]`, in fp32 at the least.
     """
@@ -93,7 +93,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _added_up(own: torch.Tensor) -> torch.Tensor:
-    total: torch.Tensor = _SumOverRanks.apply(own)
+    total: torch.Tensor = _SumOverRanks.apply(own)  # type: ignore[no-untyped-call]
     return total
 
 

@@ -145,10 +145,11 @@ def check_not_gathered() -> None:
 
 
 def call_for_forward(unit: nn.Module) -> None:
-    """Let a script that calls `unit.forward(x)` have what `unit(x)` does: hooks gather the parameters there only."""
+    """Let a script that calls `unit.forward(x)` have what `unit(x)` does, where hooks gather the parameters."""
     if "forward" in unit.__dict__:  # the script's own way for this module
         return
-    plain, of = original_class(unit).forward, weakref.ref(unit)
+    kind: Any = original_class(unit)
+    plain, of = kind.forward, weakref.ref(unit)
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -181,6 +182,22 @@ def _computing_methods(model: nn.Module) -> list[str]:
     """
     classes = [cls for cls in type(model).__mro__ if not cls.__module__.startswith(("torch.", "builtins"))]
     methods = [(name, value) for cls in classes for name, value in vars(cls).items() if inspect.isfunction(value)]
-    names = [name for name, value in methods if "backward" not in value.__code__.co_names]
-    chosen = [n for n in names if not n.startswith("_") and n != "forward" and n.split("_")[0] not in _CHANGES]
-    return list(dict.fromkeys(chosen))
+    names = dict.fromkeys(name for name, _ in methods)
+    train = _training_methods({name: {*value.__code__.co_names} for name, value in methods})
+    return [
+        name
+        for name in names
+        if not name.startswith("_") and name not in train and name.split("_")[0] not in _CHANGES
+    ]
+
+
+def _training_methods(names_in: dict[str, set[str]]) -> set[str]:
+    """Return forward and the methods that call backward, or another method that does.
+
+    Args:
+        names_in: For each method the names that its code has.
+    """
+    found = {"backward"}
+    while more := {name for name, names in names_in.items() if name not in found and names & found}:
+        found |= more
+    return found | {"forward"}

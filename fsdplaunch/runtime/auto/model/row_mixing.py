@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fsdplaunch.runtime.auto.model.double_backward import noted
 from fsdplaunch.runtime.auto.model.loss_graph import BatchReduction
+from fsdplaunch.runtime.torch_internals.graph_nodes import fixed_factor, reduced_shape
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves
 
 _KEY = "fsdplaunch_output"
@@ -35,20 +36,45 @@ def compares_rows(loss: torch.Tensor, reductions: Sequence[BatchReduction], rows
         reductions: Where it is reduced over rows.
         rows: How many this rank has; with one, there is nothing to see.
     """
-    known = [each for each in reductions if each.kind != "unknown" and each.shape]
-    found = [_reaches_other_rows(loss, each, at, rows) for each in known for at in (0, -1)] if rows > 1 else []
+    known = [each for each in reductions if each.kind != "unknown" and each.shape] if rows > 1 else []
+    found = []
+    for each in known:
+        with ExitStack() as stack:
+            for other in reductions:
+                if other.outer is not each.outer:
+                    stack.callback(other.outer.register_prehook(_nothing).remove)
+            found += [_reaches_other_rows(loss, _along_rows(each, rows), at, rows) for at in (0, -1)]
     return any(found)
 
 
-def _reaches_other_rows(loss: torch.Tensor, reduction: BatchReduction, at: int, rows: int) -> bool:
+def fixed_rows(loss: torch.Tensor, rows: int) -> list[float]:
+    """Return the sums of what a loss multiplies its rows by that has as many rows and no gradient.
+
+    Where ranks have different ones they are rows of the batch, such as those of a frozen encoder.
+    """
+    factors = (fixed_factor(node) for node in _nodes_above_outputs(loss.grad_fn))
+    return [float(each.double().sum()) for each in factors if each is not None and rows in each.shape]
+
+
+def _along_rows(reduction: BatchReduction, rows: int) -> Any:
+    """Return the node of a reduction that reduces rows: the outer one, unless only the inner has them."""
+    shape = reduced_shape(reduction.outer)
+    return reduction.outer if len(shape) == len(reduction.shape) and shape[0] == rows else reduction.node
+
+
+def _nothing(gradients: Any) -> Any:
+    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
+
+
+def _reaches_other_rows(loss: torch.Tensor, reduction: Any, at: int, rows: int) -> bool:
     """Return whether the gradient of one element along the reduced rows reaches more than a row of an output."""
-    below = {node for node, _ in reduction.node.next_functions if node is not None}
+    below = {node for node, _ in reduction.next_functions if node is not None}
     outputs = [(edge, shape) for edge, shape in _outputs_below(loss.grad_fn) if edge.node not in below]
     if not outputs:
         return False
     with ExitStack() as stack:
         for node in below:
-            stack.callback(node.register_prehook(_keep_one(at, reduction.shape[0])).remove)
+            stack.callback(node.register_prehook(_keep_one(at, reduced_shape(reduction)[0])).remove)
         edges = [edge for edge, _ in outputs]
         gradients = torch.autograd.grad(loss, edges, retain_graph=True, allow_unused=True)
     pairs = zip(gradients, outputs, strict=True)
@@ -76,16 +102,21 @@ def _one(gradient: torch.Tensor, at: int) -> torch.Tensor:
 
 def _outputs_below(root: Any) -> Iterator[tuple[GradientEdge, Any]]:
     """Yield what models returned, where a graph first comes to it."""
+    for node in _nodes_above_outputs(root):
+        marks = noted(node).get(_KEY, {})
+        yield from ((GradientEdge(node, number), shape) for number, shape in marks.items())
+
+
+def _nodes_above_outputs(root: Any) -> Iterator[Any]:
+    """Yield a graph's nodes down to those of what models returned."""
     waiting, seen = [root], set[Any]()
     while waiting and len(seen) < _MOST_NODES:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        marks = noted(node).get(_KEY)
-        if marks:
-            yield from ((GradientEdge(node, number), shape) for number, shape in marks.items())
-        else:
+        yield node
+        if not noted(node).get(_KEY):
             waiting += [below for below, _ in node.next_functions]
 
 
