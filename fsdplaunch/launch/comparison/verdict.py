@@ -71,7 +71,7 @@ def compare(plain: RunFacts, sharded: RunFacts, tolerance: float) -> Verdict:
 def added_up(plain: RunFacts, sharded: RunFacts, tolerance: float) -> RunFacts:
     """Return the workers' run with the sums of their losses where these are what one process has.
 
-    Each worker's loss is then its part of a sum over the batch; that its gradients are added up too shows their norm.
+    Each worker's loss is then its part of a sum; the norm shows that its gradients are added up too.
     """
     pairs = zip(plain.steps, sharded.steps, strict=False)
     steps = [replace(many, losses=many.totals) if _is_sum(one, many, tolerance) else many for one, many in pairs]

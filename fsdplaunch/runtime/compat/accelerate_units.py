@@ -1,8 +1,8 @@
 """Let accelerate shard models whose input embeddings are inside of a module that it takes for a block.
 
 transformers names BertEmbeddings beside BertLayer among the modules not to split, so accelerate makes it a unit.
-Newer versions make a unit of the input embeddings inside of it too, which torch refuses ('Invariant encountered: value was
-None').
+Newer versions make a unit of the input embeddings inside of it too, which torch refuses: 'Invariant encountered:
+value was None'.
 """
 
 import functools
