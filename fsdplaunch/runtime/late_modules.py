@@ -10,8 +10,8 @@ WEIGHTS_USED = "fsdplaunch.runtime.loading.pretrained.weights_used"
 RANK0_SAVES_OPEN = "fsdplaunch.runtime.auto.state.rank0.pulling.is_open"
 RANK0_SAVES_END = "fsdplaunch.runtime.auto.state.rank0.pulling.note_end"
 RANK0_SAVES_CLOSE = "fsdplaunch.runtime.auto.state.rank0.pulling.close"
-WAIT_FOR_COPIES = "fsdplaunch.runtime.saving.background_save.wait_for_copies"
-FINISH_SAVES = "fsdplaunch.runtime.saving.background_save.finish_saves"
+WAIT_FOR_COPIES = "fsdplaunch.runtime.saving.background.background_save.wait_for_copies"
+FINISH_SAVES = "fsdplaunch.runtime.saving.background.background_save.finish_saves"
 
 FINISH_RECORD = "fsdplaunch.runtime.comparison.record_run.finish"
 

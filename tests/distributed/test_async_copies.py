@@ -32,7 +32,7 @@ FORMS: dict[str, dict[str, Any]] = {
 @contextlib.contextmanager
 def late_copies(seconds: float = LATE) -> Iterator[None]:
     """Have the thread that copies begin late, as under a large model."""
-    from fsdplaunch.runtime.saving import host_copies
+    from fsdplaunch.runtime.saving.background import host_copies
 
     copy, main = host_copies._copy_on_host, list[int]()
     at_once, host_copies.AT_ONCE = host_copies.AT_ONCE, 0
@@ -78,7 +78,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
 def save_twice(folder: str, fields: dict[str, Any]) -> tuple[list[bool], str]:
     """For a few seeds: whether a save beside the next step has the bytes of a blocking one; what was said."""
-    from fsdplaunch.runtime.saving.background_save import background, finish_saves
+    from fsdplaunch.runtime.saving.background.background_save import background, finish_saves
 
     said, equal = io.StringIO(), []
     background._told = False
@@ -108,7 +108,7 @@ def test_step_right_after_the_call_does_not_reach_the_file(two_ranks: RankPool, 
 
 def change_meanwhile(folder: str) -> tuple[str, str, bool]:
     """Change a parameter by hand, load it, and average a second model while copies are made."""
-    from fsdplaunch.runtime.saving.background_save import finish_saves
+    from fsdplaunch.runtime.saving.background.background_save import finish_saves
 
     model, optimizer = trained(FORMS["2"], 0)
     with late_copies():
@@ -143,7 +143,7 @@ def test_other_changes_end_the_save_wait_or_do_not_matter(two_ranks: RankPool, t
 
 def reuse(folder: str) -> tuple[int, list[int]]:
     """The buffer's memory after each of some saves of models of several sizes."""
-    from fsdplaunch.runtime.saving.background_save import background, finish_saves
+    from fsdplaunch.runtime.saving.background.background_save import background, finish_saves
 
     background._buffer._memory = torch.empty(0, dtype=torch.uint8)
     places = []

@@ -53,7 +53,8 @@ def test_checkpoint_written_beside_training_is_of_the_moment_it_was_asked_for(
 
 def save_while_blocked(folder: str) -> tuple[bool, bool, bool]:
     """Whether the first save had returned unwritten, whether a second waited for it, whether both are there."""
-    from fsdplaunch.runtime.saving import background_save, save_job
+    from fsdplaunch.runtime.saving import save_job
+    from fsdplaunch.runtime.saving.background import background_save
 
     model, optimizer = fresh()
     gate, original = threading.Event(), save_job.write_bytes

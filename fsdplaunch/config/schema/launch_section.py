@@ -81,7 +81,8 @@ class LaunchSection:
     rendezvous_options: dict[str, str] = key(
         v.SETTINGS,
         {},
-        "Further settings of torch's rendezvous, for example read_timeout=30,last_call_timeout=5.",
+        """Further settings of torch's rendezvous, for example read_timeout=30,last_call_timeout=5. Where the
+        launchers number the nodes themselves, few of them count; notes name the others.""",
         aliases=("rdzv_conf",),
     )
     local_address: str | None = key(
@@ -245,8 +246,8 @@ class CheckpointSection:
         v.FLAG,
         False,
         """Copy and write checkpoints in the background: save_checkpoint returns at once, and an optimizer's step
-        that comes before the end of the copy to host memory waits for it. Each worker needs memory for its part of
-        the checkpoint once more.""",
+        that comes before the end of the copy to host memory waits for it. Each worker needs memory for its
+        shards once more.""",
     )
     keep_last: int | None = key(
         v.COUNT,

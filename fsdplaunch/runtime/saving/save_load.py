@@ -18,7 +18,8 @@ from fsdplaunch.runtime.collectives.rank_group import from_rank_0, raise_on_all_
 from fsdplaunch.runtime.data.loader_state import position_of, resume_at
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.plugin.plugin import ambient_plugin
-from fsdplaunch.runtime.saving.background_save import background
+from fsdplaunch.runtime.saving.background.background_save import background
+from fsdplaunch.runtime.saving.background.trained_tensors import TrainedTensors
 from fsdplaunch.runtime.saving.checkpoint_dirs import find_checkpoint
 from fsdplaunch.runtime.saving.manifest import describe_run
 from fsdplaunch.runtime.saving.model_and_optimizer import (
@@ -33,7 +34,6 @@ from fsdplaunch.runtime.saving.rng_state import file_name, packed_random_states,
 from fsdplaunch.runtime.saving.save_job import SaveJob
 from fsdplaunch.runtime.saving.shared_storage import check_found
 from fsdplaunch.runtime.saving.small_files import packed
-from fsdplaunch.runtime.saving.trained_tensors import TrainedTensors
 from fsdplaunch.runtime.sharding.registry import registered
 
 SCHEDULER, LOADER = "scheduler", "loader"

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.saving.host_buffer import HostBuffer, PlacedTensor
-from fsdplaunch.runtime.saving.trained_tensors import TrainedTensors
+from fsdplaunch.runtime.saving.background.host_buffer import HostBuffer, PlacedTensor
+from fsdplaunch.runtime.saving.background.trained_tensors import TrainedTensors
 
 PIECE = 32 * 2**20
 AT_ONCE = 16 * 2**20

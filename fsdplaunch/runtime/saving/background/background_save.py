@@ -16,10 +16,10 @@ from torch.optim import optimizer as optimizers
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import raise_on_all_ranks
 from fsdplaunch.runtime.late_modules import GROUP_IS_ABANDONED, call_if_imported
-from fsdplaunch.runtime.saving.host_buffer import HostBuffer
-from fsdplaunch.runtime.saving.host_copies import HostCopies
+from fsdplaunch.runtime.saving.background.host_buffer import HostBuffer
+from fsdplaunch.runtime.saving.background.host_copies import HostCopies
+from fsdplaunch.runtime.saving.background.trained_tensors import TrainedTensors
 from fsdplaunch.runtime.saving.save_job import SaveJob
-from fsdplaunch.runtime.saving.trained_tensors import TrainedTensors
 
 EXIT_SECONDS = 25.0
 """How long a script that failed waits at exit for a save that is under way."""
