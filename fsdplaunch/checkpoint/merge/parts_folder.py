@@ -1,8 +1,8 @@
 """The hidden folder in which the parts of one merge meet: on any machines that share its file system.
 
-There are no locks: who is killed leaves none behind, and not every file system has them. What must happen once is one
-rename, and whoever else tries it finds the old name gone. Each attempt of a part writes into a folder of its own, so
-that two attempts of one part do not meet; what they write is the same.
+There are no locks: who is killed leaves none behind, and not every file system has them. What must happen once is
+one rename, and whoever else tries it finds the old name gone. Each attempt of a part writes into a folder of its
+own, so that two attempts of one part do not meet; what they write is the same.
 
     .OUTPUT.parts/merge.json         which merge this is: checkpoint, options, plan
     .OUTPUT.parts/part-2-1f0c9a3e/   an attempt of part 2
@@ -122,13 +122,14 @@ class PartsFolder:
         What earlier attempts of this part left is removed first.
 
         Raises:
-            CheckpointError: Another process has begun this part meanwhile, and removed this one's folder.
+            CheckpointError: Another process has removed this one's folder: it has begun the same part, or put all
+                parts in place.
         """
         for left in self.folder.glob(f"part-{number}-*"):
             shutil.rmtree(left, ignore_errors=True)
         own = self.folder / f"part-{number}-{os.urandom(4).hex()}"
-        own.mkdir()
         try:
+            own.mkdir()
             yield own
             sync_folder(own)
             for file in files:
@@ -141,7 +142,7 @@ class PartsFolder:
         except FileNotFoundError as problem:
             if own.exists():
                 raise
-            msg = f"another process has begun part {number} of {self.count} after this one"
+            msg = f"another process has begun part {number} of {self.count} after this one, or finished all"
             raise CheckpointError(msg, hint="run each part once at a time") from problem
         finally:
             shutil.rmtree(own, ignore_errors=True)

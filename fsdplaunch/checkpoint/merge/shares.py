@@ -28,18 +28,19 @@ def files_of_part(files: Sequence[PlannedFile], number: int, count: int) -> tupl
 
 
 def split_by_tensors(files: Sequence[PlannedFile], count: int) -> list[tuple[PlannedFile, ...]]:
-    """Return up to `count` shares of the tensors, each one run of about as many bytes; a file may be in several."""
+    """Return up to `count` shares of the tensors, of about as many bytes each; a file may be in several."""
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
     shares: list[dict[str, list[PlannedTensor]]] = [{} for _ in range(count)]
     done = 0
     for file in files:
         for tensor in file.tensors:
             middle = done + tensor.nbytes / 2
-            share = shares[min(count - 1, int(middle * count / total) if total else 0)]
-            share.setdefault(file.name, (file, []))[1].append(tensor)
+            share = shares[min(count - 1, int(middle * count / total)) if total else 0]
+            share.setdefault(file.name, []).append(tensor)
             done += tensor.nbytes
+    by_name = {file.name: file for file in files}
     return [
-        tuple(replace(file, tensors=tuple(tensors)) for file, tensors in share.values())
+        tuple(replace(by_name[name], tensors=tuple(tensors)) for name, tensors in share.items())
         for share in shares
         if share
     ]
