@@ -27,7 +27,7 @@ from fsdplaunch.tune.predict import Predictor
 from fsdplaunch.tune.result import TuneResult
 from fsdplaunch.tune.search import CannotMeasureError, Search, SearchStopped
 from fsdplaunch.tune.space import Space, identity
-from fsdplaunch.tune.state import SUFFIX, TuneState, find_state
+from fsdplaunch.tune.state import SUFFIX, TuneState, broken_state, find_state
 from fsdplaunch.tune.trial import TrialRunner
 from fsdplaunch.tune.tries import read_tries
 
@@ -104,8 +104,15 @@ def _resumed(state: TuneState, request: TuneRequest) -> TuneRequest:
     if request != TuneRequest(file=request.file, overrides=request.overrides):
         msg = "--resume goes on with its own script and options"
         raise UsageError(msg, hint="give only --write, --html, --json or --overwrite beside it")
-    kept = {name: state.request[name] for name in TuneRequest.__dataclass_fields__}
-    lists = {name: tuple(kept[name]) for name in ("arguments", "overrides", "tries")}
+    try:
+        kept = {name: state.request[name] for name in TuneRequest.__dataclass_fields__}
+        lists = {name: tuple(kept[name]) for name in ("arguments", "overrides", "tries")}
+        folder = state.request["folder"]
+    except (KeyError, TypeError) as error:
+        raise broken_state(state.folder) from error
+    if folder != str(Path.cwd()):
+        msg = f"the search began in {folder}"
+        raise UsageError(msg, hint=f"cd {folder}")
     return TuneRequest(**{**kept, **lists})
 
 

@@ -82,7 +82,8 @@ def find_state(name: str, log_dir: Path) -> TuneState:
             path for path in all_of_them if path.name.startswith(name) or path.name.endswith((name, name + SUFFIX))
         ]
     if len(folders) != 1:
-        msg = f"--resume {name}: {len(folders) or 'no'} search{'es' if len(folders) != 1 else ''} by this name"
+        count = f"{len(folders)} searches" if folders else "no search"
+        msg = f"--resume {name}: {count} by this name"
         raise UsageError(msg, hint=f"name the folder of one, {log_dir}/...{SUFFIX}")
     return _read(folders[0].absolute())
 
@@ -95,5 +96,10 @@ def _read(folder: Path) -> TuneState:
         ]
         return TuneState(folder=folder, request=dict(data["request"]), outcomes=outcomes)
     except (KeyError, TypeError, ValueError) as error:
-        msg = f"{folder / STATE} is not the file of a search"
-        raise UsageError(msg, hint="start again without --resume") from error
+        raise broken_state(folder) from error
+
+
+def broken_state(folder: Path) -> UsageError:
+    """Return the error for a search whose file cannot be read."""
+    msg = f"{folder / STATE} is not the file of a search"
+    return UsageError(msg, hint="start again without --resume")
