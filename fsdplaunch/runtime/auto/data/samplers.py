@@ -81,12 +81,12 @@ def filled(items: list[Any], multiple: int, first: list[Any]) -> list[Any]:
 
 def own_share(batch: list[Any], first: list[Any], hook_context: HookContext) -> list[Any]:
     """Return this rank's part of a batch, after filling up a last one that cannot be divided."""
-    full = filled(batch, hook_context.size, first)
+    full = filled(batch, hook_context.data.size, first)
     if hook_context.keeps_batch and len(full) > len(batch) > 1:
         say_filled(len(batch), len(full) - len(batch), hook_context)
-    each = len(full) // hook_context.size
+    each = len(full) // hook_context.data.size
     hook_context.batches.note(each)
-    return full[hook_context.rank * each : (hook_context.rank + 1) * each]
+    return full[hook_context.data.rank * each : (hook_context.data.rank + 1) * each]
 
 
 def say_filled(size: int, more: int, hook_context: HookContext) -> None:
@@ -94,8 +94,8 @@ def say_filled(size: int, more: int, hook_context: HookContext) -> None:
     if "filled" not in hook_context.printed:
         hook_context.printed.add("filled")
         messages.say(
-            f"a batch of {size} is filled up with {more} of the first items for {hook_context.size} ranks, so its "
-            "step is not quite that of one process (drop_last=True leaves such batches out)"
+            f"a batch of {size} is filled up with {more} of the first items for {hook_context.data.size} ranks, "
+            "so its step is not quite that of one process (drop_last=True leaves such batches out)"
         )
 
 
@@ -109,9 +109,9 @@ class RankBatches(BatchSampler):
         self.inner, self.hook_context = inner, hook_context
         self.sampler, self.drop_last, self.batch_size = inner.sampler, inner.drop_last, inner.batch_size
         self.together = (
-            max(self.batch_size, hook_context.size)
+            max(self.batch_size, hook_context.data.size)
             if hook_context.keeps_batch
-            else self.batch_size * hook_context.size
+            else self.batch_size * hook_context.data.size
         )
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -152,7 +152,7 @@ class FullBatches(Sampler[Any]):
         if self.hook_context.evaluating():
             yield from self.inner
             return
-        size, first = self.hook_context.size, []  # type: ignore[var-annotated]
+        size, first = self.hook_context.data.size, []  # type: ignore[var-annotated]
         if self.hook_context.keeps_batch:
             for (batch,) in rounds(self.inner, 1, self.hook_context):
                 first = first or list(batch)
@@ -161,12 +161,12 @@ class FullBatches(Sampler[Any]):
         for batches in rounds(self.inner, size, self.hook_context):
             first = first or batches
             self.hook_context.batches.divided = True
-            yield filled(batches, size, first)[self.hook_context.rank]
+            yield filled(batches, size, first)[self.hook_context.data.rank]
 
     def __len__(self) -> int:
         """Return how many batches an epoch has."""
         complete = self.hook_context.keeps_batch or (self.hook_context.models and self.hook_context.evaluating())
-        return len(self.inner) if complete else math.ceil(len(self.inner) / self.hook_context.size)
+        return len(self.inner) if complete else math.ceil(len(self.inner) / self.hook_context.data.size)
 
 
 class RankItems(Sampler[Any]):
@@ -181,15 +181,15 @@ class RankItems(Sampler[Any]):
             yield from self.inner
             return
         first: list[Any] = []
-        for items in rounds(self.inner, self.hook_context.size, self.hook_context):
+        for items in rounds(self.inner, self.hook_context.data.size, self.hook_context):
             first = first or items
             self.hook_context.batches.divided = True
-            yield filled(items, self.hook_context.size, first)[self.hook_context.rank]
+            yield filled(items, self.hook_context.data.size, first)[self.hook_context.data.rank]
 
     def __len__(self) -> int:
         """Return how many items an epoch has."""
         complete = self.hook_context.models and self.hook_context.evaluating()
-        return len(self.inner) if complete else math.ceil(len(self.inner) / self.hook_context.size)
+        return len(self.inner) if complete else math.ceil(len(self.inner) / self.hook_context.data.size)
 
 
 class RankTurns(IterableDataset[Any]):
@@ -199,8 +199,8 @@ class RankTurns(IterableDataset[Any]):
         self.turn = turn
         self.stream, self.rank, self.size, self.streams = (
             stream,
-            hook_context.rank,
-            hook_context.size,
+            hook_context.data.rank,
+            hook_context.data.size,
             hook_context.streams,
         )
 
