@@ -14,6 +14,7 @@ WAIT_FOR_COPIES = "fsdplaunch.runtime.saving.background.background_save.wait_for
 FINISH_SAVES = "fsdplaunch.runtime.saving.background.background_save.finish_saves"
 
 FINISH_RECORD = "fsdplaunch.runtime.comparison.record_run.finish"
+FINISH_MEASUREMENT = "fsdplaunch.runtime.measuring.measure.finish"
 
 
 def call_if_imported(function: str) -> Any:
