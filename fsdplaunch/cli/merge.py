@@ -160,7 +160,7 @@ def shown_files(plan: MergePlan, options: MergeOptions) -> tuple[PlannedFile, ..
 def part_lines(result: MergeResult, options: MergeOptions) -> list[str]:
     """Say what a part wrote that was not the last, and what the output waits for."""
     number, count = options.part or (1, 1)
-    lines = [f"part {number} of {count} is one with nothing to write: the output has fewer files"]
+    lines = [f"part {number} of {count} has nothing to write: the output has fewer files"]
     if result.tensors:
         size = f"{size_words(result.nbytes)} in {result.seconds:.1f} s"
         lines = [f"part {number} of {count}: {result.tensors} tensors, {size}"]

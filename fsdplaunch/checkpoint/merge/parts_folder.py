@@ -12,6 +12,7 @@ own, so that two attempts of one part do not meet; what they write is the same.
     .OUTPUT.parts/result.json        that folder's inode, by which it is known in its place
 """
 
+import glob
 import hashlib
 import json
 import os
@@ -175,8 +176,10 @@ class PartsFolder:
 
 
 def remove_parts(target: Path) -> None:
-    """Remove the folder in which the parts of a finished merge met."""
-    shutil.rmtree(_folder_of(target), ignore_errors=True)
+    """Remove the folder in which the parts of a finished merge met, and those that came too late to be it."""
+    folder = _folder_of(target)
+    for path in (folder, *folder.parent.glob(f"{glob.escape(folder.name)}-{'[0-9a-f]' * 8}")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _folder_of(target: Path) -> Path:

@@ -30,7 +30,11 @@ def children() -> set[str]:
 
 @pytest.mark.parametrize(
     "options",
-    [MergeOptions(), MergeOptions(max_shard_size=700, verify=True), MergeOptions(dtype="bf16", max_shard_size=300)],
+    [
+        MergeOptions(),
+        MergeOptions(max_shard_size=700, verify=True),
+        MergeOptions(dtype="bf16", max_shard_size=300),
+    ],
     ids=["one file", "several", "converted"],
 )
 @pytest.mark.parametrize("jobs", [2, 5, 40])
