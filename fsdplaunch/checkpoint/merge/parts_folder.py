@@ -141,7 +141,7 @@ class PartsFolder:
             (own / "marker").rename(self.folder / f"part-{number}.json")
             sync_folder(self.folder)
         except FileNotFoundError as problem:
-            if own.exists():
+            if own.name not in str(problem.filename):
                 raise
             msg = f"another process has begun part {number} of {self.count} after this one, or finished all"
             raise CheckpointError(msg, hint="run each part once at a time") from problem

@@ -107,7 +107,7 @@ def raise_memory():
         (raise_memory, MemoryError, "^$"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), CheckpointError, "of this merge was killed"),
         (lambda: os._exit(0), CheckpointError, "of this merge was killed"),
-        (lambda: [][1], RuntimeError, "IndexError: list index out of range"),
+        (lambda: {}[1], RuntimeError, "KeyError: 1"),
     ],
 )
 def test_failure_of_one_process_is_raised_and_no_process_stays(how, kind, said):

@@ -134,7 +134,7 @@ def test_parts_at_the_same_time_put_one_result_in_place(dcp, checkpoint, tmp_pat
             os.write(2, problem.message.encode())
             return 2 if "another" in f"{problem.message} {problem.hint}" else 3
 
-    for _ in range(8):
+    for _ in range(4):
         pids = {}
         for number in (1, 2, 3, 4, 2):  # and one part twice
             pid = os.fork()
@@ -191,7 +191,7 @@ def test_finished_merge_is_not_done_again(dcp, checkpoint, tmp_path):
     before = dcp.tree(tmp_path / "out")
     late = merge(checkpoint, tmp_path / "out", options=part(1, 2))
     assert (late.is_in_place, late.removed, dcp.tree(tmp_path / "out")) == (True, False, before)
-    with pytest.raises(UsageError, match="holds model-00001-of-00007.safetensors already"):
+    with pytest.raises(UsageError, match=r"holds model-00001-of-00007\.safetensors already"):
         merge(checkpoint, tmp_path / "out", options=part(1, 2, replace(MANY_FILES, dtype="bf16")))
     assert not (tmp_path / ".out.parts").exists()
 
