@@ -29,6 +29,7 @@ from fsdplaunch.agent.fork_server.fast_exit import noting_status, register_last,
 from fsdplaunch.agent.fork_server.server import Released
 from fsdplaunch.agent.output import OutputRelay
 from fsdplaunch.agent.stop_request import ORPHAN_SECONDS, StopRequest, stop_status
+from fsdplaunch.agent.warm.child import AgentRequest
 from fsdplaunch.agent.warm.import_record import ImportRecord
 from fsdplaunch.agent.warm.stay import stay_warm
 from fsdplaunch.agent.worker_group import WorkerGroup
@@ -36,7 +37,7 @@ from fsdplaunch.agent.worker_spec import WorkerSpec, make_worker_spec
 from fsdplaunch.config.environment import RUN_DIR, decode
 from fsdplaunch.config.world_size import node_range
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE
-from fsdplaunch.launch.entry_points import BOOTSTRAP
+from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP
 from fsdplaunch.launch.preloaded import preload_lists
 from fsdplaunch.launch.report.root_cause import failure_status, signal_name
 from fsdplaunch.launch.standard_streams import open_missing_streams
@@ -110,7 +111,12 @@ def be_forked(
     if isinstance(request, WorkerRequest):
         run_worker(request)
     elif record is not None:
-        stay_warm(record, modules, request.seconds)
+        run_forked_agent(stay_warm(record, modules, request.seconds))
+
+
+def run_forked_agent(request: AgentRequest) -> None:
+    """Be the agent that this process was forked from a warm interpreter to be."""
+    run_agent(request.argv[request.argv.index(str(AGENT)) + 1 :], request.record)
 
 
 def run_worker(request: WorkerRequest) -> None:

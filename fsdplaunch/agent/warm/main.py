@@ -18,8 +18,9 @@ from typing import Any
 
 from fsdplaunch.agent.fork_server.fast_exit import register_last, share_modules
 from fsdplaunch.agent.fork_server.preload import import_all
+from fsdplaunch.agent.main import run_forked_agent
 from fsdplaunch.agent.warm.import_record import ImportRecord
-from fsdplaunch.agent.warm.stay import CannotStayError, be_warm, make_server
+from fsdplaunch.agent.warm.stay import CannotStayError, make_server
 from fsdplaunch.launch.warm.folder import UnsafeFolderError
 
 
@@ -45,7 +46,7 @@ def main(about: dict[str, Any]) -> None:
         os._exit(1)
     os.write(answer, json.dumps({"pid": os.getpid(), "notes": list(loaded.notes)}).encode())
     _leave(answer)
-    be_warm(server)
+    run_forked_agent(server.serve())
 
 
 def _leave(answer: int) -> None:

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from fsdplaunch.agent.warm.child import AgentRequest
 from fsdplaunch.agent.warm.import_record import ImportRecord
 from fsdplaunch.agent.warm.server import WarmServer, can_stay
 from fsdplaunch.launch.warm.folder import UnsafeFolderError, folder_path
@@ -18,8 +19,8 @@ class CannotStayError(Exception):
     """This process cannot be forked from later."""
 
 
-def stay_warm(record: ImportRecord, modules: Sequence[Sequence[str]], seconds: float) -> None:
-    """Wait for launches in this process until its time is over; in the agents forked from it, run them.
+def stay_warm(record: ImportRecord, modules: Sequence[Sequence[str]], seconds: float) -> AgentRequest:
+    """Wait for launches in this process until its time is over; returns in agents forked from it only.
 
     Args:
         record: What was imported so far; the variables of its beginning are those that launches must have.
@@ -30,7 +31,7 @@ def stay_warm(record: ImportRecord, modules: Sequence[Sequence[str]], seconds: f
         server = make_server(record, modules, seconds)
     except (OSError, UnsafeFolderError, CannotStayError):
         os._exit(0)  # there is nobody to tell, and nothing is lost
-    be_warm(server)
+    return server.serve()
 
 
 def make_server(record: ImportRecord, modules: Sequence[Sequence[str]], seconds: float) -> WarmServer:
@@ -55,11 +56,3 @@ def make_server(record: ImportRecord, modules: Sequence[Sequence[str]], seconds:
         server.close()
         raise
     return server
-
-
-def be_warm(server: WarmServer) -> None:
-    """Serve, and in forked agents run them."""
-    request = server.serve()
-    from fsdplaunch.agent.main import run_agent  # which imports this module
-
-    run_agent(request.argv[3:], request.record)
