@@ -23,6 +23,12 @@ REHEARSAL_STEPS = "FSDPLAUNCH_REHEARSAL_STEPS"
 
 COMPARE_DIR = "FSDPLAUNCH_COMPARE_DIR"
 """Contract variable, not a key: where each process of `fsdplaunch check --compare` writes what it computed."""
+MEASURE_STEPS = "FSDPLAUNCH_MEASURE_STEPS"
+"""Contract variable, not a key: end the script after so many optimizer steps, and write down what they took."""
+MEASURE_SCRATCH = "FSDPLAUNCH_MEASURE_SCRATCH"
+"""Contract variable, not a key: the folder that a measured script may write to."""
+MEASURE_SOURCE = "FSDPLAUNCH_MEASURE_SOURCE"
+"""Contract variable, not a key: the user's folder, in which a measured script writes nothing."""
 
 
 def encode(config: Config) -> dict[str, str]:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Protocol
 
 from fsdplaunch.launch.plan import LaunchPlan
@@ -23,12 +24,21 @@ class AgentProcess(Protocol):
     def kill(self) -> None:
         """Kill it, and with it its workers."""
 
-    def wait(self) -> int:
-        """Wait for its end and return its status; -n for a death by signal n."""
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and return its status; -n for a death by signal n.
+
+        Raises:
+            TimeoutExpired: It has not ended within so many seconds.
+        """
 
 
 def start_agent(
-    plan: LaunchPlan, environ: Mapping[str, str], *, output: int | None, lost_status: Callable[[], int]
+    plan: LaunchPlan,
+    environ: Mapping[str, str],
+    *,
+    output: int | None,
+    folder: Path | None,
+    lost_status: Callable[[], int],
 ) -> tuple[AgentProcess, int]:
     """Start the plan's agent, in a session of its own.
 
@@ -36,6 +46,7 @@ def start_agent(
         plan: What to run.
         environ: All variables of the agent.
         output: Descriptor of its standard output; ours when left out.
+        folder: Where it starts; the current one when left out.
         lost_status: Returns its status where the warm interpreter it was forked from has gone before it.
 
     Returns:
@@ -53,6 +64,7 @@ def start_agent(
                 plan.argv,
                 environ,
                 modules,
+                folder or Path.cwd(),
                 [0, 1 if output is None else output, 2, lifeline],
                 keep_seconds=plan.config.launch.keep_warm_seconds,
                 blocked=[*before, signal.SIGINT],
@@ -64,6 +76,7 @@ def start_agent(
             stdout=output,
             start_new_session=True,
             pass_fds=[lifeline],
+            cwd=folder,
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

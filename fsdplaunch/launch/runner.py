@@ -2,10 +2,12 @@
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -42,6 +44,8 @@ from fsdplaunch.run_secret import SECRET
 
 PATIENCE = 2
 """Signals that are passed on before the agent is killed."""
+_AGENT_SECONDS = 5.0
+"""How long the agent may take beyond what it gives its workers."""
 
 
 def run_plan(
@@ -51,6 +55,8 @@ def run_plan(
     on_signal: Callable[[int, int], None] = lambda *_: None,
     control: RunControl | None = None,
     secret: str = "",
+    folder: Path | None = None,
+    limit_seconds: float | None = None,
 ) -> RunResult:
     """Start the plan's agent and wait for its end.
 
@@ -63,6 +69,8 @@ def run_plan(
         on_signal: Called with each signal that is passed on, and how many there have been.
         control: The other nodes, which end together and report one cause; None when this one is alone.
         secret: The run's, where several nodes take part without `control`.
+        folder: Where the workers start; the current one when left out.
+        limit_seconds: How long the run may take before it is asked to end as by SIGTERM, and then killed.
     """
     open_missing_streams()
     _prepare_run_dir(plan)
@@ -70,11 +78,13 @@ def run_plan(
     environ = {**os.environ, **plan.env, LAUNCHER: str(os.getpid())}
     if secret := control.assignment.secret if control is not None else secret:
         environ[SECRET] = secret
-    agent, held = start_agent(plan, environ, output=output, lost_status=lambda: _recorded_status(plan))
+    agent, held = start_agent(
+        plan, environ, output=output, folder=folder, lost_status=lambda: _recorded_status(plan)
+    )
     names = plan.config.launch.signals
     is_new = attach(control, agent, plan.run_dir, names).came if control is not None else lambda _number: True
     with _signals_passed_to(agent, names, on_signal, is_new) as received:
-        code = agent.wait()
+        code = _wait(agent, limit_seconds, plan.config.launch.shutdown_grace_seconds)
         status, record = _read_record(plan, code, received)
         if control is not None:
             status, record = conclude_run(control, status, record)
@@ -84,6 +94,19 @@ def run_plan(
     if result.failure is not None and result.failure.lost:
         (plan.run_dir / LOST).write_text("\n".join(result.failure.lost) + "\n", encoding="utf-8")
     return result
+
+
+def _wait(agent: AgentProcess, limit: float | None, grace: float) -> int:
+    """Wait for the agent's end; past the limit, ask it to end its workers, and kill it where it does not."""
+    try:
+        return agent.wait(limit)
+    except subprocess.TimeoutExpired:
+        agent.send_signal(signal.SIGTERM)
+    try:
+        return agent.wait(grace + _AGENT_SECONDS)
+    except subprocess.TimeoutExpired:
+        agent.kill()
+        return agent.wait()
 
 
 def _prepare_run_dir(plan: LaunchPlan) -> None:

@@ -13,6 +13,7 @@ RANK0_SAVES_CLOSE = "fsdplaunch.runtime.auto.state.rank0.pulling.close"
 FINISH_SAVES = "fsdplaunch.runtime.saving.save_job.finish_saves"
 
 FINISH_RECORD = "fsdplaunch.runtime.comparison.record_run.finish"
+FINISH_MEASUREMENT = "fsdplaunch.runtime.measuring.measure.finish"
 
 
 def call_if_imported(function: str) -> Any:

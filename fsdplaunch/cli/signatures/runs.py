@@ -8,10 +8,11 @@ import typer
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.signatures.options import ConfigOption, JsonOption, group
 
-runs_app = group("List runs and their states; show a run's output; cancel a run.")
+runs_app = group("List runs, show their output, cancel one.")
 
 LogDirOption = Annotated[
-    Path | None, typer.Option("--log-dir", help="Folder with the runs [default: launch.log_dir of the file]")
+    Path | None,
+    typer.Option("--log-dir", metavar="FOLDER", help="Folder with the runs [default: launch.log_dir of the file]"),
 ]
 
 
@@ -20,7 +21,7 @@ def runs(
     context: typer.Context,
     config: ConfigOption = None,
     log_dir: LogDirOption = None,
-    limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="How many, newest first")] = 20,
+    limit: Annotated[int, typer.Option("-n", "--limit", min=1, metavar="N", help="How many, newest first")] = 20,
     as_json: JsonOption = False,
 ) -> None:
     """List runs, newest first, with their states."""
@@ -33,7 +34,9 @@ def runs(
 @runs_app.command("logs")
 def runs_logs(
     run: Annotated[str, typer.Argument(metavar="ID", help="The run, or as much of its name as is unique; latest")],
-    rank: Annotated[int | None, typer.Option(help="One rank's output instead of what the launcher showed")] = None,
+    rank: Annotated[
+        int | None, typer.Option(metavar="N", help="One rank's output instead of what the launcher showed")
+    ] = None,
     stderr: Annotated[bool, typer.Option("--stderr", help="That rank's error output")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends")] = False,
     config: ConfigOption = None,

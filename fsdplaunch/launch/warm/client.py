@@ -4,8 +4,10 @@ import logging
 import os
 import select
 import signal
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from fsdplaunch.channel import Channel
@@ -15,6 +17,8 @@ from fsdplaunch.launch.warm.surroundings import handed_over, surroundings
 
 SECONDS = 1.0
 """How long one answer may take; then the launch goes on without it."""
+_WORD_SECONDS = 5.0
+"""How long the interpreter may take to say how an agent ended."""
 _log = logging.getLogger(__name__)
 
 
@@ -46,8 +50,17 @@ class WarmAgent:
         """Kill the agent."""
         self.send_signal(signal.SIGKILL)
 
-    def wait(self) -> int:
-        """Wait for the agent's end and return its status; -n for a death by signal n."""
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the agent's end and return its status; -n for a death by signal n.
+
+        Raises:
+            TimeoutExpired: It has not ended within so many seconds.
+        """
+        agent = "the agent"
+        ends = [self._channel.fileno(), self._process]
+        if not select.select(ends, [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(agent, timeout or 0.0)
+        self._channel.limit_waiting(_WORD_SECONDS)
         with suppress(OSError, ValueError):
             answer = self._channel.receive()
             if answer is not None:
@@ -60,6 +73,7 @@ def warm_agent(
     argv: Sequence[str],
     environ: Mapping[str, str],
     modules: Sequence[Sequence[str]],
+    folder: Path,
     files: Sequence[int],
     *,
     keep_seconds: float,
@@ -72,6 +86,7 @@ def warm_agent(
         argv: The agent's command line.
         environ: All its variables.
         modules: What it imports before its fork server is forked, and in that.
+        folder: Where it starts.
         files: Its standard input, output and error output, and the launcher's lifeline.
         keep_seconds: How long the interpreter is to stay after this run; 0 leaves that to what it was told before.
         blocked: Signals that the agent begins with blocked.
@@ -81,9 +96,9 @@ def warm_agent(
     if not os.path.isdir(path):  # noqa: PTH112  (the common case, and a cheap one)
         return None
     try:
-        name = server_name(argv[0], modules, environ, folder=os.getcwd())  # noqa: PTH109
-        with opened_folder(path) as folder:
-            end = connect(folder, name)
+        name = server_name(argv[0], modules, environ, folder=str(folder))
+        with opened_folder(path) as sockets:
+            end = connect(sockets, name)
         if end is None:
             return None
         channel = Channel(end)
@@ -92,7 +107,7 @@ def warm_agent(
                 **{"launch": PROTOCOL, "argv": list(argv), "environ": dict(environ), "keep_seconds": keep_seconds},
                 **{"surroundings": surroundings(), "handed_over": handed_over(), "blocked": list(blocked)},
             }
-            return _forked(channel, request, files, lost_status)
+            return _forked(channel, request, folder, files, lost_status)
         except BaseException:
             channel.close()
             raise
@@ -102,11 +117,15 @@ def warm_agent(
 
 
 def _forked(
-    channel: Channel, request: Mapping[str, Any], files: Sequence[int], lost_status: Callable[[], int]
+    channel: Channel,
+    request: Mapping[str, Any],
+    folder: Path,
+    files: Sequence[int],
+    lost_status: Callable[[], int],
 ) -> WarmAgent:
     """Send the request, and let the agent go once it is known here: one that is not known would run twice."""
     channel.limit_waiting(SECONDS)
-    here = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    here = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         channel.send(request, [here, *files])
     finally:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.loss_graph import BatchReduction, batch_reductions
+from fsdplaunch.runtime.auto.model.row_mixing import compares_rows, fixed_rows
 from fsdplaunch.runtime.auto.script_line import script_line
 
 _Plan = list[str]
@@ -84,7 +85,18 @@ class LossScale:
             rows = each.shape[:1] and each.shape[0] in passes.sizes
             plan.append(_need(each, equal=equal, certain=bool(rows) or not passes.alike_passes))
         self._report(line, found, plan)
+        self._tell_mixing(line, loss, found)
         return ["none" if need == "unknown" else need for need in plan]
+
+    def _tell_mixing(self, line: str, loss: torch.Tensor, found: list[BatchReduction]) -> None:
+        rows = self.hook_context.batches.current
+        facts: list[Any] = [None] * self.hook_context.size
+        dist.all_gather_object(facts, (compares_rows(loss, found, rows), fixed_rows(loss, rows)))
+        if any(fact != (False, facts[0][1]) for fact in facts):
+            messages.say(
+                f"{line}: the loss compares rows of the batch with each other: each rank compares its own {rows}"
+                " only, which is not what one process computes"
+            )
 
     def _report(self, line: str, found: list[BatchReduction], plan: _Plan) -> None:
         sums = [each.name for each, need in zip(found, plan, strict=True) if need == "ranks"]

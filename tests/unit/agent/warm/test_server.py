@@ -78,6 +78,7 @@ def launched(environ, code=0, keep_seconds=0.0):
         [sys.executable, "-u", "main.py", str(code)],
         environ,
         MODULES,
+        Path.cwd(),
         [stdin, stdout, stdout, lifeline],
         keep_seconds=keep_seconds,
         blocked=[],
