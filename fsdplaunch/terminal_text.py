@@ -26,9 +26,14 @@ def _escape(found: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"  # noqa: PLR2004
 
 
-def shortened(text: str) -> str:
+def quoted(text: str, most: int = 80) -> str:
+    """Return the beginning of `text` in quotes, on one line and safe to show."""
+    return repr(printable(text if len(text) <= most else f"{text[:most]}..."))
+
+
+def shortened(text: str, most: int = MOST) -> str:
     """Return `text`, or its beginning and how much more there was."""
-    return text if len(text) <= MOST else f"{text[:MOST]}... ({len(text)} characters in all)"
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters in all)"
 
 
 def text_of(error: BaseException) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.signatures.numbers import number, whole
 from fsdplaunch.cli.signatures.options import ConfigOption, JsonOption, SetOption
 
 ESTIMATE_EPILOG = (
@@ -24,10 +25,16 @@ def estimate(
     ] = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
-    world_size: Annotated[int | None, typer.Option(help="Ranks over all nodes")] = None,
+    world_size: Annotated[
+        int | None, typer.Option(parser=whole(1, 2**24), metavar="INTEGER", help="Ranks over all nodes")
+    ] = None,
     gpu_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of one GPU, as in 80GB")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per rank and step")] = 1,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of each sequence")] = None,
+    batch_size: Annotated[
+        int, typer.Option(parser=whole(1, 2**24), metavar="INTEGER", help="Sequences per rank and step")
+    ] = 1,
+    seq_len: Annotated[
+        int | None, typer.Option(parser=whole(1, 2**30), metavar="INTEGER", help="Tokens of each sequence")
+    ] = None,
     optimizer: Annotated[
         str, typer.Option(help="adamw, adam, nadam, adagrad, rmsprop, momentum or sgd")
     ] = "adamw",
@@ -96,7 +103,8 @@ def check(
     steps: Annotated[
         int | None,
         typer.Option(
-            min=1,
+            parser=whole(1, 10**6),
+            metavar="INTEGER",
             help="Optimizer steps after which the script is ended; 2, or 5 with --compare",
             show_default=False,
         ),
@@ -105,7 +113,10 @@ def check(
         bool,
         typer.Option("--compare", help="Run it in one process too, and compare losses, gradients, parameters"),
     ] = False,
-    tolerance: Annotated[float, typer.Option(help="Relative difference that counts as equal")] = 1e-4,
+    tolerance: Annotated[
+        float,
+        typer.Option(parser=number(0, 1), metavar="FLOAT", help="Relative difference that counts as equal"),
+    ] = 1e-4,
     as_json: JsonOption = False,
 ) -> None:
     """Try a script with its configuration: two CPU workers, a few steps, one checkpoint there and back.

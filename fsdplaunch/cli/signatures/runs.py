@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.signatures.numbers import whole
 from fsdplaunch.cli.signatures.options import ConfigOption, JsonOption, group
 
 runs_app = group("List runs and their states; show a run's output; cancel a run.")
@@ -20,7 +21,10 @@ def runs(
     context: typer.Context,
     config: ConfigOption = None,
     log_dir: LogDirOption = None,
-    limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="How many, newest first")] = 20,
+    limit: Annotated[
+        int,
+        typer.Option("-n", "--limit", parser=whole(1, 10**6), metavar="INTEGER", help="How many, newest first"),
+    ] = 20,
     as_json: JsonOption = False,
 ) -> None:
     """List runs, newest first, with their states."""
@@ -33,7 +37,12 @@ def runs(
 @runs_app.command("logs")
 def runs_logs(
     run: Annotated[str, typer.Argument(metavar="ID", help="The run, or as much of its name as is unique; latest")],
-    rank: Annotated[int | None, typer.Option(help="One rank's output instead of what the launcher showed")] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            parser=whole(0, 2**24), metavar="INTEGER", help="One rank's output instead of what the launcher showed"
+        ),
+    ] = None,
     stderr: Annotated[bool, typer.Option("--stderr", help="That rank's error output")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends")] = False,
     config: ConfigOption = None,
