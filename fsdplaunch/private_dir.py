@@ -46,17 +46,27 @@ def make_process_dir() -> Path:
     return Path(folder)
 
 
+def remove_abandoned_dirs() -> None:
+    """Remove the folders that killed processes of this user's have left in memory."""
+    with suppress(OSError):
+        _sweep(_MEMORY)
+
+
 def _make_locked(parent: str) -> tuple[str, int]:
     """Make a folder and return it with the descriptor that holds its lock, which forks share and execs close."""
-    for name in os.listdir(parent):  # noqa: PTH208  (thousands of others' files may stand there)
-        if name.startswith(_PREFIX):
-            _remove_abandoned(os.path.join(parent, name))  # noqa: PTH118
+    _sweep(parent)
     for _ in range(_MOST_TRIES):
         folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
         lock = _lock(folder, fcntl.LOCK_EX)
         if lock is not None:
             return folder, lock
     raise FileNotFoundError(parent)
+
+
+def _sweep(parent: str) -> None:
+    for name in os.listdir(parent):  # noqa: PTH208  (thousands of others' files may stand there)
+        if name.startswith(_PREFIX):
+            _remove_abandoned(os.path.join(parent, name))  # noqa: PTH118
 
 
 def _remove_abandoned(folder: str) -> None:

@@ -195,7 +195,7 @@ def write_all(descriptor: int, data: bytes) -> None:
 def open_log(path: Path) -> int:
     """Open a rank's log file for appending."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
 
 def open_way(screen: int) -> tuple[int, int, bool]:

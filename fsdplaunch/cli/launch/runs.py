@@ -12,6 +12,7 @@ from fsdplaunch.errors import UsageError
 from fsdplaunch.launch.runs.logs import LogTail, log_files
 from fsdplaunch.launch.runs.registry import Run, cancel, find_run, read_runs, status_of
 from fsdplaunch.launch.schedulers.kubernetes import status as kubernetes_status
+from fsdplaunch.terminal_text import tame
 
 LOOK_SECONDS = 1.0
 """Between two looks at a run that is followed; SLURM's controller answers many users."""
@@ -140,6 +141,7 @@ def cancel_run(name: str, config: Path | None, log_dir: Path | None, *, out: Out
 
 
 def _write(data: bytes) -> None:
+    """Print what workers have written: as it is into a file or pipe, without what steers it on a terminal."""
     sys.stdout.flush()
-    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.write(tame(data) if sys.stdout.isatty() else data)
     sys.stdout.buffer.flush()
