@@ -68,3 +68,16 @@ def read_regular(path: Path, limit: int) -> bytes:
         msg = f"it is larger than {limit >> 20} MiB, more than such a file is expected to need"
         raise InvalidFileError(msg)
     return data
+
+
+def read_exactly(fd: int, offset: int, count: int) -> bytes:
+    """Return `count` bytes of an open file from `offset` on.
+
+    Raises:
+        InvalidFileError: The file ends before.
+    """
+    data = os.pread(fd, count, offset)
+    if len(data) != count:
+        msg = f"it ends at {offset + len(data)} bytes"
+        raise InvalidFileError(msg)
+    return data

@@ -40,6 +40,10 @@ FILES = {
     "dynamo_config:\n  dynamo_backend: INDUCTOR\n  dynamo_mode: max-autotune\n  dynamo_use_dynamic: true\n",
     "MULTI_GPU with leftovers": HEAD.format(type="MULTI_GPU")
     + "mixed_precision: fp16\nfsdp_config:\n  fsdp_version: 2\ndeepspeed_config:\n  zero_stage: 3\n",
+    "NO": HEAD.format(type="NO").replace("4", "1") + "mixed_precision: bf16\n",
+    "NO, on a CPU, compiled, debugged": HEAD.format(type="NO").replace("4", "1")
+    + "mixed_precision: fp16\nuse_cpu: true\ndebug: true\nenable_cpu_affinity: true\n"
+    "dynamo_config:\n  dynamo_backend: INDUCTOR\n  dynamo_use_fullgraph: true\n",
 }
 """Files in the manner of published ones."""
 
@@ -49,6 +53,8 @@ ONLY_UNDER_FSDP1 = {
     "FSDP_SYNC_MODULE_STATES": "accelerate's FSDP2 warns and drops it; rank 0's values are sent anyway",
 }
 ONLY_THEIRS = {
+    "KMP_AFFINITY": "for Intel's OpenMP on a CPU, of workers alone on their node; here numa_binding says it",
+    "KMP_BLOCKTIME": "for Intel's OpenMP on a CPU",
     "OMP_NUM_THREADS": "accelerate gives each worker one thread; here the node's cores are divided among them",
     "CUDA_VISIBLE_DEVICES": "set by the plan, from the GPUs that are there",
     "FSDP_RESHARD_AFTER_FORWARD": "sent under FSDP1 too, where accelerate's plugin goes by the strategy",
@@ -77,12 +83,13 @@ WITHOUT_FSDP = "FSDP_* are sent in runs that shard nothing too; nobody reads the
 
 def theirs(path):
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env
+    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
     arguments = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
     arguments, _, _ = _validate_launch_command(arguments)
     before = dict(os.environ)
-    made = prepare_multi_gpu_env(arguments)
+    many = arguments.use_fsdp or arguments.multi_gpu
+    made = prepare_multi_gpu_env(arguments) if many else prepare_simple_launcher_cmd_env(arguments)[1]
     return {name: text for name, text in made.items() if before.get(name) != text}
 
 

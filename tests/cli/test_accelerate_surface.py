@@ -89,9 +89,22 @@ def test_every_option_and_choice_of_accelerate_launch_has_an_answer():
     assert answers["--use_deepspeed"] == "--use_deepspeed: DeepSpeed needs accelerate launch"
 
 
-def test_options_that_only_older_versions_have_have_an_answer():
-    assert answer_to(["--use_xpu"]) == "is ignored by accelerate as well"
-    assert answer_to(["--mpirun_ccl", "1"]).startswith("is read by mpirun only")
+def test_what_only_older_versions_take_has_an_answer():
+    """Their parsers and classes, 1.12 to 1.15, compared: these are gone in the newest."""
+    assert answer_to(["--use_xpu"]) == answer_to(["--use-xpu"]) == "is ignored by accelerate as well"
+    assert answer_to(["--mpirun-ccl", "1"]).startswith("is read by mpirun only")
+    assert answer_to(["--dynamo_backend", "ipex"]) == "taken"
+    assert answer_to_file("ipex_config: {use_xpu: false}\n") == [
+        "is not used: this run does not use Intel's extension of torch"
+    ]
+
+
+def test_what_only_newer_versions_take_has_an_answer():
+    assert answer_to(["--fsdp_activation_checkpointing_offload", "false"]) == "taken"
+    assert answer_to(["--fp8_pad_inner_dim", "true"]) in ("taken", "noted")
+    assert answer_to(["--megatron_lm_no_load_optim", "true"]).startswith("is read by Megatron-LM only")
+    for text in ("dynamo_backend: NEURON\n", "distributed_type: MULTI_NEURON\n"):
+        assert "NEURON is not supported: fsdplaunch runs on NVIDIA GPUs and CPUs" in answer_to_file(text)
 
 
 def answer_to_file(text):
@@ -171,6 +184,10 @@ LINES = """
 --num-processes 8 train.py --dp-replicate-size 2 --dp-shard-size 2 --tp-size 2
 --main_process_port=29803 --num_processes=1 --gpu_ids='1' --num_machines=1 --dynamo_backend=no train.py
 --use_fsdp --fsdp_offload_params true --fsdp_sharding_strategy 1 --fsdp_auto_wrap_policy NO_WRAP train.py
+train.py --mixed_precision fp16 --cpu 0
+--num_processes=2 train.py --data_path "https://host/a.tar" --prompt "<CAPTION>"
+-m --config_file config.yaml --machine_rank 0 --main_process_ip 0.0.0.0 --num_machines 1 train.py --config x.yaml
+--num_machines 2 --num_processes 4 --machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500 train.py
 """
 
 
@@ -189,7 +206,15 @@ def test_lines_of_its_documentation_run(line, monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("option", "meant"),
-    [("--mixed_precison", "--mixed_precision"), ("--num_proceses", "--num_processes"), ("--dryrun", "--dry-run")],
+    [
+        ("--mixed_precison", "--mixed_precision"),  # so printed in accelerate's own examples
+        ("--num_proceses", "--num_processes"),
+        ("--dryrun", "--dry-run"),
+        ("--fsdp_min_num_parms", "--fsdp_min_num_params"),
+        ("--use_fdsp", "--use_fsdp"),
+        ("--fp8-backends", "--fp8-backend"),
+        ("--zero-stages", "--zero-stage"),
+    ],
 )
 def test_a_misspelt_option_names_the_nearest_one(option, meant):
     flags, options = own_options()
@@ -202,3 +227,64 @@ def test_an_abbreviation_is_no_option():
     flags, options = own_options()
     with pytest.raises(UsageError, match="no such option: --num_proc"):
         expand(["--num_proc", "2", "t.py"], own_flags=flags, own_options=options)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--num_machines", "none", "t.py"], "num_machines: must be"),
+        (["--fsdp_version", "3", "t.py"], "fsdp_config.fsdp_version: must be"),
+        (["--fsdp_state_dict_type", "SOME", "t.py"], "fsdp_config.fsdp_state_dict_type: must be"),
+        (["--fsdp", "full_shard autowrap", "t.py"], "'autowrap' is not one of"),
+        (["--fsdp_config", "empty", "t.py"], "must hold one configuration file, found none"),
+        (["--start-method", "thread", "t.py"], "--start-method must be one of"),
+        (["--rdzv_conf", "read_timeout=soon", "t.py"], "read_timeout must be a whole number of seconds"),
+        (["--rdzv_conf", "soon", "t.py"], "launch.rendezvous_options: must be"),
+        (["--zero_stage"], "--zero_stage needs a value"),
+        (["--num_cpu_threads_per_process"], "--num_cpu_threads_per_process needs a value"),
+        (["--gpu_ids", "", "t.py"], "--gpu_ids is given nothing"),
+        (["--use_deepspeed", "t.py"], "DeepSpeed needs accelerate launch"),
+    ],
+)
+def test_wrong_words_on_the_command_line_end_with_one_sentence(words, said, monkeypatch, tmp_path, capsys):
+    from fsdplaunch.cli.app import run
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").write_text("")
+    (tmp_path / "empty").mkdir()
+    assert run(["launch", *words]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert printed.out == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "t.py"]
+
+
+MANY_NOTES = (
+    "compute_environment: LOCAL_MACHINE\ndistributed_type: NO\nnum_processes: 8\nfp16: true\n"
+    "dynamo_backend: 'NO'\ndeepspeed_config: {zero_stage: 2}\nmegatron_lm_config: {tp_degree: 2}\n"
+    "tpu_env: []\nuse_cpu: true\nmain_process_ip: 10.0.0.1\n"
+)
+
+
+def test_a_launch_prints_five_notes_and_how_many_more_there_are(cli, tmp_path):
+    (tmp_path / "t.py").write_text("print('it ran')\n")
+    (tmp_path / "a.yaml").write_text(MANY_NOTES)
+    done = cli("launch", "-c", "a.yaml", "t.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "it ran\n"
+    notes = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
+    assert notes[0] == "note: a.yaml:3:1: num_processes: 8 is left out: distributed_type NO starts one worker"
+    assert len(notes) == 6
+    assert notes[-1] == "note: 2 more notes: fsdplaunch config validate a.yaml"
+    strict = cli("config", "validate", "--strict", "a.yaml")
+    assert (strict.returncode, strict.stdout.splitlines()[-1]) == (2, "7 problems")
+
+
+def test_a_name_without_its_prefix_is_a_note_and_strict_names_the_canonical_one(cli, tmp_path):
+    (tmp_path / "a.yaml").write_text("fsdp_config:\n  sharding_strategy: 2\n  version: 1\n")
+    assert cli("config", "validate", "a.yaml").returncode == 0
+    done = cli("config", "validate", "--strict", "a.yaml")
+    assert done.returncode == 2
+    assert "a.yaml:2:3: fsdp_config.sharding_strategy: is read as fsdp_sharding_strategy" in done.stdout
+    (tmp_path / "a.yaml").write_text("fsdp_config:\n  fsdp_sharding_strategy: 2\n  fsdp_version: 1\n")
+    assert cli("config", "validate", "--strict", "a.yaml").returncode == 0

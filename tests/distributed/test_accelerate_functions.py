@@ -130,6 +130,38 @@ def test_plugin_takes_its_documented_fields_in_their_order() -> None:
     assert fsdplaunch.FullyShardedDataParallelPlugin(1, "FULL_SHARD").fsdp_version == 1
 
 
+OTHER_DEFAULTS = {
+    "auto_wrap_policy": "blocks that the model repeats are found and wrapped; theirs makes one unit",
+    "min_num_params": "the size that size_based_wrap would use is shown whatever the policy",
+    "sync_module_states": "rank 0's values are sent, so that ranks cannot start apart",
+    "cpu_ram_efficient_loading": "what rank 0 has is sent, so others need not load it",
+    "use_orig_params": "true, which torch recommends and FSDP2 always does",
+    "param_init_fn": "goes with sync_module_states, as theirs does once that is true",
+    "backward_prefetch": "BACKWARD_PRE, torch's own default; theirs gathers nothing ahead",
+    "forward_prefetch": "false where theirs is None, which means false",
+}
+"""Fields whose values, where nobody sets them, are not accelerate's, and why."""
+DOCUMENTED = {"fsdp_version": 1, "limit_all_gathers": True, "forward_prefetch": False}
+"""Of the reference's page: what holds where nothing is set, and is the same here."""
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_plugin_has_the_documented_defaults_but_for_those_with_a_reason(version: int) -> None:
+    from dataclasses import fields
+
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    theirs = FullyShardedDataParallelPlugin(fsdp_version=version)
+    ours = fsdplaunch.FullyShardedDataParallelPlugin(fsdp_version=version)
+    names = {each.name for each in fields(theirs)}
+    differing = {name for name in names if repr(getattr(ours, name)) != repr(getattr(theirs, name))}
+    assert differing <= set(OTHER_DEFAULTS)
+    if version == 1:
+        assert differing == set(OTHER_DEFAULTS) - {"forward_prefetch"}
+    silent = fsdplaunch.FullyShardedDataParallelPlugin()
+    assert {name: getattr(silent, name) for name in DOCUMENTED} == DOCUMENTED
+
+
 def test_torchs_documented_functions_take_their_arguments() -> None:
     documented = {
         "full_optim_state_dict": "model optim optim_input rank0_only",
@@ -348,6 +380,13 @@ def test_errors_are_those_that_torch_and_accelerate_raise_too() -> None:
         assert str(error) == "what is wrong\nhint: what to do"
     with pytest.raises(ValueError, match="state_dict_type must be one of"):
         fsdplaunch.FullyShardedDataParallelPlugin(state_dict_type="SOME")
+    for wrong in ({"auto_wrap_policy": "some_wrap"}, {"min_num_params": "many"}):
+        with pytest.raises(ValueError, match="must be"):
+            fsdplaunch.FullyShardedDataParallelPlugin(**wrong)
+    with pytest.raises(ValueError, match="activation_checkpointing"):
+        fsdplaunch.FullyShardedDataParallelPlugin(activation_checkpointing_offload=True)
+    with pytest.raises(KeyError, match="no sharded parameter for"):
+        fsdplaunch.fsdp2_switch_optimizer_parameters(adamw([nn.Parameter(torch.ones(2))]), mapping={})
     with pytest.raises(ValueError, match="/nowhere/at/all"):
         fsdplaunch.merge_fsdp_weights("/nowhere/at/all", "/nowhere/out")
 

@@ -31,7 +31,7 @@ from fsdplaunch.checkpoint.readers.torch_zip import (
     read_zip,
 )
 from fsdplaunch.checkpoint.regions import Region, find_tiling_fault
-from fsdplaunch.checkpoint.regular_file import open_regular
+from fsdplaunch.checkpoint.regular_file import open_regular, read_exactly
 from fsdplaunch.checkpoint.safe_pickle.rank_file_classes import ListedShards, MeshShard, read_state
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
 from fsdplaunch.errors import CheckpointError
@@ -129,7 +129,7 @@ def _read_file(path: Path, found: _Found) -> int:
         _refuse(path, str(problem))
     try:
         size = os.fstat(fd).st_size
-        window = ReadWindow(lambda offset, count: _pread(fd, offset, count), size)
+        window = ReadWindow(lambda offset, count: read_exactly(fd, offset, count), size)
         built = read_zip(window, MAX_DIRECTORY)
         raw = member_bytes(window, f"{built.prefix}/data.pkl", built, MAX_STATE)
         state = read_state(raw, f"{path}: its data.pkl")
@@ -141,14 +141,6 @@ def _read_file(path: Path, found: _Found) -> int:
     finally:
         os.close(fd)
     return size
-
-
-def _pread(fd: int, offset: int, count: int) -> bytes:
-    data = os.pread(fd, count, offset)
-    if len(data) != count:
-        msg = f"it ends at {offset + len(data)} bytes"
-        raise InvalidFileError(msg)
-    return data
 
 
 def _bounded(entries: Iterator[tuple[NamePath, Any]], size: int) -> Iterator[tuple[NamePath, Any]]:

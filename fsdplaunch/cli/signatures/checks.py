@@ -7,7 +7,7 @@ import typer
 
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.signatures.numbers import number, whole
-from fsdplaunch.cli.signatures.options import ConfigOption, JsonOption, SetOption
+from fsdplaunch.cli.signatures.options import ConfigOption, JsonOption, SetOption, script_argument
 
 ESTIMATE_EPILOG = (
     "Examples: fsdplaunch estimate Llama-3.1-8B --world-size 64 --gpu-memory 80GB --batch-size 2 --seq-len 4096; "
@@ -20,23 +20,25 @@ def estimate(
     source: Annotated[
         str | None,
         typer.Argument(
-            help="MODEL_DIR, org/model, a size (8b), CONFIG.json or SCRIPT.py:FUNCTION", show_default=False
+            metavar="MODEL",
+            help="MODEL_DIR, org/model, a size (8b), CONFIG.json or SCRIPT.py:FUNCTION",
+            show_default=False,
         ),
     ] = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
     world_size: Annotated[
-        int | None, typer.Option(parser=whole(1, 2**24), metavar="INTEGER", help="Ranks over all nodes")
+        int | None, typer.Option(parser=whole(1, 2**24), metavar="N", help="Ranks over all nodes")
     ] = None,
     gpu_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of one GPU, as in 80GB")] = None,
     batch_size: Annotated[
-        int, typer.Option(parser=whole(1, 2**24), metavar="INTEGER", help="Sequences per rank and step")
+        int, typer.Option(parser=whole(1, 2**24), metavar="N", help="Sequences per rank and step")
     ] = 1,
     seq_len: Annotated[
-        int | None, typer.Option(parser=whole(1, 2**30), metavar="INTEGER", help="Tokens of each sequence")
+        int | None, typer.Option(parser=whole(1, 2**30), metavar="N", help="Tokens of each sequence")
     ] = None,
     optimizer: Annotated[
-        str, typer.Option(help="adamw, adam, nadam, adagrad, rmsprop, momentum or sgd")
+        str, typer.Option(metavar="NAME", help="adamw, adam, nadam, adagrad, rmsprop, momentum or sgd")
     ] = "adamw",
     exact: Annotated[
         bool, typer.Option("--exact", help="Shard the model and trace one step (needs torch)")
@@ -44,7 +46,10 @@ def estimate(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the picture")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say how much memory a run needs on each GPU, whether it fits, and what to change."""
+    """Say whether a run fits into memory.
+
+    It says how much each GPU needs, and for what, and what to change where that is too much.
+    """
     from fsdplaunch.cli.estimate import EstimateRequest
     from fsdplaunch.cli.estimate import estimate as run_estimate
     from fsdplaunch.cli.size_option import parse_size
@@ -74,7 +79,10 @@ def doctor(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what this machine has and what stands in the way of training; exit 3 if something does."""
+    """Say what this machine has and what prevents training.
+
+    Exit 3 if something does.
+    """
     from fsdplaunch.cli.doctor import doctor as run_doctor
 
     status = run_doctor(
@@ -96,7 +104,7 @@ def env(config: ConfigOption = None) -> None:
 
 def check(
     context: typer.Context,
-    script: Annotated[str | None, typer.Argument(help="Script to try", show_default=False)] = None,
+    script: Annotated[str | None, script_argument("Script to try, and its arguments")] = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")] = False,
@@ -104,7 +112,7 @@ def check(
         int | None,
         typer.Option(
             parser=whole(1, 10**6),
-            metavar="INTEGER",
+            metavar="N",
             help="Optimizer steps after which the script is ended; 2, or 5 with --compare",
             show_default=False,
         ),
@@ -115,11 +123,13 @@ def check(
     ] = False,
     tolerance: Annotated[
         float,
-        typer.Option(parser=number(0, 1), metavar="FLOAT", help="Relative difference that counts as equal"),
+        typer.Option(parser=number(0, 1), metavar="X", help="Relative difference that counts as equal"),
     ] = 1e-4,
     as_json: JsonOption = False,
 ) -> None:
-    """Try a script with its configuration: two CPU workers, a few steps, one checkpoint there and back.
+    """Try a script with its configuration on two CPU workers.
+
+    It runs a few steps, and writes and reads a checkpoint.
 
     With --compare, say whether it computes what it does in one process, or where and why not; exit 1 if not.
     """
@@ -142,7 +152,7 @@ def check(
 
 def test(
     context: typer.Context,
-    script: Annotated[str | None, typer.Argument(help="Script to try", show_default=False)] = None,
+    script: Annotated[str | None, script_argument("Script to try, and its arguments")] = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")] = False,

@@ -24,23 +24,30 @@ def config(
         bool, typer.Option("--no-input", help="Never ask; fail where an answer is needed")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File to write [default: fsdp.yaml]")
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="File to write [default: fsdp.yaml]")
     ] = None,
     overrides: SetOption = None,
-    preset: Annotated[str | None, typer.Option(help="Start from a preset; `config presets` lists them")] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Start from a preset; `config presets` lists them")
+    ] = None,
     source: Annotated[
-        Path | None, typer.Option("--from", help="Start from another file, for example accelerate's")
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Start from another file, for example accelerate's"),
     ] = None,
     overwrite: OverwriteOption = False,
-    where: Annotated[str | None, typer.Option(help="here, machines, slurm or cpu")] = None,
-    nodes: Annotated[str | None, typer.Option(help="Nodes that take part")] = None,
-    rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT of node 0")] = None,
-    workers_per_node: Annotated[str | None, typer.Option(help="Workers on each node: a number or auto")] = None,
-    model: Annotated[str | None, typer.Option(help="Model folder, or a size such as 8b; not stored")] = None,
-    goal: Annotated[str | None, typer.Option(help="balanced, fastest, hybrid or biggest")] = None,
-    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or no")] = None,
-    wrap: Annotated[str | None, typer.Option(help="auto, CLASS,..., size:N or none")] = None,
-    checkpoint_dir: Annotated[str | None, typer.Option(help="Folder for checkpoints")] = None,
+    where: Annotated[str | None, typer.Option(metavar="PLACE", help="here, machines, slurm or cpu")] = None,
+    nodes: Annotated[str | None, typer.Option(metavar="N", help="Nodes that take part")] = None,
+    rendezvous: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address of node 0")] = None,
+    workers_per_node: Annotated[
+        str | None, typer.Option(metavar="N", help="Workers on each node, or auto")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Model folder, or a size such as 8b; not stored")
+    ] = None,
+    goal: Annotated[str | None, typer.Option(metavar="GOAL", help="balanced, fastest, hybrid or biggest")] = None,
+    precision: Annotated[str | None, typer.Option(metavar="DTYPE", help="bf16, fp16 or no")] = None,
+    wrap: Annotated[str | None, typer.Option(metavar="UNITS", help="auto, CLASS,..., size:N or none")] = None,
+    checkpoint_dir: Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder for checkpoints")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write fsdp.yaml: look at this machine, ask a few questions, show what will be written."""
@@ -102,7 +109,9 @@ def config_set(
 
 @config_app.command("validate")
 def config_validate(
-    files: Annotated[list[Path] | None, typer.Argument(help="Files to check [default: ./fsdp.yaml]")] = None,
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILE...", help="Files to check [default: ./fsdp.yaml]")
+    ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Count notes, such as keys without effect, as problems")
     ] = False,
@@ -116,7 +125,9 @@ def config_validate(
 
 @config_app.command("explain")
 def config_explain(
-    key: Annotated[str | None, typer.Argument(help="A key or a section [default: list all]")] = None,
+    key: Annotated[
+        str | None, typer.Argument(metavar="KEY", help="A key or a section [default: list all]")
+    ] = None,
     file: ConfigOption = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="The whole key reference as Markdown")] = False,
     as_json: JsonOption = False,
@@ -137,7 +148,8 @@ def config_schema() -> None:
 
 @config_app.command("presets")
 def config_presets(
-    name: Annotated[str | None, typer.Argument(help="Print this one")] = None, as_json: JsonOption = False
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Print this one")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """List ready-made configurations, or print one."""
     from fsdplaunch.cli import config_files
@@ -147,9 +159,11 @@ def config_presets(
 
 @config_app.command("convert")
 def config_convert(
-    source: Annotated[Path, typer.Argument(help="File to read")],
-    target: Annotated[Path, typer.Argument(help="File to write")],
-    to: Annotated[str, typer.Option(help="fsdp2, or accelerate for a file that accelerate launch takes")],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="File to read")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="File to write")],
+    to: Annotated[
+        str, typer.Option(metavar="FORMAT", help="fsdp2, or accelerate for a file that accelerate launch takes")
+    ],
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:

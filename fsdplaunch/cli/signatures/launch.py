@@ -6,7 +6,7 @@ import typer
 import typer.models
 
 from fsdplaunch.cli.output import Output
-from fsdplaunch.cli.signatures.options import ConfigOption, JsonOption, SetOption
+from fsdplaunch.cli.signatures.options import ConfigOption, JsonOption, SetOption, script_argument
 
 EPILOG = (
     "Examples: fsdplaunch launch train.py --lr 3e-4; fsdplaunch launch --dry-run train.py; "
@@ -25,7 +25,7 @@ def _print_all_options(wanted: bool) -> None:
 
 def launch(
     context: typer.Context,
-    script: Annotated[str | None, typer.Argument(help="Script to run on every rank", show_default=False)] = None,
+    script: Annotated[str | None, script_argument("Script to run on every rank, and its arguments")] = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")] = False,
@@ -60,7 +60,7 @@ def launch(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a training script on every worker, sharded as the YAML says."""
+    """Run a training script, sharded as the YAML says."""
     from fsdplaunch.cli.launch.dispatch import launch_script, one_route
     from fsdplaunch.cli.launch.options import LaunchOptions
 

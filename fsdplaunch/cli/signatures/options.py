@@ -7,11 +7,23 @@ import typer
 
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("-c", "--config", "--config_file", "--config-file", help="The YAML file [default: ./fsdp.yaml]"),
+    typer.Option(
+        "-c",
+        "--config",
+        "--config_file",
+        "--config-file",
+        metavar="FILE",
+        help="The YAML file [default: ./fsdp.yaml]",
+    ),
 ]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout")]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists")]
+
+
+def script_argument(help_text: str) -> Any:
+    """Return the argument of a command that runs a script; what follows the script belongs to it."""
+    return typer.Argument(metavar="SCRIPT [ARGS]...", help=help_text, show_default=False)
 
 
 def group(help_text: str, **more: Any) -> typer.Typer:

@@ -9,10 +9,11 @@ from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.signatures.numbers import whole
 from fsdplaunch.cli.signatures.options import ConfigOption, JsonOption, group
 
-runs_app = group("List runs and their states; show a run's output; cancel a run.")
+runs_app = group("List runs, show their output, cancel one.")
 
 LogDirOption = Annotated[
-    Path | None, typer.Option("--log-dir", help="Folder with the runs [default: launch.log_dir of the file]")
+    Path | None,
+    typer.Option("--log-dir", metavar="FOLDER", help="Folder with the runs [default: launch.log_dir of the file]"),
 ]
 
 
@@ -23,7 +24,7 @@ def runs(
     log_dir: LogDirOption = None,
     limit: Annotated[
         int,
-        typer.Option("-n", "--limit", parser=whole(1, 10**6), metavar="INTEGER", help="How many, newest first"),
+        typer.Option("-n", "--limit", parser=whole(1, 10**6), metavar="N", help="How many, newest first"),
     ] = 20,
     as_json: JsonOption = False,
 ) -> None:
@@ -40,7 +41,7 @@ def runs_logs(
     rank: Annotated[
         int | None,
         typer.Option(
-            parser=whole(0, 2**24), metavar="INTEGER", help="One rank's output instead of what the launcher showed"
+            parser=whole(0, 2**24), metavar="N", help="One rank's output instead of what the launcher showed"
         ),
     ] = None,
     stderr: Annotated[bool, typer.Option("--stderr", help="That rank's error output")] = False,

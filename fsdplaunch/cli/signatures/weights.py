@@ -10,8 +10,10 @@ from fsdplaunch.cli.signatures.options import JsonOption
 
 
 def merge_weights(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder, or a folder that holds one")],
-    output: Annotated[Path, typer.Argument(help="Folder for the result; its other files stay")],
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint folder, or a folder that holds one")
+    ],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder for the result; its other files stay")],
     unsafe_serialization: Annotated[
         bool,
         typer.Option(

@@ -78,6 +78,10 @@ class Layer:
         try:
             canonical = None if value is None else spec.key.kind.parse(value)
         except ValueError as error:
+            if spec.key.noise:  # whatever it says, no run reads it
+                message = f"has no effect here, whatever it says: {shown(value)}"
+                self.note("written-by-accelerate", spec.dotted, message, place)
+                return
             self.broken.add(spec.path)
             self.refuse(spec, value, place, error)
             return

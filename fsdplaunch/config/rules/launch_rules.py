@@ -102,9 +102,10 @@ def _two_addresses(context: RuleContext) -> Iterator[Violation]:
 
 @rule("static-restarts")
 def _static_restarts(context: RuleContext) -> Iterator[Violation]:
-    """launch.max_restarts with the static rendezvous, whose store keeps the addresses of dead workers."""
+    """launch.max_restarts with torch's static rendezvous, whose store keeps the addresses of dead workers."""
     config = context.config
-    if config.rdzv_backend == "static" and config.launch.max_restarts and config.num_machines > 1:
+    torchs_own = config.num_machines > 1 and not config.launch.meeting
+    if torchs_own and config.rdzv_backend == "static" and config.launch.max_restarts:
         message = "static cannot start workers again: each new one would look for the dead ones"
         about = (("rdzv_backend",), ("launch", "max_restarts"))
         yield Violation(about=about, message=message, hint="use c10d, or leave launch.max_restarts out")

@@ -7,6 +7,7 @@ from fsdplaunch.config.rules import (  # noqa: F401  (they register rules)
     launch_rules,
     leftovers,
     other_version,
+    rendezvous,
     sharding,
 )
 from fsdplaunch.config.rules.base import NOTES, RULES, SHARDING_SECTIONS, Check, RuleContext, Violation

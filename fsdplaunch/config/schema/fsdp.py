@@ -212,7 +212,7 @@ class ParallelismConfig:
         v.CONTEXT_BACKEND, "torch", "What splits the sequence in attention.", leftover=_ALONE
     )
     parallelism_config_cp_comm_strategy: v.ContextName = key(
-        v.CONTEXT, "allgather", "How attention sees the other ranks' part of the sequence.", leftover=_ALONE
+        v.CONTEXT, "allgather", "How attention sees the other ranks' shards of the sequence.", leftover=_ALONE
     )
     parallelism_config_sp_size: int = key(
         v.COUNT, 1, "Ranks that split the sequence between layers.", pending=_SEQUENCE

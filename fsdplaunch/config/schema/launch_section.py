@@ -81,7 +81,8 @@ class LaunchSection:
     rendezvous_options: dict[str, str] = key(
         v.SETTINGS,
         {},
-        "Further settings of torch's rendezvous, for example read_timeout=30,last_call_timeout=5.",
+        """Further settings of torch's rendezvous, for example read_timeout=30,last_call_timeout=5. Where the
+        launchers number the nodes themselves, few of them count; notes name the others.""",
         aliases=("rdzv_conf",),
     )
     local_address: str | None = key(
@@ -245,7 +246,7 @@ class CheckpointSection:
         v.FLAG,
         False,
         """Write checkpoints in the background: save_checkpoint returns when everything is copied to host memory.
-        Each worker then needs memory for its part of the checkpoint once more.""",
+        Each worker then needs memory for its shards once more.""",
     )
     keep_last: int | None = key(
         v.COUNT,

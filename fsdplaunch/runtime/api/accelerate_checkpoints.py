@@ -17,6 +17,7 @@ from fsdplaunch.runtime.api.accelerator_argument import accelerator_optional, pl
 from fsdplaunch.runtime.inspection.accessors import fsdp_modules
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin
+from fsdplaunch.runtime.saving.adapters import has_adapters, load_adapters, only_adapters
 from fsdplaunch.runtime.saving.model_and_optimizer import (
     MODEL,
     OPTIMIZER,
@@ -55,19 +56,20 @@ def save_fsdp_model(
         model: Sharded by this package, by accelerate or by torch.
         output_dir: Made if it is not there.
         model_index: Its number in the folder.
-        adapter_only: Save adapters of PEFT only; without meaning for other models.
+        adapter_only: Save the active adapter of a PEFT model only; without meaning for other models.
         use_dcp: Under SHARDED_STATE_DICT, a folder that any number of ranks can load; else one file per rank.
         fsdp_plugin: Says in which form; may also stand first. Else the accelerator's, or the model's.
         accelerator: May also stand first or second.
 
     Raises:
         CheckpointError: It cannot be written.
-        UsageError: Only the adapters of a PEFT model are wanted.
+        UsageError: The adapters of a PEFT model cannot be told apart in that form.
     """
-    _refuse_adapters(model, adapter_only)
     kind = _form(model, accelerator, fsdp_plugin)
     folder = _made(output_dir)
     part = model_to_save(unwrapped(model), kind, model_index)
+    if adapter_only and has_adapters(unwrapped(model)):
+        part = only_adapters(part, unwrapped(model))
     if kind == "SHARDED_STATE_DICT" and not use_dcp:
         write_own_model(part.state["model"], folder, model_index)
     else:
@@ -103,13 +105,14 @@ def load_fsdp_model(
     Raises:
         CheckpointError: There is none, or it does not fit the model.
     """
-    _refuse_adapters(model, adapter_only)
     kind = _form(model, accelerator, fsdp_plugin)
     folder = _folder(input_dir, f"{MODEL}_{model_index}")
     dist.barrier()
     if not fsdp_modules(model):
         return _load_unsharded(model, folder, model_index, plugin_of(accelerator, fsdp_plugin))
-    if kind == "SHARDED_STATE_DICT" and not use_dcp:
+    if adapter_only and has_adapters(unwrapped(model)):
+        load_adapters(unwrapped(model), folder, model_index, kind=kind, use_dcp=use_dcp)
+    elif kind == "SHARDED_STATE_DICT" and not use_dcp:
         read_own_model(unwrapped(model), folder, model_index)
     else:
         load_model(unwrapped(model), folder, model_index, kind=kind)
@@ -204,12 +207,6 @@ def _made(given: str | Path) -> Path:
 
 def _folder(given: str | Path, own: str) -> Path:
     return Path(given).parent if Path(given).name == own else Path(given)
-
-
-def _refuse_adapters(model: nn.Module, adapter_only: bool) -> None:
-    if adapter_only and hasattr(unwrapped(model), "peft_config"):
-        msg = "adapter_only is not supported for PEFT models"
-        raise UsageError(msg, hint="leave it out: the adapters are saved with everything else")
 
 
 def _load_unsharded(

@@ -11,7 +11,7 @@ import torch
 from fsdplaunch.checkpoint.crc32 import crc32
 from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
 from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, data_start, member_bytes, read_zip
-from fsdplaunch.checkpoint.regular_file import open_regular
+from fsdplaunch.checkpoint.regular_file import open_regular, read_exactly
 from fsdplaunch.checkpoint.safe_pickle.plain_values import check_old_plain, check_plain
 from fsdplaunch.errors import CheckpointError
 
@@ -46,19 +46,11 @@ def read_plain(path: Path, *, checksums: bool = True) -> Any:
         msg = f"cannot read {path}: {problem}"
         raise CheckpointError(msg, hint="put the real file there, readable by the user who runs this") from None
     try:
-        window = ReadWindow(lambda offset, count: _pread(fd, offset, count), os.fstat(fd).st_size)
+        window = ReadWindow(lambda offset, count: read_exactly(fd, offset, count), os.fstat(fd).st_size)
         is_zip = _check(window, str(path), checksums=checksums)
     finally:
         os.close(fd)
     return _loaded(path, str(path), mmap=is_zip)
-
-
-def _pread(fd: int, offset: int, count: int) -> bytes:
-    data = os.pread(fd, count, offset)
-    if len(data) != count:
-        msg = f"it ends at {offset + len(data)} bytes"
-        raise InvalidFileError(msg)
-    return data
 
 
 def _check(window: ReadWindow, where: str, *, checksums: bool) -> bool:

@@ -40,7 +40,7 @@ def read_own_model(model: nn.Module, folder: Path, index: int) -> None:
     Raises:
         CheckpointError: The file is not there.
     """
-    state = _read(_file(folder, MODEL, index))
+    state = read_own(folder, MODEL, index)
     with quiet_torch():
         own_names = {clean_name(name): name for name in get_model_state_dict(model)}
         set_model_state_dict(model, renamed(state, lambda name: own_names.get(name, name)))
@@ -52,7 +52,7 @@ def read_own_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path, ind
     Raises:
         CheckpointError: The file is not there.
     """
-    state = _read(_file(folder, OPTIMIZER, index))
+    state = read_own(folder, OPTIMIZER, index)
     with quiet_torch(), left_out_frozen(model, optimizer):
         present: State = get_optimizer_state_dict(model, optimizer)
         own_names = {clean_name(name): name for group in present["param_groups"] for name in group["params"]}
@@ -65,7 +65,13 @@ def _file(folder: Path, stem: str, index: int) -> Path:
     return folder / f"{stem}_{index}_rank{dist.get_rank()}.bin"
 
 
-def _read(path: Path) -> State:
+def read_own(folder: Path, stem: str, index: int) -> State:
+    """Return what this rank's file holds, names as they were saved.
+
+    Raises:
+        CheckpointError: The file is not there.
+    """
+    path = _file(folder, stem, index)
     if not path.exists():
         msg = f"{path} is not there"
         raise CheckpointError(msg, hint="load on as many ranks as saved it, with the same use_dcp")

@@ -89,6 +89,15 @@ def own_share(batch: list[Any], first: list[Any], hook_context: HookContext) -> 
     return full[hook_context.rank * each : (hook_context.rank + 1) * each]
 
 
+def _own_turns(inner: Any, hook_context: HookContext) -> Iterator[Any]:
+    """Yield one of each round of as many items, or batches, as there are ranks; a last round is filled up."""
+    first: list[Any] = []
+    for round_ in rounds(inner, hook_context.size, hook_context):
+        first = first or round_
+        hook_context.batches.divided = True
+        yield filled(round_, hook_context.size, first)[hook_context.rank]
+
+
 def say_filled(size: int, more: int, hook_context: HookContext) -> None:
     """Print once that a batch is not what one process would have had."""
     if "filled" not in hook_context.printed:
@@ -152,16 +161,13 @@ class FullBatches(Sampler[Any]):
         if self.hook_context.evaluating():
             yield from self.inner
             return
-        size, first = self.hook_context.size, []  # type: ignore[var-annotated]
-        if self.hook_context.keeps_batch:
-            for (batch,) in rounds(self.inner, 1, self.hook_context):
-                first = first or list(batch)
-                yield own_share(list(batch), first, self.hook_context)
+        if not self.hook_context.keeps_batch:
+            yield from _own_turns(self.inner, self.hook_context)
             return
-        for batches in rounds(self.inner, size, self.hook_context):
-            first = first or batches
-            self.hook_context.batches.divided = True
-            yield filled(batches, size, first)[self.hook_context.rank]
+        first: list[Any] = []
+        for (batch,) in rounds(self.inner, 1, self.hook_context):
+            first = first or list(batch)
+            yield own_share(list(batch), first, self.hook_context)
 
     def __len__(self) -> int:
         """Return how many batches an epoch has."""
@@ -179,12 +185,8 @@ class RankItems(Sampler[Any]):
         """Yield an epoch of items."""
         if self.hook_context.evaluating():
             yield from self.inner
-            return
-        first: list[Any] = []
-        for items in rounds(self.inner, self.hook_context.size, self.hook_context):
-            first = first or items
-            self.hook_context.batches.divided = True
-            yield filled(items, self.hook_context.size, first)[self.hook_context.rank]
+        else:
+            yield from _own_turns(self.inner, self.hook_context)
 
     def __len__(self) -> int:
         """Return how many items an epoch has."""

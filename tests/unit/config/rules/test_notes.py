@@ -50,6 +50,7 @@ FSDP1 = "fsdp_config:\n  fsdp_version: 1\n"
         (FSDP1 + "  fsdp_reshard_after_forward: false\n", FSDP1),
         ("distributed_type: NO\nnum_processes: 8\n", "distributed_type: NO\nnum_processes: 1\n"),
         ("distributed_type: NO\n", "distributed_type: NO\nnum_processes: 1\n"),
+        ("downcast_bf16: fp16\n", ""),
         ("fp16: true\n", "mixed_precision: fp16\n"),
         ("bf16: true\n", "mixed_precision: bf16\n"),
         ("fp16: false\n", ""),
@@ -143,3 +144,23 @@ def test_a_misspelt_key_in_such_a_file_is_the_only_problem():
     assert [(problem.key, problem.hint) for problem in caught.value.problems] == [
         ("fsdp_config.cpu_ofload", "did you mean fsdp_offload_params?")
     ]
+
+
+@pytest.mark.parametrize(
+    ("launch", "noted"),
+    [
+        ("num_machines: 1\nlaunch: {rendezvous_options: {read_timeout: 9}}\n", False),
+        ("num_machines: 1\nlaunch: {rendezvous_options: {join_timeout: 9}}\n", True),
+        ("num_machines: 2\nlaunch: {rendezvous_options: {join_timeout: 9}}\n", False),
+        ("num_machines: 2\nlaunch: {rendezvous_options: {last_call_timeout: 9}}\n", True),
+        ("launch: {nodes: '1:2', rendezvous_options: {last_call_timeout: 9}}\n", False),
+        ("launch: {nodes: '1:2', rendezvous_options: {store_type: file}}\n", True),
+        ("num_machines: 2\nlaunch: {meeting: false, rendezvous_options: {store_type: file}}\n", False),
+        ("main_process_ip: 10.0.0.1\nssh: {hosts: [a, b]}\n", False),
+        ("num_machines: 2\nmain_process_ip: 10.0.0.1\n", False),
+        ("launch: {rendezvous_timeout_seconds: 9}\n", True),
+    ],
+)
+def test_what_this_runs_rendezvous_does_not_read_is_noted(launch, noted):
+    ids = {note.id for note in read(launch).notes}
+    assert bool(ids & {"unused-rendezvous-options", "one-node"}) is noted

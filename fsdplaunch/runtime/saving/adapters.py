@@ -1,0 +1,134 @@
+"""PEFT's adapters of a sharded model alone, under the names accelerate saves them with. Every rank calls these."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from fsdplaunch.errors import CheckpointError, UsageError
+from fsdplaunch.runtime.inspection.parameter_names import clean_name, named_parameters
+from fsdplaunch.runtime.saving import dcp_files as files
+from fsdplaunch.runtime.saving.model_and_optimizer import MODEL, StateToSave, renamed
+from fsdplaunch.runtime.saving.rank_files import read_own
+from fsdplaunch.runtime.torch_warnings import quiet_torch
+
+State = dict[str, Any]
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Tell whether a model is PEFT's, sharded or not."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(_inner(model), peft.PeftModel)
+
+
+def only_adapters(part: StateToSave, model: nn.Module) -> StateToSave:
+    """Return of a model that is to be saved its active adapter.
+
+    Args:
+        part: The whole model, in the form in which it is to be saved.
+        model: Sharded, of PEFT.
+
+    Raises:
+        UsageError: The form is LOCAL_STATE_DICT, or the adapter consists of more than parameters of the model.
+    """
+    sharded = part.kind == "SHARDED_STATE_DICT"
+    state = part.state["model"] if sharded else part.state
+    chosen = {saved: state[name] for saved, name in _names(model, state, part.kind).items()}
+    aliases = {name: first for name, first in part.aliases.items() if name in chosen and first in chosen}
+    return replace(part, state={"model": chosen} if sharded else chosen, aliases=aliases)
+
+
+def load_adapters(model: nn.Module, folder: Path, index: int, *, kind: str, use_dcp: bool) -> None:
+    """Load what was saved of a model's active adapter; everything else stays as it is.
+
+    Args:
+        model: Sharded, of PEFT.
+        folder: The checkpoint's.
+        index: The model's number.
+        kind: FULL_STATE_DICT or SHARDED_STATE_DICT.
+        use_dcp: False reads the file of this rank.
+
+    Raises:
+        CheckpointError: There is none, or it does not fit.
+        UsageError: As in `only_adapters`.
+    """
+    with quiet_torch():
+        state: State = get_model_state_dict(model)
+        own_names = {clean_name(name): name for name in state}
+        state = renamed(state, clean_name)
+        names = _names(model, state, kind)
+        if kind == "FULL_STATE_DICT":
+            _load_full(model, _full_file(folder, index), {name: own_names[own] for name, own in names.items()})
+            return
+        part = {saved: state[name] for saved, name in names.items()}
+        if use_dcp:
+            files.read_sharded({"model": part}, _present(folder / f"{MODEL}_{index}"), strict=True)
+        else:
+            part = read_own(folder, MODEL, index)
+        state |= {names[saved]: value for saved, value in part.items() if saved in names}
+        set_model_state_dict(model, renamed(state, own_names.__getitem__))
+
+
+def _load_full(model: nn.Module, file: Path, names: Mapping[str, str]) -> None:
+    shapes = {saved: files.shape_of(value) for saved, value in _by(names, get_model_state_dict(model)).items()}
+    full = files.read_full(file, shapes)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_model_state_dict(model, {names[saved]: value for saved, value in full.items()}, options=options)
+
+
+def _by(names: Mapping[str, str], state: Mapping[str, Any]) -> State:
+    return {saved: state[own] for saved, own in names.items()}
+
+
+def _names(model: nn.Module, state: Mapping[str, Any], kind: str) -> dict[str, str]:
+    """Return the name that each parameter of the adapter is saved under, and its own.
+
+    Under FSDP2 accelerate saves a full state's trained parameters under their own names; otherwise PEFT chooses.
+    """
+    if kind == "LOCAL_STATE_DICT":
+        msg = "LOCAL_STATE_DICT holds flat shards, from which adapters cannot be told apart"
+        raise UsageError(msg, hint="use SHARDED_STATE_DICT with adapter_only")
+    if kind == "FULL_STATE_DICT" and not isinstance(model, FullyShardedDataParallel):
+        return {name: name for name, param in named_parameters(model) if param.requires_grad and name in state}
+    from peft import get_peft_model_state_dict  # the model is PEFT's
+
+    inner = _inner(model)
+    in_tree = _by_place(inner, state)
+    chosen = get_peft_model_state_dict(inner, state_dict=in_tree, adapter_name=inner.active_adapter)
+    chosen = renamed(chosen, clean_name)
+    own = {id(value): name for name, value in state.items()}
+    strange = [saved for saved, value in chosen.items() if id(value) not in own]
+    if strange:
+        msg = f"adapter_only: {strange[0]} is no parameter of the model"
+        raise UsageError(msg, hint="leave adapter_only out: the adapters are saved with everything else")
+    return {saved: own[id(value)] for saved, value in chosen.items()}
+
+
+def _by_place(model: nn.Module, state: Mapping[str, Any]) -> State:
+    """Return a state by the places of its parameters in the model as it stands, wrappers of units among them.
+
+    PEFT compares names with the places of its layers, and finds none inside a unit of FSDP1 otherwise.
+    """
+    places = {clean_name(f"{place}.x")[:-2]: place for place, _ in model.named_modules()}
+    parts = {name: name.rpartition(".") for name in state}
+    return {f"{places.get(home, home)}{dot}{leaf}": state[name] for name, (home, dot, leaf) in parts.items()}
+
+
+def _inner(model: nn.Module) -> Any:
+    return model.module if isinstance(model, FullyShardedDataParallel) else model
+
+
+def _full_file(folder: Path, index: int) -> Path:
+    return _present(folder / (f"{MODEL}.bin" if index == 0 else f"{MODEL}_{index}.bin"))
+
+
+def _present(path: Path) -> Path:
+    if not path.exists():
+        msg = f"{path} is not there"
+        raise CheckpointError(msg, hint="save with the same state_dict_type and adapter_only")
+    return path
