@@ -23,7 +23,8 @@ def read_json_file(path: Path) -> dict[str, Any]:
     try:
         found = parse_json(read_regular(path, LIMIT))
     except InvalidFileError as error:
-        msg = f"{path} cannot be read: {error}"
+        reason = str(error).removeprefix("it cannot be opened: ")
+        msg = f"{path} cannot be read: {reason[:1].lower()}{reason[1:]}"
         raise UsageError(msg) from None
     except JsonError as error:
         msg = f"{path} is no JSON: {error}"

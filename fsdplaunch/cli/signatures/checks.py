@@ -28,14 +28,14 @@ def estimate(
     config: ConfigOption = None,
     overrides: SetOption = None,
     world_size: Annotated[
-        int | None, typer.Option(parser=whole(1, 2**24), metavar="N", help="Ranks over all nodes")
+        int | None, typer.Option(parser=whole("--world-size", 1, 2**24), metavar="N", help="Ranks over all nodes")
     ] = None,
     gpu_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of one GPU, as in 80GB")] = None,
     batch_size: Annotated[
-        int, typer.Option(parser=whole(1, 2**24), metavar="N", help="Sequences per rank and step")
+        int, typer.Option(parser=whole("--batch-size", 1, 2**24), metavar="N", help="Sequences per rank and step")
     ] = 1,
     seq_len: Annotated[
-        int | None, typer.Option(parser=whole(1, 2**30), metavar="N", help="Tokens of each sequence")
+        int | None, typer.Option(parser=whole("--seq-len", 1, 2**30), metavar="N", help="Tokens of each sequence")
     ] = None,
     optimizer: Annotated[
         str, typer.Option(metavar="NAME", help="adamw, adam, nadam, adagrad, rmsprop, momentum or sgd")
@@ -111,7 +111,7 @@ def check(
     steps: Annotated[
         int | None,
         typer.Option(
-            parser=whole(1, 10**6),
+            parser=whole("--steps", 1, 10**6),
             metavar="N",
             help="Optimizer steps after which the script is ended; 2, or 5 with --compare",
             show_default=False,
@@ -123,7 +123,9 @@ def check(
     ] = False,
     tolerance: Annotated[
         float,
-        typer.Option(parser=number(0, 1), metavar="X", help="Relative difference that counts as equal"),
+        typer.Option(
+            parser=number("--tolerance", 0, 1), metavar="X", help="Relative difference that counts as equal"
+        ),
     ] = 1e-4,
     as_json: JsonOption = False,
 ) -> None:

@@ -3,31 +3,41 @@
 from collections.abc import Callable
 from typing import Any
 
-import typer
-
 from fsdplaunch.config.schema.parsers import parse_number, parse_whole
+from fsdplaunch.errors import EXIT_USAGE, LaunchError
 from fsdplaunch.terminal_text import quoted
 
 
-def whole(least: int, most: int) -> Callable[[Any], int]:
-    """Return a parser of whole numbers from `least` to `most`, for an option."""
-    return _within(parse_whole, "a whole number", least, most)
+class OptionError(LaunchError):
+    """An option's value is no number, or not one that can be meant."""
+
+    exit_code = EXIT_USAGE
 
 
-def number(least: float, most: float) -> Callable[[Any], float]:
-    """Return a parser of numbers from `least` to `most`, for an option."""
-    return _within(parse_number, "a number", least, most)
+def whole(option: str, least: int, most: int) -> Callable[[Any], int]:
+    """Return a parser of whole numbers for an option."""
+    return _within(parse_whole, option, "a whole number", least, most)
 
 
-def _within(parse: Callable[[Any], Any], kind: str, least: float, most: float) -> Callable[[Any], Any]:
+def number(option: str, least: float, most: float) -> Callable[[Any], float]:
+    """Return a parser of numbers for an option."""
+    return _within(parse_number, option, "a number", least, most)
+
+
+def _within(
+    parse: Callable[[Any], Any], option: str, kind: str, least: float, most: float
+) -> Callable[[Any], Any]:
     def parsed(value: Any) -> Any:
+        shown = str(value) if len(str(value)) <= len(str(most)) else quoted(str(value))
         try:
             found = parse(value)
         except (ValueError, OverflowError):
-            found = None
-        if found is None or not least <= found <= most:
-            msg = f"{quoted(str(value))} is not {kind} from {least} to {most}"
-            raise typer.BadParameter(msg)
+            msg = f"{option} must be {kind}, got {quoted(str(value))}"
+            raise OptionError(msg) from None
+        if not least <= found <= most:
+            limit = f"at least {least}" if found < least else f"at most {most}"
+            msg = f"{option} must be {limit}, got {shown}"
+            raise OptionError(msg)
         return found
 
     return parsed

@@ -24,7 +24,9 @@ def runs(
     log_dir: LogDirOption = None,
     limit: Annotated[
         int,
-        typer.Option("-n", "--limit", parser=whole(1, 10**6), metavar="N", help="How many, newest first"),
+        typer.Option(
+            "-n", "--limit", parser=whole("--limit", 1, 10**6), metavar="N", help="How many, newest first"
+        ),
     ] = 20,
     as_json: JsonOption = False,
 ) -> None:
@@ -41,7 +43,9 @@ def runs_logs(
     rank: Annotated[
         int | None,
         typer.Option(
-            parser=whole(0, 2**24), metavar="N", help="One rank's output instead of what the launcher showed"
+            parser=whole("--rank", 0, 2**24),
+            metavar="N",
+            help="One rank's output instead of what the launcher showed",
         ),
     ] = None,
     stderr: Annotated[bool, typer.Option("--stderr", help="That rank's error output")] = False,
