@@ -1,4 +1,7 @@
-"""One run writes into a folder of checkpoints: it is locked at the first save, until the process ends."""
+"""One run writes into a folder of checkpoints: a launch locks it at its first save, until its process ends.
+
+Outside of a launch nobody knows where a run ends, and the lock is held during each save.
+"""
 
 import atexit
 import os
@@ -6,13 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from fsdplaunch.checkpoint.folder_lock import FolderLock
+from fsdplaunch.config.environment import RUN_DIR
 
 _IN_ROOT = ".lock"
 _held: dict[str, FolderLock] = {}
 
 
 def lock_for_run(target: Path, root: Path) -> None:
-    """Keep other runs from saving there for as long as this process lives.
+    """Keep other runs from saving there from now on.
 
     The file that is locked stands in the folder of numbered checkpoints, which may be a mounted disk; beside one
     that is replaced as a whole.
@@ -31,6 +35,12 @@ def lock_for_run(target: Path, root: Path) -> None:
     lock = FolderLock(folder, None if target == root else folder / _IN_ROOT)
     lock.acquire()
     _held[place] = lock
+
+
+def end_save(target: Path, root: Path) -> None:
+    """Let others save there again, unless this process is a worker of a launch, which may save again."""
+    if RUN_DIR not in os.environ and (lock := _held.pop(_place(target, root), None)):
+        lock.release()
 
 
 def is_locked(target: Path, root: Path) -> bool:

@@ -25,7 +25,7 @@ from fsdplaunch.runtime.saving.checkpoint_dirs import begin, next_sequence, part
 from fsdplaunch.runtime.saving.host_buffer import HostBuffer
 from fsdplaunch.runtime.saving.model_and_optimizer import StateToSave
 from fsdplaunch.runtime.saving.old_checkpoints import remove_old, say_once
-from fsdplaunch.runtime.saving.run_locks import is_locked, lock_for_run
+from fsdplaunch.runtime.saving.run_locks import end_save, is_locked, lock_for_run
 from fsdplaunch.runtime.saving.shared_storage import check_same
 from fsdplaunch.runtime.saving.small_files import write_bytes
 from fsdplaunch.runtime.torch_internals.sharded_tensor import ShardedTensor
@@ -78,6 +78,9 @@ class SaveJob:
         except CheckpointError:
             self._discard()
             raise
+        except BaseException:
+            end_save(self.target, self.root)
+            raise
 
     def _lock(self) -> None:
         """Keep other runs out of the same folder from now on."""
@@ -111,6 +114,8 @@ class SaveJob:
         except CheckpointError:
             self._discard()
             raise
+        finally:
+            end_save(self.target, self.root)
 
     def _write(self, group: dist.ProcessGroup | None) -> None:
         partial = partial_of(self.target)
@@ -131,6 +136,7 @@ class SaveJob:
         """Give the disk back what an unfinished save took of it; of another run's save nothing."""
         if dist.get_rank() == 0 and is_locked(self.target, self.root):
             shutil.rmtree(partial_of(self.target), ignore_errors=True)
+        end_save(self.target, self.root)
 
 
 def _nbytes(state: StateToSave, *, once: bool = False) -> int:
@@ -168,8 +174,12 @@ class BackgroundSave:
             atexit.register(_at_exit)  # not sooner: it must come before the one that ends the process group
             self._exit_waits = True
         group = self._own_group()
-        with raise_on_all_ranks(save.doing):
-            copies = self._buffer.copy([each.state for each in save.states])
+        try:
+            with raise_on_all_ranks(save.doing):
+                copies = self._buffer.copy([each.state for each in save.states])
+        except BaseException:
+            end_save(save.target, save.root)
+            raise
         copied = tuple(replace(each, state=copy) for each, copy in zip(save.states, copies, strict=True))
         staged = replace(save, states=copied)
         self._thread = threading.Thread(

@@ -188,3 +188,16 @@ def test_run_keeps_others_out_until_it_ends_however_it_does(tmp_path, kind, end)
         assert names(tmp_path) == {"ckpt"}
     finally:
         os.killpg(pid, 9)
+
+
+def test_outside_of_a_launch_the_lock_lasts_as_long_as_a_save(tmp_path, monkeypatch):
+    target = tmp_path / "checkpoint-1"
+    for in_launch in (False, True):
+        if in_launch:
+            monkeypatch.setenv("FSDPLAUNCH_RUN_DIR", "runs/r1")
+        run_locks.lock_for_run(target, tmp_path)
+        assert run_locks.is_locked(target, tmp_path)
+        run_locks.end_save(target, tmp_path)
+        assert run_locks.is_locked(target, tmp_path) is in_launch
+    run_locks._release_all()
+    assert names(tmp_path) == set()
