@@ -175,7 +175,8 @@ def _described(described: DescribedModel) -> MemoryCase:
 def _is_known(path: Path) -> bool:
     from fsdplaunch.estimate.families import FAMILIES
 
-    return read_json_file(path).get("model_type") in FAMILIES
+    kind = read_json_file(path).get("model_type")
+    return isinstance(kind, str) and kind in FAMILIES
 
 
 def _report(
