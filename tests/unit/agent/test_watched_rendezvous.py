@@ -1,4 +1,4 @@
-"""Waiting for the other nodes ends within moments once the launcher knows that one has gone, or the run is over."""
+"""Waiting for the other nodes ends within moments once a node has gone, or the run is over."""
 
 import threading
 import time
