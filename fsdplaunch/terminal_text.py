@@ -26,6 +26,11 @@ def printable(text: str) -> str:
     return _UNSAFE.sub(_escape, text.replace("\r\n", "\n"))
 
 
+def one_line(text: str) -> str:
+    """Return `text` safe to show in a line of its own, as in a table or behind a comment's mark."""
+    return printable(text).replace("\n", "\\n").replace("\t", " ")
+
+
 def _escape(found: re.Match[str]) -> str:
     code = ord(found[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"  # noqa: PLR2004

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdplaunch.agent.output_filter import OutputFilter
+from fsdplaunch.terminal_text import printable
 
 CHUNK = 1 << 16
 LONGEST_LINE = 1 << 16
@@ -78,7 +79,7 @@ class OutputRelay:
         """Write a line of our own to the error output, not into the middle of a shown line."""
         with self._lock:
             self._break_line(None)
-            write_all(self.screens["stderr"], f"fsdplaunch: {text}\n".encode())
+            write_all(self.screens["stderr"], f"fsdplaunch: {printable(text)}\n".encode())
 
     def drain(self, seconds: float, *, failed: bool, until: Callable[[], bool] = lambda: False) -> None:
         """Wait until every stream has ended, or until nothing has come for `seconds`; then let go of them.

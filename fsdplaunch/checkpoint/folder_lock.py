@@ -18,6 +18,7 @@ from fsdplaunch.checkpoint.invalid_file import short
 from fsdplaunch.errors import CheckpointError
 
 _HELD = {errno.EWOULDBLOCK, errno.EACCES, errno.EAGAIN}
+_ODD = {errno.ELOOP, errno.EISDIR, errno.ENXIO}
 _MAX_NOTE = 1024
 
 
@@ -44,6 +45,7 @@ class FolderLock:
 
         Raises:
             CheckpointError: Another process holds it; with its node and its number. Or its file is something else.
+            OSError: Nothing can be written there.
         """
         while not self.is_held:
             fd = self._open()
@@ -63,13 +65,16 @@ class FolderLock:
     def _open(self) -> int:
         flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            try:
-                fd = os.open(self._path, os.O_RDWR | os.O_CREAT | flags, 0o666)
-            except PermissionError:  # another user's, left by a process that was killed
-                fd = os.open(self._path, os.O_RDONLY | flags)
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | flags, 0o666)
+        except PermissionError:
+            if not os.access(self._path, os.R_OK):
+                raise
+            fd = os.open(self._path, os.O_RDONLY | flags)  # another user's, left by a process that was killed
         except OSError as problem:
+            if problem.errno not in _ODD:
+                raise
             msg = f"{self._folder} cannot be locked: {self._path}: {(problem.strerror or str(problem)).lower()}"
-            raise CheckpointError(msg) from None
+            raise CheckpointError(msg, hint="remove it") from None
         if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
         os.close(fd)

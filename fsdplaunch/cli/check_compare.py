@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -70,7 +71,8 @@ def run_plain(plan: LaunchPlan, out: Output) -> None:
     ).returncode
     if status:
         msg = f"{target.name} failed in one process, with exit code {status}: there is nothing to compare with"
-        hint = f"run python {'-m ' if target.is_module else ''}{target.name} until it works; its output is above"
+        again = shlex.join(["python", *(["-m"] if target.is_module else []), target.name])
+        hint = f"run {again} until it works; its output is above"
         raise LaunchError(msg, hint=hint)
     if read_run(folder, 0) is None:
         raise no_step(plan, workers=1)

@@ -22,7 +22,7 @@ from fsdplaunch.private_dir import make_process_dir
 from fsdplaunch.probe.hardware import Hardware, read_hardware
 from fsdplaunch.probe.hub_models import hub_folder, is_hub_name
 from fsdplaunch.probe.model_folder import find_model, parse_count, short_count, weight_files
-from fsdplaunch.terminal_text import quoted
+from fsdplaunch.terminal_text import printable, quoted
 
 LENGTH = 2048
 
@@ -81,7 +81,7 @@ def estimate(
     if wanted.html is not None:
         from fsdplaunch.estimate.html_report import html_report
 
-        write_text_atomically(wanted.html, html_report(report))
+        write_text_atomically(wanted.html, printable(html_report(report)))
     if as_json:
         out.json(report.to_dict())
     else:

@@ -29,6 +29,7 @@ from fsdplaunch.runtime.saving.run_locks import end_save, is_locked, lock_for_ru
 from fsdplaunch.runtime.saving.shared_storage import check_same
 from fsdplaunch.runtime.saving.small_files import write_bytes
 from fsdplaunch.runtime.torch_internals.sharded_tensor import ShardedTensor
+from fsdplaunch.terminal_text import printable, shortened, text_of
 
 LARGE_BYTES = 10 * 2**30
 """From here on, gathering a full model through one rank takes so long that it is worth a word."""
@@ -232,7 +233,7 @@ def _at_exit() -> None:
     try:
         background.finish(EXIT_SECONDS if failed else None)
     except BaseException as failure:
-        sys.stderr.write(f"error: {failure}\n")
+        sys.stderr.write(f"error: {printable(shortened(text_of(failure)))}\n")
         with suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
