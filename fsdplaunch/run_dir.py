@@ -26,6 +26,8 @@ SHARDED = "sharded"
 """An empty file in a rank's folder that says that the rank sharded a model."""
 REHEARSAL = "rehearsal.json"
 """File in a rank's folder that says how `fsdplaunch check` went there."""
+MEASURED = "measured.json"
+"""File in a rank's folder with what its steps took, where `fsdplaunch tune` measured them."""
 FLIGHT_RECORDER = "flight-recorder-rank-"
 """Where torch writes the last collectives; it adds the rank."""
 PRIVATE_MODE = 0o600

@@ -11,7 +11,7 @@ import typer
 
 from fsdplaunch import __version__
 from fsdplaunch.cli.output import Output
-from fsdplaunch.cli.signatures import checks, launch
+from fsdplaunch.cli.signatures import checks, launch, tune
 from fsdplaunch.cli.signatures.config import config_app, to_fsdp2
 from fsdplaunch.cli.signatures.options import group
 from fsdplaunch.cli.signatures.runs import runs_app
@@ -48,6 +48,7 @@ app.command("merge-weights")(merge_weights)
 app.command("estimate", epilog=checks.ESTIMATE_EPILOG)(checks.estimate)
 app.command("doctor")(checks.doctor)
 app.command("check", epilog=checks.CHECK_EPILOG, context_settings=SCRIPT_SETTINGS)(checks.check)
+app.command("tune", epilog=tune.EPILOG, context_settings=SCRIPT_SETTINGS)(tune.tune)
 app.command("env", hidden=True)(checks.env)
 app.command("test", hidden=True, epilog=checks.CHECK_EPILOG, context_settings=SCRIPT_SETTINGS)(checks.test)
 

@@ -17,7 +17,7 @@ from fsdplaunch.config.environment import COMPARE_DIR, REHEARSAL_STEPS
 from fsdplaunch.errors import LaunchError, UsageError
 from fsdplaunch.launch.comparison.causes import Cause, find_cause
 from fsdplaunch.launch.comparison.records import RunFacts, StepFacts, read_run
-from fsdplaunch.launch.comparison.verdict import Verdict, compare
+from fsdplaunch.launch.comparison.verdict import Verdict, added_up, compare
 from fsdplaunch.launch.entry_points import PLAIN_RUN
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.parent_death import ended_with_us
@@ -105,6 +105,7 @@ def conclude(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) 
     plain, sharded = read_run(folder, 0), read_run(folder, plan.workers)
     if plain is None or sharded is None:
         raise no_step(plan, workers=plan.workers)
+    sharded = added_up(plain, sharded, tolerance)
     verdict = compare(plain, sharded, tolerance)
     dtype = plan.config.precision.param
     cause = find_cause(verdict.first, plain, sharded, dtype) if verdict.first else None

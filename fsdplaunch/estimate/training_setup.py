@@ -132,10 +132,10 @@ def shard_ranks(config: Config, world: int, per_node: int) -> int:
     strategy = config.fsdp_config.fsdp_sharding_strategy or "FULL_SHARD"
     if strategy == "NO_SHARD":
         return 1
-    replicas, shards = mesh_sizes(config, world)
-    if strategy.startswith("HYBRID") and replicas == 1 and world > per_node:
+    sizes = mesh_sizes(config, world)
+    if strategy.startswith("HYBRID") and sizes.replicas == 1 and world > per_node:
         return per_node
-    return shards
+    return sizes.shards * sizes.context
 
 
 def ranks_of(config: Config, *, gpus: int, given: int | None) -> tuple[int, int]:

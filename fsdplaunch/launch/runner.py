@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -44,6 +45,8 @@ from fsdplaunch.run_secret import SECRET
 
 PATIENCE = 2
 """Signals that are passed on before the agent is killed."""
+_AGENT_SECONDS = 5.0
+"""How long the agent may take beyond what it gives its workers."""
 
 
 def run_plan(
@@ -53,6 +56,8 @@ def run_plan(
     on_signal: Callable[[int, int], None] = lambda *_: None,
     control: RunControl | None = None,
     secret: str = "",
+    folder: Path | None = None,
+    limit_seconds: float | None = None,
 ) -> RunResult:
     """Start the plan's agent and wait for its end.
 
@@ -65,6 +70,8 @@ def run_plan(
         on_signal: Called with each signal that is passed on, and how many there have been.
         control: The other nodes, which end together and report one cause; None when this one is alone.
         secret: The run's, where several nodes take part without `control`.
+        folder: Where the workers start; the current one when left out.
+        limit_seconds: How long the run may take before it is asked to end as by SIGTERM, and then killed.
     """
     open_missing_streams()
     _prepare_run_dir(plan)
@@ -79,7 +86,7 @@ def run_plan(
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         agent = subprocess.Popen(
-            plan.argv, env=environ, stdout=output, start_new_session=True, pass_fds=[lifeline]
+            plan.argv, env=environ, stdout=output, start_new_session=True, pass_fds=[lifeline], cwd=folder
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -87,7 +94,7 @@ def run_plan(
     names = plan.config.launch.signals
     is_new = attach(control, agent, plan.run_dir, names).came if control is not None else lambda _number: True
     with _signals_passed_to(agent, names, on_signal, is_new) as received:
-        code = agent.wait()
+        code = _wait(agent, limit_seconds, plan.config.launch.shutdown_grace_seconds)
         status, record = _read_record(plan, code, received)
         if control is not None:
             status, record = conclude_run(control, status, record)
@@ -99,6 +106,19 @@ def run_plan(
     if result.failure is not None and result.failure.lost:
         (plan.run_dir / LOST).write_text("\n".join(result.failure.lost) + "\n", encoding="utf-8")
     return result
+
+
+def _wait(agent: subprocess.Popen[bytes], limit: float | None, grace: float) -> int:
+    """Wait for the agent's end; past the limit, ask it to end its workers, and kill it where it does not."""
+    try:
+        return agent.wait(limit)
+    except subprocess.TimeoutExpired:
+        agent.terminate()
+    try:
+        return agent.wait(grace + _AGENT_SECONDS)
+    except subprocess.TimeoutExpired:
+        agent.kill()
+        return agent.wait()
 
 
 def _prepare_run_dir(plan: LaunchPlan) -> None:

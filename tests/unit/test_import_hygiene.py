@@ -27,6 +27,7 @@ def modules_after(code: str) -> set[str]:
         ["config", "--help"],
         ["estimate", "--help"],
         ["doctor", "--help"],
+        ["tune", "--help"],
     ],
 )
 def test_help_imports_nothing_heavy(arguments):

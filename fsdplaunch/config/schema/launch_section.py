@@ -245,8 +245,9 @@ class CheckpointSection:
     async_: bool = key(
         v.FLAG,
         False,
-        """Write checkpoints in the background: save_checkpoint returns when everything is copied to host memory.
-        Each worker then needs memory for its shards once more.""",
+        """Copy and write checkpoints in the background: save_checkpoint returns at once, and an optimizer's step
+        that comes before the end of the copy to host memory waits for it. Each worker needs memory for its
+        shards once more.""",
     )
     keep_last: int | None = key(
         v.COUNT,

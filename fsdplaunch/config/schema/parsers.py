@@ -181,6 +181,14 @@ def _variable_text(name: str, value: Any) -> str:
         raise NotedValueError(msg) from None
 
 
+def parse_plan(value: Any) -> dict[str, str]:
+    """Read names of modules, with `*` for any one part, and a style for each."""
+    plan = parse_table(value)
+    if not all(isinstance(item, str) and item.strip() and name.strip() for name, item in plan.items()):
+        raise ValueError(value)
+    return {name.strip(): item.strip() for name, item in plan.items()}
+
+
 def parse_ranks(value: Any) -> str:
     """Read `all`, or numbers separated by commas."""
     if isinstance(value, str) and value.strip().lower() == "all":

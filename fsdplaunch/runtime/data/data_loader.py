@@ -18,7 +18,7 @@ from torch.utils.data import (
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0
 from fsdplaunch.runtime.data.loader_state import keep_count
-from fsdplaunch.runtime.sharding.mesh import DataRanks
+from fsdplaunch.runtime.rank import DataRanks
 from fsdplaunch.runtime.torch_internals.data_loaders import draws_all_items
 
 

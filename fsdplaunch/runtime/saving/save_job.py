@@ -1,13 +1,8 @@
 """One save from what is to be written to its place on disk, in the foreground or beside the training."""
 
-import atexit
-import os
 import shutil
-import sys
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +15,16 @@ from fsdplaunch.checkpoint.manifest import write_manifest
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import raise_on_all_ranks
-from fsdplaunch.runtime.late_modules import GROUP_IS_ABANDONED, call_if_imported
 from fsdplaunch.runtime.saving.checkpoint_dirs import begin, next_sequence, partial_of, publish
-from fsdplaunch.runtime.saving.host_buffer import HostBuffer
 from fsdplaunch.runtime.saving.model_and_optimizer import StateToSave
 from fsdplaunch.runtime.saving.old_checkpoints import remove_old, say_once
 from fsdplaunch.runtime.saving.run_locks import end_save, is_locked, lock_for_run
 from fsdplaunch.runtime.saving.shared_storage import check_same
 from fsdplaunch.runtime.saving.small_files import write_bytes
 from fsdplaunch.runtime.torch_internals.sharded_tensor import ShardedTensor
-from fsdplaunch.terminal_text import printable, shortened, text_of
 
 LARGE_BYTES = 10 * 2**30
 """From here on, gathering a full model through one rank takes so long that it is worth a word."""
-EXIT_SECONDS = 25.0
-"""How long a script that failed waits at exit for a save that is under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,16 +91,20 @@ class SaveJob:
                 " SHARDED_STATE_DICT is written by all ranks at once, and merge-weights makes one file of it"
             )
 
-    def write(self, group: dist.ProcessGroup | None = None) -> None:
+    def write(self, group: dist.ProcessGroup | None = None, prepare: Callable[[], None] | None = None) -> None:
         """Write everything and put it in place; every rank calls this.
 
         Args:
             group: All ranks over gloo, in a group of its own when another thread uses theirs meanwhile.
+            prepare: What is to be done before the states can be written.
 
         Raises:
             CheckpointError: On all ranks, and nothing has changed.
         """
         try:
+            if prepare is not None:
+                with raise_on_all_ranks(self.doing, group):
+                    prepare()
             self._write(group)
         except CheckpointError:
             self._discard()
@@ -154,88 +148,3 @@ def _tensors(state: Any) -> Iterator[Any]:
     elif isinstance(state, dict | list | tuple):
         for value in state.values() if isinstance(state, dict) else state:
             yield from _tensors(value)
-
-
-class BackgroundSave:
-    """At most one save that is written while training goes on.
-
-    It talks to the other ranks over a process group of its own, so that it never waits in line with training's.
-    """
-
-    def __init__(self) -> None:
-        self._buffer = HostBuffer()
-        self._group: tuple[Any, dist.ProcessGroup] | None = None
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
-        self._exit_waits = False
-
-    def start(self, save: SaveJob) -> None:
-        """Copy everything to host memory and begin to write it; every rank calls this, and `finish` before."""
-        if not self._exit_waits:
-            atexit.register(_at_exit)  # not sooner: it must come before the one that ends the process group
-            self._exit_waits = True
-        group = self._own_group()
-        try:
-            with raise_on_all_ranks(save.doing):
-                copies = self._buffer.copy([each.state for each in save.states])
-        except BaseException:
-            end_save(save.target, save.root)
-            raise
-        copied = tuple(replace(each, state=copy) for each, copy in zip(save.states, copies, strict=True))
-        staged = replace(save, states=copied)
-        self._thread = threading.Thread(
-            target=self._run, args=(staged, group), name="fsdplaunch-save", daemon=True
-        )
-        self._thread.start()
-
-    def _run(self, save: SaveJob, group: dist.ProcessGroup) -> None:
-        try:
-            save.write(group)
-        except BaseException as failure:
-            self._failure = failure
-
-    def _own_group(self) -> dist.ProcessGroup:
-        default = dist.group.WORLD
-        if self._group is None or self._group[0] is not default:
-            self._group = (default, dist.new_group(backend="gloo"))
-        return self._group[1]
-
-    def finish(self, seconds: float | None = None) -> None:
-        """Wait for the save under way, if there is one.
-
-        Raises:
-            CheckpointError: It failed.
-        """
-        if self._thread is None:
-            return
-        self._thread.join(seconds)
-        self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-
-background = BackgroundSave()
-
-
-def finish_saves() -> None:
-    """Wait for a save that is still being written; its failure is raised here.
-
-    Raises:
-        CheckpointError: It failed.
-    """
-    background.finish()
-
-
-def _at_exit() -> None:
-    """Finish the save under way, for runs that no launcher's bootstrap ends."""
-    failed = bool(call_if_imported(GROUP_IS_ABANDONED))
-    try:
-        background.finish(EXIT_SECONDS if failed else None)
-    except BaseException as failure:
-        sys.stderr.write(f"error: {printable(shortened(text_of(failure)))}\n")
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        if not failed:
-            os._exit(1)  # an exit handler has no other way to change the status
