@@ -5,6 +5,8 @@ import fcntl
 import os
 import select
 import signal
+from collections.abc import Callable
+from functools import partial
 
 LIFELINE = "FSDPLAUNCH_LIFELINE"
 """Contract variable, not a key: the descriptor of a pipe whose other end only the launcher holds."""
@@ -23,6 +25,11 @@ def die_with_parent(number: signal.Signals, *, parent: int | None = None) -> Non
     parent = os.getppid() if parent is None else parent
     if _request(int(number)) and os.getppid() != parent:  # the parent ended before the request was made
         os.kill(os.getpid(), number)
+
+
+def ended_with_us() -> Callable[[], None]:
+    """Return what a program started from here does first (`preexec_fn`), to be killed when this one ends."""
+    return partial(die_with_parent, signal.SIGKILL, parent=os.getpid())
 
 
 def take_lifeline() -> int | None:

@@ -256,7 +256,7 @@ def _handle_signals(worker_group: WorkerGroup, launcher: Launcher) -> None:
 def _take_over_output(log: Path) -> dict[str, int]:
     """Keep the terminal for the workers' output; what torch has to say, in Python and below, goes to a file."""
     screens = {"stdout": os.dup(1), "stderr": os.dup(2)}
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     for place in (1, 2):
         os.dup2(file, place)
     os.close(file)

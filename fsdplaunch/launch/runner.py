@@ -25,6 +25,7 @@ from fsdplaunch.launch.runs.registry import write_job
 from fsdplaunch.launch.secret_variables import without_secrets
 from fsdplaunch.launch.standard_streams import open_missing_streams
 from fsdplaunch.launch.worker_env import LAUNCHER
+from fsdplaunch.private_dir import remove_abandoned_dirs
 from fsdplaunch.run_dir import (
     AGENT_LOG,
     CONFIG,
@@ -89,6 +90,8 @@ def run_plan(
         if control is not None:
             status, record = conclude_run(control, status, record)
     os.close(held)
+    if code < 0:  # it could not do so itself
+        remove_abandoned_dirs()
     result = _result(plan, status, record, round(time.monotonic() - start, 3))
     write_json(plan.run_dir / RESULT, result.to_dict())
     if result.failure is not None and result.failure.lost:
