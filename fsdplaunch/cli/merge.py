@@ -75,7 +75,7 @@ def _asked(problem: AmbiguousError, out: Output) -> Path:
         out.say(f"  {number}  {path}")
     out.ask(f"which one? [1-{len(problem.candidates)}] ")
     answer = sys.stdin.readline().strip()
-    if not answer.isdecimal() or not 1 <= int(answer) <= len(problem.candidates):
+    if not re.fullmatch(r"[0-9]{1,4}", answer) or not 1 <= int(answer) <= len(problem.candidates):
         raise problem
     return problem.candidates[int(answer) - 1]
 

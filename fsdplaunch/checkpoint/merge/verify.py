@@ -1,6 +1,5 @@
 """Read a merged checkpoint back and compare it with its source, byte by byte and with the stored checksums."""
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from fsdplaunch.checkpoint.readers.data_files import DataFiles
 from fsdplaunch.checkpoint.readers.pieces import Piece
 from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME, MAX_HEADER, file_shape
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.json_text import parse_json
 
 _PIECE = 4 * 2**20
 
@@ -92,7 +92,7 @@ def _check_header(file: PlannedFile, path: Path) -> None:
 
 def _json(data: bytes, path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        found = parse_json(data)
     except ValueError:
         found = None
     if not isinstance(found, dict):
