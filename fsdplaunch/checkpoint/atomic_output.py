@@ -138,7 +138,7 @@ def atomic_output(target: Path, *, overwrite: bool, replaced: re.Pattern[str] = 
     new_parents = [parent for parent in target.parents if not parent.exists()]
     prefix = _prefix(target) + f"{os.getpid()}-"
     partial = target.parent / (prefix + os.urandom(4).hex())
-    lock = FolderLock(target, target.parent / f".{_short_name(target)}.partial-lock")
+    lock = FolderLock(target, target.parent / f".{short_name(target)}.partial-lock")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
@@ -243,7 +243,7 @@ def _prefix(target: Path) -> str:
     return f".{target.name[:_NAME_PART]}.partial-{_host()}-"
 
 
-def _short_name(target: Path) -> str:
+def short_name(target: Path) -> str:
     """Return a name of its own for each output, short enough to add to."""
     name = target.name
     return name if len(name) <= _NAME_PART else f"{name[:_NAME_PART]}-{sha256(name.encode()).hexdigest()[:16]}"

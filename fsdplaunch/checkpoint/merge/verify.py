@@ -9,10 +9,10 @@ from fsdplaunch.checkpoint.crc32 import crc32
 from fsdplaunch.checkpoint.invalid_file import short
 from fsdplaunch.checkpoint.merge.assemble_tensor import written_blocks
 from fsdplaunch.checkpoint.merge.checksums import check_crc, crc_of
-from fsdplaunch.checkpoint.merge.jobs import run_jobs
 from fsdplaunch.checkpoint.merge.options import ProgressMeter
+from fsdplaunch.checkpoint.merge.parallel.jobs import run_jobs
+from fsdplaunch.checkpoint.merge.parallel.shares import split_by_tensors
 from fsdplaunch.checkpoint.merge.plan import MergePlan, PlannedFile, PlannedTensor
-from fsdplaunch.checkpoint.merge.shares import split_by_tensors
 from fsdplaunch.checkpoint.readers.data_files import DataFiles
 from fsdplaunch.checkpoint.readers.pieces import Piece
 from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME, MAX_HEADER, file_shape
