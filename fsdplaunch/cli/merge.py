@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, MergeResult, MergeStart, merge, prepare_merge
+from fsdplaunch.checkpoint.merge.parallel.shares import files_of_part
 from fsdplaunch.checkpoint.merge.plan import MergePlan, PlannedFile
-from fsdplaunch.checkpoint.merge.shares import files_of_part
 from fsdplaunch.checkpoint.readers.find import AmbiguousError, find_model, find_optimizer
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.progress import byte_progress
@@ -75,7 +75,7 @@ def _asked(problem: AmbiguousError, out: Output) -> Path:
         out.say(f"  {number}  {path}")
     out.ask(f"which one? [1-{len(problem.candidates)}] ")
     answer = sys.stdin.readline().strip()
-    if not answer.isdecimal() or not 1 <= int(answer) <= len(problem.candidates):
+    if not re.fullmatch(r"[0-9]{1,4}", answer) or not 1 <= int(answer) <= len(problem.candidates):
         raise problem
     return problem.candidates[int(answer) - 1]
 

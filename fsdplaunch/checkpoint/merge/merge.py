@@ -30,7 +30,7 @@ from fsdplaunch.checkpoint.merge.options import (
     Progress,
     ProgressMeter,
 )
-from fsdplaunch.checkpoint.merge.parts_folder import remove_parts
+from fsdplaunch.checkpoint.merge.parallel.parts_folder import remove_parts
 from fsdplaunch.checkpoint.merge.prepare import PreparedMerge, prepare
 from fsdplaunch.checkpoint.merge.remove_source import remove_checkpoint
 from fsdplaunch.checkpoint.merge.safetensors_output import merge_part, merge_to_safetensors

@@ -21,10 +21,10 @@ from fsdplaunch.checkpoint.merge.options import (
     MergeResult,
     ProgressMeter,
 )
-from fsdplaunch.checkpoint.merge.parts_folder import PartsFolder, plan_digest
+from fsdplaunch.checkpoint.merge.parallel.parts_folder import PartsFolder, plan_digest
+from fsdplaunch.checkpoint.merge.parallel.shares import files_of_part
 from fsdplaunch.checkpoint.merge.plan import MergePlan, PlannedFile
 from fsdplaunch.checkpoint.merge.prepare import PreparedMerge, prepare
-from fsdplaunch.checkpoint.merge.shares import files_of_part
 from fsdplaunch.checkpoint.merge.verify import is_result, verify_merge
 from fsdplaunch.checkpoint.merge.watcher import Watcher
 from fsdplaunch.checkpoint.merge.write import write_plan, write_small_file

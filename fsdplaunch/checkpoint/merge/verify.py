@@ -1,6 +1,5 @@
 """Read a merged checkpoint back and compare it with its source, byte by byte and with the stored checksums."""
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +9,15 @@ from fsdplaunch.checkpoint.crc32 import crc32
 from fsdplaunch.checkpoint.invalid_file import short
 from fsdplaunch.checkpoint.merge.assemble_tensor import written_blocks
 from fsdplaunch.checkpoint.merge.checksums import check_crc, crc_of
-from fsdplaunch.checkpoint.merge.jobs import run_jobs
 from fsdplaunch.checkpoint.merge.options import ProgressMeter
+from fsdplaunch.checkpoint.merge.parallel.jobs import run_jobs
+from fsdplaunch.checkpoint.merge.parallel.shares import split_by_tensors
 from fsdplaunch.checkpoint.merge.plan import MergePlan, PlannedFile, PlannedTensor
-from fsdplaunch.checkpoint.merge.shares import split_by_tensors
 from fsdplaunch.checkpoint.readers.data_files import DataFiles
 from fsdplaunch.checkpoint.readers.pieces import Piece
 from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME, MAX_HEADER, file_shape
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.json_text import parse_json
 
 _PIECE = 4 * 2**20
 
@@ -92,7 +92,7 @@ def _check_header(file: PlannedFile, path: Path) -> None:
 
 def _json(data: bytes, path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        found = parse_json(data)
     except ValueError:
         found = None
     if not isinstance(found, dict):

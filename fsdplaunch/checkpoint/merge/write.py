@@ -7,10 +7,10 @@ from pathlib import Path
 from fsdplaunch.checkpoint.merge.assemble_tensor import written_blocks
 from fsdplaunch.checkpoint.merge.checksums import ChecksumCheck
 from fsdplaunch.checkpoint.merge.file_copy import Copier, write_all
-from fsdplaunch.checkpoint.merge.jobs import run_jobs
 from fsdplaunch.checkpoint.merge.options import ProgressMeter
+from fsdplaunch.checkpoint.merge.parallel.jobs import run_jobs
+from fsdplaunch.checkpoint.merge.parallel.shares import split_by_tensors
 from fsdplaunch.checkpoint.merge.plan import MergePlan, PlannedFile, PlannedTensor
-from fsdplaunch.checkpoint.merge.shares import split_by_tensors
 from fsdplaunch.checkpoint.readers.data_files import DataFiles
 from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME
 from fsdplaunch.checkpoint.writeback import Writeback

@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.checkpoint.atomic_output import find_space_gap
-from fsdplaunch.checkpoint.folder_lock import FolderLock
 from fsdplaunch.checkpoint.manifest import write_manifest
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import raise_on_all_ranks
-from fsdplaunch.runtime.saving.checkpoint_dirs import begin, next_sequence, partial_of, publish, remove_old
+from fsdplaunch.runtime.saving.checkpoint_dirs import begin, next_sequence, partial_of, publish
 from fsdplaunch.runtime.saving.model_and_optimizer import StateToSave
+from fsdplaunch.runtime.saving.old_checkpoints import remove_old, say_once
+from fsdplaunch.runtime.saving.run_locks import end_save, is_locked, lock_for_run
 from fsdplaunch.runtime.saving.shared_storage import check_same
 from fsdplaunch.runtime.saving.small_files import write_bytes
 from fsdplaunch.runtime.torch_internals.sharded_tensor import ShardedTensor
@@ -36,7 +37,7 @@ class SaveJob:
         files: This rank's small files, by name.
         manifest: What the manifest says beside its files; rank 0's counts.
         keep_last: How many numbered checkpoints stay, None for all.
-        lock: Keeps other processes from writing the target; rank 0 takes it.
+        root: The folder it is in, which other runs are kept out of; or the target itself.
     """
 
     target: Path
@@ -44,7 +45,7 @@ class SaveJob:
     files: Mapping[str, bytes]
     manifest: Mapping[str, Any]
     keep_last: int | None
-    lock: FolderLock
+    root: Path
 
     @property
     def doing(self) -> str:
@@ -69,13 +70,13 @@ class SaveJob:
             self._discard()
             raise
         except BaseException:
-            self.lock.release()
+            end_save(self.target, self.root)
             raise
 
     def _lock(self) -> None:
-        """Keep another run's save out of the same folder until this one has ended."""
+        """Keep other runs out of the same folder from now on."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        self.lock.acquire()
+        lock_for_run(self.target, self.root)
 
     def _check_space(self) -> None:
         if gap := find_space_gap(self.target, sum(_nbytes(state) for state in self.states)):
@@ -109,7 +110,7 @@ class SaveJob:
             self._discard()
             raise
         finally:
-            self.lock.release()
+            end_save(self.target, self.root)
 
     def _write(self, group: dist.ProcessGroup | None) -> None:
         partial = partial_of(self.target)
@@ -124,13 +125,13 @@ class SaveJob:
                 write_manifest(partial, self.manifest, next_sequence(self.target))
                 publish(partial, self.target)
                 if self.keep_last is not None:
-                    remove_old(self.target.parent, self.keep_last)
+                    say_once(remove_old(self.target.parent, self.keep_last))
 
     def _discard(self) -> None:
         """Give the disk back what an unfinished save took of it; of another run's save nothing."""
-        if dist.get_rank() == 0 and self.lock.is_held:
+        if dist.get_rank() == 0 and is_locked(self.target, self.root):
             shutil.rmtree(partial_of(self.target), ignore_errors=True)
-            self.lock.release()
+        end_save(self.target, self.root)
 
 
 def _nbytes(state: StateToSave, *, once: bool = False) -> int:

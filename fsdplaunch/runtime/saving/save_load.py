@@ -1,5 +1,6 @@
 """`save_checkpoint` and `load_checkpoint`: whole or not at all, in accelerate's layout, on any number of ranks."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdplaunch.checkpoint.folder_lock import FolderLock
 from fsdplaunch.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import CheckpointError
@@ -80,12 +80,14 @@ def save_checkpoint(
     background.finish()
     monitored_barrier("save_checkpoint")
     root, settings = _folder(dir), decode().checkpoint
+    if step is None and root.is_symlink():  # what it leads to is replaced, and not the link
+        root = Path(os.path.realpath(root))
     target = root if step is None else root / f"checkpoint-{step}"
     models, trainers = [unwrapped(each) for each in _several(model)], _several(optimizer)
     with raise_on_all_ranks(f"save {target}"):
         save = SaveJob(
             target=target,
-            lock=FolderLock(target),
+            root=root,
             states=tuple(_to_save(models, trainers)),
             files=_own_files(_several(scheduler), _several(loader), extra, step),
             manifest=describe_run({each: _form(each) for each in models}, step),

@@ -19,7 +19,9 @@ from fsdplaunch.runtime.late_modules import GROUP_IS_ABANDONED, call_if_imported
 from fsdplaunch.runtime.saving.background.host_buffer import HostBuffer
 from fsdplaunch.runtime.saving.background.host_copies import HostCopies
 from fsdplaunch.runtime.saving.background.trained_tensors import TrainedTensors
+from fsdplaunch.runtime.saving.run_locks import end_save
 from fsdplaunch.runtime.saving.save_job import SaveJob
+from fsdplaunch.terminal_text import printable, shortened, text_of
 
 EXIT_SECONDS = 25.0
 """How long a script that failed waits at exit for a save that is under way."""
@@ -54,7 +56,7 @@ class BackgroundSave:
             with raise_on_all_ranks(save.doing):
                 copies = HostCopies([each.state for each in save.states], self._buffer, trained)
         except BaseException:
-            save.lock.release()
+            end_save(save.target, save.root)
             raise
         copied = tuple(replace(each, state=copy) for each, copy in zip(save.states, copies.states, strict=True))
         self._copies = copies
@@ -140,7 +142,7 @@ def _at_exit() -> None:
     try:
         background.finish(EXIT_SECONDS if failed else None)
     except BaseException as failure:
-        sys.stderr.write(f"error: {failure}\n")
+        sys.stderr.write(f"error: {printable(shortened(text_of(failure)))}\n")
         with suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from fsdplaunch.checkpoint.merge import parts_folder, safetensors_output
+from fsdplaunch.checkpoint.merge import safetensors_output
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
-from fsdplaunch.checkpoint.merge.shares import files_of_part
+from fsdplaunch.checkpoint.merge.parallel import parts_folder
+from fsdplaunch.checkpoint.merge.parallel.shares import files_of_part
 from fsdplaunch.errors import CheckpointError, UsageError
 
 MANY_FILES = MergeOptions(max_shard_size=300, copy_from=None)

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.checkpoint.atomic_output import sync_folder
+from fsdplaunch.checkpoint.atomic_output import short_name, sync_folder
 from fsdplaunch.checkpoint.manifest import read_json
 from fsdplaunch.checkpoint.merge.plan import MergePlan, PlannedFile
 from fsdplaunch.checkpoint.readers.data_files import DataFiles
@@ -183,7 +183,7 @@ def remove_parts(target: Path) -> None:
 
 
 def _folder_of(target: Path) -> Path:
-    return target.parent / f".{target.name}.parts"
+    return target.parent / f".{short_name(target)}.parts"
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
