@@ -1,5 +1,6 @@
 """Which rank holds which chunk of a tensor, for all ranks, as every rank can work it out from mesh and shape."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,9 +123,10 @@ def _of_mesh(
 ) -> list[tuple[int, Numbers, Numbers]]:
     """Return each rank's chunk, split as `torch.chunk` does."""
     held = []
-    for place, rank in zip(torch.cartesian_prod(*map(torch.arange, (1, *ranks.shape))).tolist(), ranks.flatten().tolist()):
+    coordinates = itertools.product(*map(range, ranks.shape))
+    for place, rank in zip(coordinates, ranks.flatten().tolist(), strict=True):
         offsets, sizes = [0] * len(shape), list(shape)
-        for dim, coordinate, count in zip(splits, place[1:], ranks.shape, strict=True):
+        for dim, coordinate, count in zip(splits, place, ranks.shape, strict=True):
             if dim is not None:
                 step = -(-shape[dim] // count)
                 offsets[dim] = min(shape[dim], step * coordinate)

@@ -1,7 +1,7 @@
 """What each rank writes of a sharded state, decided by every rank alone and by all of them alike."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ class Entry:
 
 
 class SharedPlan:
-    """Which rank writes which chunk, the same on all ranks: what torch's planner would decide with all plans at hand.
+    """Which rank writes which chunk, found by every rank alone: what torch decides with all plans at hand.
 
     Args:
         state: Flattened, as this rank has it.
@@ -55,6 +55,7 @@ class SharedPlan:
             self.entries.append(entry)
         self.digest = digest.digest()
         self._writers = self._share_out()
+        self._orders: dict[int, list[int]] = {}
 
     def _share_out(self) -> dict[tuple[int, int], int]:
         """Return who writes each chunk that several ranks have: the one with the least until then.
@@ -92,12 +93,15 @@ class SharedPlan:
                 if chunk not in entry.layout.copies or writers[number, chunk] == rank:
                     yield number, chunk
 
-    def order(self, entry: int) -> list[int]:
+    def order(self, entry: int) -> Sequence[int]:
         """Return the chunks of an entry in the order of the ranks that write them: so the index lists them."""
         layout = self.entries[entry].layout
+        numbers = range(len(layout.chunks))
         if not layout.copies:
-            return list(range(len(layout.chunks)))
-        return sorted(range(len(layout.chunks)), key=lambda chunk: (self.writer(entry, chunk), chunk))
+            return numbers
+        if entry not in self._orders:
+            self._orders[entry] = sorted(numbers, key=lambda chunk: (self.writer(entry, chunk), chunk))
+        return self._orders[entry]
 
     def own_plan(self, local: SavePlan, rank: int) -> SavePlan:
         """Return what is left of a rank's local plan.
@@ -105,7 +109,9 @@ class SharedPlan:
         Raises:
             UnknownLayoutError: The local plan is not what the others think this rank has.
         """
-        listed = [(number, chunk) for number, entry in enumerate(self.entries) for chunk in entry.layout.by_rank[rank]]
+        listed = [
+            (number, chunk) for number, entry in enumerate(self.entries) for chunk in entry.layout.by_rank[rank]
+        ]
         if len(listed) != len(local.items):
             msg = "this rank has other items than planned"
             raise UnknownLayoutError(msg)
@@ -126,7 +132,12 @@ class SharedPlan:
         data = item.tensor_data
         sizes = () if data is None else tuple(data.chunk.sizes)
         is_value = item.type is WriteItemType.BYTE_IO
-        if (item.index.fqn, offsets, sizes, is_value) != (known.name, planned.offsets, planned.sizes, known.size is None):
+        if (item.index.fqn, offsets, sizes, is_value) != (
+            known.name,
+            planned.offsets,
+            planned.sizes,
+            known.size is None,
+        ):
             msg = f"this rank has another part of {known.name} than planned"
             raise UnknownLayoutError(msg)
 
