@@ -19,7 +19,7 @@ from scripts.campaigns.attack_classes.case import Case
 from scripts.campaigns.attack_classes.runs import environ, launch
 from scripts.campaigns.attack_classes.stores import descendants
 
-COUNT = 76
+COUNT = 60
 GONE_SECONDS = 12.0
 """How long a run may be there after its launcher: a grace for the workers, and one for the agent."""
 _SCRIPT = "import time\ntime.sleep(600)\n"
@@ -79,7 +79,7 @@ def interrupt(command: list[str], seconds: float) -> None:
             text=True,
             env=environ(),
             start_new_session=True,
-            preexec_fn=_hear_interrupts,  # noqa: PLW1509  (no threads here)
+            preexec_fn=_hear_interrupts,  # noqa: PLW1509  (it only sets a signal)
         )
         _wait_until_ours(run)
         time.sleep(seconds)

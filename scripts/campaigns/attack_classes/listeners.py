@@ -56,13 +56,16 @@ options = TrainingArguments("out", max_steps=2, use_cpu=True, report_to=[], save
 Trainer(LlamaForCausalLM(LlamaConfig(**sizes)), options, train_dataset=data).train()
 time.sleep(1.5)
 """
+_PREPARED = "import fsdplaunch\n" + _TRAINS.replace(
+    "for _", "model, optimizer = fsdplaunch.prepare(model, optimizer)\nfor _", 1
+)
 _TWO = ("launch", "--cpu", "--num-processes", "2")
 WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "a plain script": (_HEAD + _TRAINS, (*_TWO, "train.py")),
     "four workers": (_HEAD + _TRAINS, ("launch", "--cpu", "--num-processes", "4", "train.py")),
     "a restart": (_HEAD + _FAILS + _TRAINS, (*_TWO, "--max-restarts", "1", "train.py")),
     "fresh interpreters": (_HEAD + _TRAINS, (*_TWO, "--launch.preload", "none", "train.py")),
-    "FSDP1": (_HEAD + _TRAINS, (*_TWO, "--fsdp-version", "1", "train.py")),
+    "FSDP1": (_HEAD + _PREPARED, (*_TWO, "--fsdp-version", "1", "train.py")),
     "a module": (_HEAD + _TRAINS, (*_TWO, "-m", "train")),
     "a program": (_HEAD + _OWN_GROUP, (*_TWO, "--no-python", sys.executable, "train.py")),
     "a group of its own": (_OWN_GROUP, (*_TWO, "--allow-unsharded", "train.py")),
