@@ -137,7 +137,8 @@ def train(
 ) -> list[float]:
     """Return the losses of all ranks together, gradients clipped by their norm in every step."""
     prepared = registered(model)
-    ranks = None if prepared is None else data_ranks(prepared.mesh)
+    axis = prepared.sequences.axis if prepared is not None and prepared.sequences is not None else None
+    ranks = None if prepared is None else data_ranks(prepared.mesh, axis)
     losses = []
     for step in range(first, first + steps):
         ids = batch(step)
