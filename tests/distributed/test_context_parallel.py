@@ -91,5 +91,5 @@ def saved_bytes(length: int) -> int:
 def test_activations_take_less_memory_the_more_ranks_split_a_sequence(four_ranks: RankPool) -> None:
     one, two, four = (four_ranks.run(saved_bytes, 512, env=sequences(size))[0] for size in (1, 2, 4))
     blocks = 2 * (one - two)  # the rest, embedding and logits, is full on every rank
-    assert blocks > 0.7 * one
+    assert blocks > 0.6 * one
     assert 4 * (two - four) == pytest.approx(blocks, rel=0.05)
