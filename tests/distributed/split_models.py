@@ -160,7 +160,8 @@ def train(
 def full_values(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return every parameter in full."""
     with torch.no_grad():
-        return {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
+        named = fsdplaunch.named_parameters(model)
+        return {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in named}
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
