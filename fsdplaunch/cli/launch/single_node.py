@@ -37,6 +37,9 @@ def check_script(script: str) -> None:
     if not path.exists():
         msg = f"script not found: {script}"
         raise UsageError(msg, hint=f"looked in {Path.cwd()}")
+    if path.suffix == ".py" and not os.access(path, os.R_OK):
+        msg = f"{script} cannot be read: permission denied"
+        raise UsageError(msg)
 
 
 def plan_for_this_node(

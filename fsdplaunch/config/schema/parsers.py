@@ -202,7 +202,7 @@ def parse_ranks(value: Any) -> str:
     return ",".join(map(str, ranks))
 
 
-_DEVICE = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z/-]+")
+_DEVICE = re.compile(r"[0-9]{1,6}|(GPU|MIG)-[0-9A-Za-z/-]+")
 
 
 def parse_devices(value: Any) -> str:
@@ -314,7 +314,7 @@ def parse_settings(value: Any) -> dict[str, str]:
     return parse_variables(value)
 
 
-_STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
+_STREAMS = re.compile(r"[0-3]|[0-9]{1,6}:[0-3](,[0-9]{1,6}:[0-3])*")
 
 
 def parse_streams(value: Any) -> str:

@@ -14,6 +14,7 @@ from fsdplaunch.config.world_size import has_one_axis, mesh_sizes, world_size
 from fsdplaunch.config.write.render import render_values, values_to_write
 from fsdplaunch.config.write.to_fsdp2 import Conversion, KeyChange
 from fsdplaunch.errors import UsageError
+from fsdplaunch.terminal_text import one_line
 
 _ALWAYS = {
     ("compute_environment",): "LOCAL_MACHINE",
@@ -129,7 +130,7 @@ def to_accelerate(loaded: LoadedConfig) -> Conversion:
         and spec.path not in _ELSEWHERE
         and (value := value_at(loaded.config, spec.path)) != value_at(plain, spec.path)
     ]
-    head = f"# for accelerate; made by fsdplaunch from {loaded.path or 'its defaults'}"
+    head = f"# for accelerate; made by fsdplaunch from {one_line(str(loaded.path or 'its defaults'))}"
     return Conversion(text="\n".join([head, *render_values(values)]) + "\n", changes=(*changes, *lost))
 
 
