@@ -30,6 +30,10 @@ from fsdplaunch.runtime.torch_internals.elastic import log_root
 __all__ = ["ChildFailedError", "RendezvousError", "SignalException", "run_elastic"]
 
 
+_NO_SECONDS = 1e-6
+"""Torch refuses 0."""
+
+
 class RunFolderLogs(LogsSpecs):
     """Tells torch that there is nothing to redirect: the worker group does that."""
 
@@ -77,7 +81,8 @@ class WorkerGroupContext(PContext):
         return {worker.local_rank: worker.pid for worker in self._worker_group.workers}
 
     def _poll(self) -> RunProcsResult | None:
-        self._worker_group.look()
+        # Torch's agent sleeps between two looks; here it waits, and an end of a worker wakes it.
+        self._worker_group.look(self._worker_group.spec.launch.monitor_interval_seconds)
         if self._worker_group.stop.number is not None:
             return self._poll_stopping()
         if not self._worker_group.failed and self._worker_group.running:
@@ -154,6 +159,7 @@ def run_elastic(options: Sequence[str], worker_group: WorkerGroup, *, secret: st
         RendezvousError: The nodes did not find each other.
     """
     config = read_options(options)
+    config.monitor_interval = _NO_SECONDS
     config.logs_specs = RunFolderLogs(log_dir=str(worker_group.spec.run_dir))
     nodes_vary = config.max_nodes > config.min_nodes
     membership = Membership(worker_group) if nodes_vary else None

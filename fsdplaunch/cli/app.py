@@ -15,6 +15,7 @@ from fsdplaunch.cli.signatures import checks, launch, tune
 from fsdplaunch.cli.signatures.config import config_app, to_fsdp2
 from fsdplaunch.cli.signatures.options import group
 from fsdplaunch.cli.signatures.runs import runs_app
+from fsdplaunch.cli.signatures.warm import WARM_EPILOG, warm
 from fsdplaunch.cli.signatures.weights import merge_weights
 from fsdplaunch.errors import LaunchError, UsageError
 from fsdplaunch.terminal_text import shortened, text_of
@@ -48,6 +49,7 @@ app.command("merge-weights")(merge_weights)
 app.command("estimate", epilog=checks.ESTIMATE_EPILOG)(checks.estimate)
 app.command("doctor")(checks.doctor)
 app.command("check", epilog=checks.CHECK_EPILOG, context_settings=SCRIPT_SETTINGS)(checks.check)
+app.command("warm", epilog=WARM_EPILOG)(warm)
 app.command("tune", epilog=tune.EPILOG, context_settings=SCRIPT_SETTINGS)(tune.tune)
 app.command("env", hidden=True)(checks.env)
 app.command("test", hidden=True, epilog=checks.CHECK_EPILOG, context_settings=SCRIPT_SETTINGS)(checks.test)
