@@ -32,6 +32,7 @@ from fsdplaunch.agent.worker_spec import WorkerSpec, is_warm, make_worker_spec
 from fsdplaunch.config.environment import RUN_DIR, decode
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.world_size import node_range
+from fsdplaunch.config.xla import uses_xla
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE
 from fsdplaunch.launch.entry_points import BOOTSTRAP, PRELOADED
 from fsdplaunch.launch.report.root_cause import failure_status, signal_name
@@ -98,7 +99,7 @@ def preload_lists(config: Config, command: Sequence[str]) -> tuple[tuple[str, ..
     """Return what to import before the fork server is forked, and in it."""
     if not is_warm(config, command):
         return (), ()
-    sharding = PRELOADED if config.distributed_type == "FSDP" else ()
+    sharding = PRELOADED if config.distributed_type == "FSDP" and not uses_xla(config) else ()
     return _TORCH, (BOOTSTRAP, *sharding, *config.launch.preload)
 
 
