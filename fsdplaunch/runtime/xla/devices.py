@@ -7,8 +7,9 @@ import numpy as np
 import torch
 import torch_xla
 from torch_xla import runtime
-from torch_xla._internal import pjrt
 from torch_xla.distributed import spmd
+
+from fsdplaunch.runtime.torch_internals.xla import begin_process
 
 FSDP_AXIS = "fsdp"
 """Axis of the mesh that parameters and batches are split along; transformers calls it so, too."""
@@ -22,7 +23,7 @@ def begin(local_rank: int, local_processes: int) -> None:
         local_processes: How many there are.
     """
     if local_processes > 1:
-        pjrt.initialize_multiprocess(local_rank, local_processes)
+        begin_process(local_rank, local_processes)
 
 
 def use_all_devices() -> None:

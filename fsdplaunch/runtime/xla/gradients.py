@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.torch_internals.xla import is_xla_shard
 from fsdplaunch.runtime.xla.watch import wrapper_classes
 
 
@@ -24,7 +25,7 @@ def clip_norm(parameters: Any, max_norm: float, norm_type: float) -> torch.Tenso
     if isinstance(parameters, nn.Module):
         return None
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if any(hasattr(each, "_is_sharded") for each in given):
+    if any(map(is_xla_shard, given)):
         msg = "the norm of shards of PyTorch/XLA is not that of their model"
         raise ShardingError(msg, hint="give clip_grad_norm_ the model that prepare returned")
     return None

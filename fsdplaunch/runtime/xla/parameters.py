@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.torch_internals.xla import name_in_unit
 from fsdplaunch.runtime.xla.watch import wrapper_classes
 
 _WRAPPERS = frozenset({"_orig_module", "_fsdp_wrapped_module", "_fpw_module"})
@@ -41,7 +42,7 @@ def _sharded(wrapped: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _names_in(unit: Any, shard: Any) -> list[str]:
     """Return what a shard of a unit holds: one parameter, or those that were flattened into one."""
-    name = str(shard._orig_name)
+    name = name_in_unit(shard)
     home, _, leaf = name.rpartition(".")
     if not leaf.startswith("flat_param_"):
         return [name]

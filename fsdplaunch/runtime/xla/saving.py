@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 from torch_xla import runtime
 from torch_xla.distributed.fsdp import consolidate_sharded_state_dicts
 
@@ -18,6 +17,7 @@ from fsdplaunch.runtime.saving.full_state_writer import storable
 from fsdplaunch.runtime.saving.model_and_optimizer import MODEL, OPTIMIZER, StateToSave
 from fsdplaunch.runtime.saving.plain_files import read_plain
 from fsdplaunch.runtime.saving.small_files import write_large
+from fsdplaunch.runtime.torch_internals.tensors import tree_map
 from fsdplaunch.runtime.xla import devices
 from fsdplaunch.runtime.xla.parameters import own_name
 from fsdplaunch.runtime.xla.watch import wrapper_classes

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map
 from torch_xla.distributed.fsdp import checkpoint_module
 
 from fsdplaunch.config.schema.config import Config
@@ -16,6 +15,7 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection.parameter_names import count
 from fsdplaunch.runtime.sharding.settings import Settings
 from fsdplaunch.runtime.sharding.wrap import plan_units
+from fsdplaunch.runtime.torch_internals.tensors import tree_map
 from fsdplaunch.runtime.xla import devices
 from fsdplaunch.runtime.xla.watch import wrapper_classes
 
