@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from fsdplaunch.config.environment import COMPARE_DIR, REHEARSAL_STEPS
 from fsdplaunch.errors import LaunchError, UsageError
 from fsdplaunch.launch.comparison.causes import Cause, find_cause
 from fsdplaunch.launch.comparison.records import RunFacts, StepFacts, read_run
-from fsdplaunch.launch.comparison.verdict import Verdict, compare
+from fsdplaunch.launch.comparison.verdict import Verdict, added_up, compare
 from fsdplaunch.launch.entry_points import PLAIN_RUN
 from fsdplaunch.launch.plan import LaunchPlan
+from fsdplaunch.parent_death import ended_with_us
 
 EXIT_EQUAL, EXIT_DIFFERENT = 0, 1
 _OURS = ("FSDP", "ACCELERATE_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
@@ -59,12 +61,18 @@ def run_plain(plan: LaunchPlan, out: Output) -> None:
         *target.arguments,
     ]
     out.say(f"  first {target.name} in one process, then over {plan.workers} workers")
+    environ = _plain_environ(plan, os.environ)
     status = subprocess.run(
-        command, env=_plain_environ(plan, os.environ), stdout=sys.stderr, check=False
+        command,
+        env=environ,
+        stdout=sys.stderr,
+        check=False,
+        preexec_fn=ended_with_us(),
     ).returncode
     if status:
         msg = f"{target.name} failed in one process, with exit code {status}: there is nothing to compare with"
-        hint = f"run python {'-m ' if target.is_module else ''}{target.name} until it works; its output is above"
+        again = shlex.join(["python", *(["-m"] if target.is_module else []), target.name])
+        hint = f"run {again} until it works; its output is above"
         raise LaunchError(msg, hint=hint)
     if read_run(folder, 0) is None:
         raise no_step(plan, workers=1)
@@ -97,6 +105,7 @@ def conclude(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) 
     plain, sharded = read_run(folder, 0), read_run(folder, plan.workers)
     if plain is None or sharded is None:
         raise no_step(plan, workers=plan.workers)
+    sharded = added_up(plain, sharded, tolerance)
     verdict = compare(plain, sharded, tolerance)
     dtype = plan.config.precision.param
     cause = find_cause(verdict.first, plain, sharded, dtype) if verdict.first else None

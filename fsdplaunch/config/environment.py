@@ -12,6 +12,7 @@ from typing import Any
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.walk import Path, all_keys, build_config, keys_by_path, value_at
+from fsdplaunch.config.world_size import has_one_axis
 from fsdplaunch.config.xla import uses_xla
 from fsdplaunch.errors import UsageError
 
@@ -24,6 +25,12 @@ REHEARSAL_STEPS = "FSDPLAUNCH_REHEARSAL_STEPS"
 
 COMPARE_DIR = "FSDPLAUNCH_COMPARE_DIR"
 """Contract variable, not a key: where each process of `fsdplaunch check --compare` writes what it computed."""
+MEASURE_STEPS = "FSDPLAUNCH_MEASURE_STEPS"
+"""Contract variable, not a key: end the script after so many optimizer steps, and write down what they took."""
+MEASURE_SCRATCH = "FSDPLAUNCH_MEASURE_SCRATCH"
+"""Contract variable, not a key: the folder that a measured script may write to."""
+MEASURE_SOURCE = "FSDPLAUNCH_MEASURE_SOURCE"
+"""Contract variable, not a key: the user's folder, in which a measured script writes nothing."""
 
 
 def encode(config: Config) -> dict[str, str]:
@@ -52,8 +59,7 @@ def _switches(config: Config) -> dict[str, str]:
         return switches
     if config.distributed_type == "FSDP":
         switches["ACCELERATE_USE_FSDP"] = "true"
-    mesh = config.parallelism_config
-    if (mesh.parallelism_config_dp_replicate_size, mesh.parallelism_config_dp_shard_size) != (1, None):
+    if not has_one_axis(config):
         switches["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     return switches
 

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from fsdplaunch.config.environment import ALLOW_UNSHARDED
 from fsdplaunch.config.write.render import render
 from fsdplaunch.config.xla import shards_models
+from fsdplaunch.launch.agent_process import AgentProcess, start_agent
 from fsdplaunch.launch.coordination.interfaces import RunControl
 from fsdplaunch.launch.coordination.run_control import attach, conclude_run
 from fsdplaunch.launch.plan import LaunchPlan
@@ -24,7 +26,7 @@ from fsdplaunch.launch.runs.registry import write_job
 from fsdplaunch.launch.secret_variables import without_secrets
 from fsdplaunch.launch.standard_streams import open_missing_streams
 from fsdplaunch.launch.worker_env import LAUNCHER
-from fsdplaunch.parent_death import LIFELINE
+from fsdplaunch.private_dir import remove_abandoned_dirs
 from fsdplaunch.run_dir import (
     AGENT_LOG,
     CONFIG,
@@ -44,6 +46,8 @@ from fsdplaunch.run_secret import SECRET
 
 PATIENCE = 2
 """Signals that are passed on before the agent is killed."""
+_AGENT_SECONDS = 5.0
+"""How long the agent may take beyond what it gives its workers."""
 
 
 def run_plan(
@@ -53,6 +57,8 @@ def run_plan(
     on_signal: Callable[[int, int], None] = lambda *_: None,
     control: RunControl | None = None,
     secret: str = "",
+    folder: Path | None = None,
+    limit_seconds: float | None = None,
 ) -> RunResult:
     """Start the plan's agent and wait for its end.
 
@@ -65,6 +71,8 @@ def run_plan(
         on_signal: Called with each signal that is passed on, and how many there have been.
         control: The other nodes, which end together and report one cause; None when this one is alone.
         secret: The run's, where several nodes take part without `control`.
+        folder: Where the workers start; the current one when left out.
+        limit_seconds: How long the run may take before it is asked to end as by SIGTERM, and then killed.
     """
     open_missing_streams()
     _prepare_run_dir(plan)
@@ -72,31 +80,37 @@ def run_plan(
     environ = {**os.environ, **plan.env, LAUNCHER: str(os.getpid())}
     if secret := control.assignment.secret if control is not None else secret:
         environ[SECRET] = secret
-    # Nothing is ever written: that its other end closes, which no way of dying avoids, says that we have gone.
-    lifeline, held = os.pipe()
-    environ[LIFELINE] = str(lifeline)
-    # A Ctrl-C waits until the agent can answer it: its interpreter alone would print a traceback.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        agent = subprocess.Popen(
-            plan.argv, env=environ, stdout=output, start_new_session=True, pass_fds=[lifeline]
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    os.close(lifeline)
+    agent, held = start_agent(
+        plan, environ, output=output, folder=folder, lost_status=lambda: _recorded_status(plan)
+    )
     names = plan.config.launch.signals
     is_new = attach(control, agent, plan.run_dir, names).came if control is not None else lambda _number: True
     with _signals_passed_to(agent, names, on_signal, is_new) as received:
-        code = agent.wait()
+        code = _wait(agent, limit_seconds, plan.config.launch.shutdown_grace_seconds)
         status, record = _read_record(plan, code, received)
         if control is not None:
             status, record = conclude_run(control, status, record)
     os.close(held)
+    if code < 0:  # it could not do so itself
+        remove_abandoned_dirs()
     result = _result(plan, status, record, round(time.monotonic() - start, 3))
     write_json(plan.run_dir / RESULT, result.to_dict())
     if result.failure is not None and result.failure.lost:
         (plan.run_dir / LOST).write_text("\n".join(result.failure.lost) + "\n", encoding="utf-8")
     return result
+
+
+def _wait(agent: AgentProcess, limit: float | None, grace: float) -> int:
+    """Wait for the agent's end; past the limit, ask it to end its workers, and kill it where it does not."""
+    try:
+        return agent.wait(limit)
+    except subprocess.TimeoutExpired:
+        agent.send_signal(signal.SIGTERM)
+    try:
+        return agent.wait(grace + _AGENT_SECONDS)
+    except subprocess.TimeoutExpired:
+        agent.kill()
+        return agent.wait()
 
 
 def _prepare_run_dir(plan: LaunchPlan) -> None:
@@ -109,6 +123,11 @@ def _prepare_run_dir(plan: LaunchPlan) -> None:
     )
     if not plan.config.machine_rank or plan.nodes == 1:
         link_latest(plan.run_dir)
+
+
+def _recorded_status(plan: LaunchPlan) -> int:
+    """Return the status that the agent wrote down; one that wrote none was killed."""
+    return int(read_json(agent_record(plan.run_dir)).get("exit_code", -signal.SIGKILL))
 
 
 def _read_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> tuple[int, dict[str, Any]]:
@@ -161,7 +180,7 @@ def with_unsharded_cause(record: Mapping[str, Any], plan: LaunchPlan, rank: int)
 
 @contextmanager
 def _signals_passed_to(
-    agent: subprocess.Popen[bytes],
+    agent: AgentProcess,
     names: Sequence[str],
     on_signal: Callable[[int, int], None],
     is_new: Callable[[int], bool],

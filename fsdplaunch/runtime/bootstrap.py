@@ -13,7 +13,7 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from fsdplaunch.config.environment import COMPARE_DIR, REHEARSAL_STEPS, decode
+from fsdplaunch.config.environment import COMPARE_DIR, MEASURE_STEPS, REHEARSAL_STEPS, decode
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.xla import shards_models, uses_xla
 from fsdplaunch.parent_death import die_with_parent
@@ -23,6 +23,7 @@ from fsdplaunch.runtime.failure import conclude
 from fsdplaunch.runtime.heartbeat import start_heartbeat
 from fsdplaunch.runtime.late_modules import (
     ABANDON_GROUP,
+    FINISH_MEASUREMENT,
     FINISH_RECORD,
     FINISH_SAVES,
     RANK0_SAVES_END,
@@ -72,6 +73,10 @@ def _work(config: Config, target: ScriptTarget) -> None:
         hide_ranks()
     if steps := os.environ.get(REHEARSAL_STEPS):
         _rehearse(int(steps))
+    elif steps := os.environ.get(MEASURE_STEPS):
+        from fsdplaunch.runtime.measuring.measure import measure
+
+        measure(int(steps), config)
     try:
         with explaining_mixtures():
             run_target(target)
@@ -79,6 +84,7 @@ def _work(config: Config, target: ScriptTarget) -> None:
         if leaving.code not in (None, 0):
             raise
     call_if_imported(FINISH_RECORD)
+    call_if_imported(FINISH_MEASUREMENT)
     call_if_imported(FINISH_SAVES)  # a run whose last save failed has failed
     call_if_imported(REPORT_END)
     call_if_imported(RANK0_SAVES_END)
@@ -117,6 +123,7 @@ def _set_up_replicas(config: Config) -> None:
 def _set_up(config: Config, target: ScriptTarget) -> None:
     """Prepare for sharding."""
     from fsdplaunch.runtime.compat.accelerate_cpu import adapt_accelerate_to_cpu
+    from fsdplaunch.runtime.compat.accelerate_units import keep_embeddings_out_of_blocks
     from fsdplaunch.runtime.compat.fsdp1_cpu import take_out_offload_to_cpu
     from fsdplaunch.runtime.compat.full_saves import save_full_weights
     from fsdplaunch.runtime.compat.global_batch import divide_batches_of_accelerate
@@ -137,6 +144,7 @@ def _set_up(config: Config, target: ScriptTarget) -> None:
     if config.launch.shard != "off":
         check_at_first_step(os.path.basename(target.name))  # noqa: PTH119  (a module's name has no path)
     save_full_weights()
+    keep_embeddings_out_of_blocks()
     if config.launch.keep_global_batch:
         divide_batches_of_accelerate()
     if device.type == "cpu":

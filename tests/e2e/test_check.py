@@ -113,7 +113,9 @@ def test_comparing_prints_a_table_on_stdout_and_says_equal(fsdplaunch, tmp_path)
 
 def test_comparing_finds_a_sum_and_ends_with_1(fsdplaunch, tmp_path):
     (tmp_path / "train.py").write_text(PLAIN)
-    done = fsdplaunch("check", "--compare", "--steps", "2", "--json", "train.py", "sum")
+    done = fsdplaunch(
+        "check", "--compare", "--steps", "2", "--json", "--set", "launch.loss_reduction=mean", "train.py", "sum"
+    )
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
     assert (found["equal"], found["first"]["step"], found["first"]["what"]) == (False, 1, "loss")

@@ -40,11 +40,12 @@ def compared(
 @pytest.mark.parametrize(
     ("script", "arguments", "parameters"),
     [
-        (SCRIPT, ("equal",), 16),
+        (SCRIPT, ("batch-norm",), 16),
+        (SCRIPT, ("loss-is-a-sum",), 16),
         (PROGRAMS / "gan.py", (), None),
         (PROGRAMS / "hf_causal_lm.py", (), None),
     ],
-    ids=["plain", "two optimizers", "transformers"],
+    ids=["batch norm", "sum", "two optimizers", "transformers"],
 )
 def test_what_is_equal_is_found_equal(forks, tmp_path, script, arguments, parameters):
     verdict, _ = compared(forks, tmp_path, script, *arguments)
@@ -58,8 +59,7 @@ def test_what_is_equal_is_found_equal(forks, tmp_path, script, arguments, parame
     ("mode", "keys", "step", "what"),
     [
         ("initial-weights", {}, 0, "initial "),
-        ("batch-norm", {}, 1, "loss"),
-        ("loss-is-a-sum", {}, 1, "loss"),
+        ("loss-is-a-sum", {"launch__loss_reduction": "mean"}, 1, "loss"),
         ("randomness", {}, 1, "loss"),
         ("other-data", {}, 1, "loss"),
         ("unequal-means", {}, 1, "loss"),

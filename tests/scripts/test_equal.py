@@ -40,12 +40,13 @@ def lines(text: str) -> dict[str, list[float]]:
     return {name: [float(number) for number in numbers.split()] for name, numbers in named}
 
 
-@pytest.mark.parametrize("name", ["sums", "randomness", "samplers", "penalties", "optimizers"])
+@pytest.mark.parametrize("name", ["sums", "randomness", "samplers", "penalties", "optimizers", "batches"])
 def test_training_is_that_of_one_process(runs: Callable[[str], tuple[Run, Run]], name: str) -> None:
     plain, many = runs(name)
     expected = lines(plain.out[0])
     assert len(expected) >= 8
-    expected.pop("root", None)  # told, below
+    for other in ("root", "contrast", "centred"):  # told, below
+        expected.pop(other, None)
     for out in many.out:
         found = lines(out)
         for each, numbers in expected.items():
@@ -65,6 +66,8 @@ def test_reductions_that_are_no_means_are_named_with_their_line(runs: Callable[[
     assert counted == {"padded", "weighted", "masked"}
     assert f"{line['root']}the loss is no plain sum or mean over the batch (Sqrt)" in told
     assert told.count("no plain sum or mean") == 1
+    mixed = {name for name in names if f"{line[name]}the loss compares rows of the batch with each other" in told}
+    assert mixed == {"contrast", "centred"}
 
 
 @pytest.mark.parametrize(("set_to", "factor"), [("sum", 2.0), ("mean", 1.0)])

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import BertForSequenceClassification, BertModel, LlamaForCausalLM
 
 SCRIPTS = Path(__file__).parent / "saving"
+FOUND = {"fsdp_config__fsdp_transformer_layer_cls_to_wrap": None}
 WRAP = {"fsdp_config__fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 
 
@@ -31,16 +32,17 @@ def assert_equal(found: dict[str, torch.Tensor], trained: dict[str, torch.Tensor
 
 @pytest.mark.parametrize(
     ("version", "more"),
-    [(1, {}), (1, {"fsdp_config__fsdp_use_orig_params": False}), (2, {})],
-    ids=["FSDP1", "FSDP1 flat", "FSDP2"],
+    [(1, {}), (1, {"fsdp_config__fsdp_use_orig_params": False}), (2, FOUND)],
+    ids=["FSDP1", "FSDP1 flat", "FSDP2, blocks that accelerate finds"],
 )
 def test_every_saving_call_of_an_accelerate_script_writes_full_tensors(forks, tmp_path, version, more):
     out = tmp_path / "out"
     out.mkdir()
     run = forks.run(
-        SCRIPTS / "accelerate_saves.py", tmp_path / "run", str(out), ranks=2, **keys(version, "BertLayer"), **more
+        SCRIPTS / "accelerate_saves.py", tmp_path / "run", str(out), ranks=2, **(keys(version, "BertLayer") | more)
     )
     assert run.codes == [0, 0], run.err
+    assert ("BertEmbeddings is no unit, for the input embeddings" in run.err[0]) is (more is FOUND)
     trained = torch.load(out / "trained.pt")
     assert trained["classifier.weight"].shape == (2, 32)
     for folder in ("library", "pieces", "given"):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from fsdplaunch.config.rules.base import RuleContext, Violation, fsdp, note_rule, rule
+from fsdplaunch.config.rules.base import RuleContext, Violation, fsdp, mesh, note_rule, rule
 from fsdplaunch.config.schema.walk import KeySpec, Path, all_keys, keys_by_path, value_at
 from fsdplaunch.config.world_size import node_range
 from fsdplaunch.config.xla import runs_spmd, uses_xla
@@ -31,20 +31,15 @@ def _cannot(context: RuleContext) -> Iterator[Violation]:
 
 
 def _wishes(context: RuleContext) -> Iterator[tuple[Path, str, str]]:
-    config, given = context.config, context.given
+    """Yield the keys of what there is not: where they stand, what is wrong, and what to do."""
+    config = context.config
     least, most = node_range(config)
     if config.launch.shard == "always":
-        yield (
-            ("launch", "shard"),
-            "always is not possible under PyTorch/XLA: the script calls what shards",
-            "use auto",
-        )
+        message = "always is not possible under PyTorch/XLA: the script calls what shards"
+        yield ("launch", "shard"), message, "use auto"
     if least != most:
-        yield (
-            ("launch", "nodes"),
-            f"{config.launch.nodes}: a TPU slice has a fixed number of hosts",
-            "use num_machines",
-        )
+        message = f"{config.launch.nodes}: a TPU slice has a fixed number of hosts"
+        yield ("launch", "nodes"), message, "use num_machines"
     if config.tpu_use_cluster:
         hint = "run this command on every host, as gcloud's --worker=all does, or use --hosts"
         yield ("tpu_use_cluster",), "true is not supported: fsdplaunch does not call gcloud", hint
@@ -52,12 +47,23 @@ def _wishes(context: RuleContext) -> Iterator[tuple[Path, str, str]]:
         yield ("mixed_precision",), "fp8 is not possible under PyTorch/XLA", "use bf16"
     if config.dynamo_config.dynamo_backend != "NO":
         yield ("dynamo_config", "dynamo_backend"), "PyTorch/XLA compiles by itself", "leave it out"
-    strategy = given.fsdp_config.fsdp_sharding_strategy or ""
-    if context.shards_on_xla and (strategy == "NO_SHARD" or strategy.startswith("HYBRID")):
+    if context.shards_on_xla:
+        yield from _ways_to_shard(context)
+
+
+def _ways_to_shard(context: RuleContext) -> Iterator[tuple[Path, str, str]]:
+    strategy = context.given.fsdp_config.fsdp_sharding_strategy or ""
+    if strategy == "NO_SHARD" or strategy.startswith("HYBRID"):
         hint = "use FULL_SHARD or SHARD_GRAD_OP"
         yield fsdp("sharding_strategy"), f"{strategy} is not possible: PyTorch/XLA shards over all devices", hint
-    if given.fsdp_config.fsdp_state_dict_type == "LOCAL_STATE_DICT" and context.shards_on_xla:
+    if context.given.fsdp_config.fsdp_state_dict_type == "LOCAL_STATE_DICT":
         yield fsdp("state_dict_type"), "LOCAL_STATE_DICT is FSDP1's, not PyTorch/XLA's", "use SHARDED_STATE_DICT"
+    for axis in ("tp", "cp"):
+        if getattr(context.config.parallelism_config, mesh(axis)[-1]) > 1:
+            yield mesh(axis), "layers and sequences are not split under PyTorch/XLA", "leave it out"
+    if context.config.checkpoint.weights is not None:
+        message = f"{context.config.checkpoint.weights} is not read under PyTorch/XLA"
+        yield ("checkpoint", "weights"), message, "load the weights in the script, before prepare"
 
 
 @note_rule("unread-by-xla")

@@ -14,7 +14,7 @@ from fsdplaunch.config.schema import kinds as v
 from fsdplaunch.config.schema.cluster import KubernetesSection, SlurmSection, SshSection
 from fsdplaunch.config.schema.compile import DynamoConfig, Fp8Config
 from fsdplaunch.config.schema.fsdp import FsdpConfig, ParallelismConfig, ShardingSection
-from fsdplaunch.config.schema.key import FormerPlace, Key, key
+from fsdplaunch.config.schema.key import FormerPlace, Key, Tunable, key
 from fsdplaunch.config.schema.launch_section import CheckpointSection, LaunchSection, PrecisionSection
 from fsdplaunch.config.schema.xla import XlaSection
 
@@ -103,6 +103,7 @@ class Config:
         ),
         question="Which dtype computes?",
         pinned=(1, 2),
+        tunable=Tunable(values=("no", "bf16"), when="precision"),
     )
     downcast_bf16: bool = key(v.FLAG, False, _TPU, noise=True)
     debug: bool = key(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdplaunch.launch.comparison.records import RunFacts, StepFacts
 
@@ -54,6 +54,7 @@ def compare(plain: RunFacts, sharded: RunFacts, tolerance: float) -> Verdict:
         sharded: Of the workers.
         tolerance: Relative; what is farther apart is different.
     """
+    sharded = added_up(plain, sharded, tolerance)
     noise = tuple(name for name in plain.start if _is_noise(name, plain) and _is_noise(name, sharded))
     steps = list(_differences(plain, sharded))
     ends = list(_ends(plain, sharded, noise))
@@ -65,6 +66,21 @@ def compare(plain: RunFacts, sharded: RunFacts, tolerance: float) -> Verdict:
         parameters=(len(ends), max((each.by for each in ends), default=0.0)),
         noise=noise,
     )
+
+
+def added_up(plain: RunFacts, sharded: RunFacts, tolerance: float) -> RunFacts:
+    """Return the workers' run with the sums of their losses where these are what one process has.
+
+    Each worker's loss is then its part of a sum; the norm shows that its gradients are added up too.
+    """
+    pairs = zip(plain.steps, sharded.steps, strict=False)
+    steps = [replace(many, losses=many.totals) if _is_sum(one, many, tolerance) else many for one, many in pairs]
+    return replace(sharded, steps=[*steps, *sharded.steps[len(steps) :]])
+
+
+def _is_sum(one: StepFacts, many: StepFacts, tolerance: float) -> bool:
+    losses = [(0, "loss", *pair) for pair in zip(one.losses, many.totals, strict=False)]
+    return all(_difference(*each).by <= tolerance for each in (*losses, (0, "norm", one.norm, many.norm)))
 
 
 def _differences(plain: RunFacts, sharded: RunFacts) -> Iterator[Difference]:

@@ -20,6 +20,7 @@ from fsdplaunch.runtime.auto.detect.training_begins import sharding_when_trainin
 from fsdplaunch.runtime.auto.dtensor.function_table import handling_shards
 from fsdplaunch.runtime.auto.dtensor.grad_clipping import clipping_by_full_norm
 from fsdplaunch.runtime.auto.model.backward_hooks import watching_backward
+from fsdplaunch.runtime.auto.model.batch_norm import normalising_global_batch
 from fsdplaunch.runtime.auto.model.buffers import aligning_buffers
 from fsdplaunch.runtime.auto.model.moves import keeping_hooks
 from fsdplaunch.runtime.auto.state.load_hooks import loading_full_tensors
@@ -51,6 +52,7 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         seeding_alike(hook_context.streams, hook_context.size if alike else 1),
         drawing_alike_in_evaluation(hook_context.streams, hook_context.models),
         drawing_for_global_batch(hook_context),
+        normalising_global_batch(hook_context),
         watching_backward(hook_context),
         clipping_by_full_norm(hook_context),
         handling_shards(hook_context),

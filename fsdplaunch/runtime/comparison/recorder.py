@@ -44,12 +44,14 @@ class Recorder:
     Attributes:
         steps: In their order, over all optimizers.
         start: For each parameter the sum of its squares here before the first step, and whether others have more.
+        layers: Those that computed something else with another batch, at the first step.
         models: The trained models.
     """
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.start: dict[str, tuple[float, bool]] = {}
+        self.layers: list[str] = []
         self.models = NamedModels()
         self._now = Step()
         self._state: torch.Tensor | None = None
@@ -69,11 +71,13 @@ class Recorder:
         return {
             "steps": [{name: getattr(step, name) for name in Step.__slots__} for step in self.steps],
             "start": self.start,
-            "layers": self.models.layers(),
+            "layers": self.layers,
         }
 
-    def _forward(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._now.rows is not None or not torch.is_grad_enabled():
+            return
+        if next(module.parameters(), None) is None:  # a transform of the dataset, which is given one row
             return
         batch = next((arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim()), None)
         if batch is None:
@@ -105,7 +109,7 @@ class Recorder:
     def _step(self, optimizer: Optimizer, *_: Any) -> None:
         known = self.models.parameters_of(optimizer)
         if not self.start:
-            self.start = self.models.squares()
+            self.start, self.layers = self.models.squares(), self.models.layers()
         for name, param, shared in known:
             if param.grad is not None:
                 self._now.gradients[name] = (_square(param.grad), shared)

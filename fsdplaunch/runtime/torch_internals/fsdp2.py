@@ -44,9 +44,14 @@ def prefetches_forward(module: nn.Module) -> bool:
     return bool(module._get_fsdp_state()._states_to_forward_prefetch)  # type: ignore[operator]
 
 
+def is_in_pass(module: nn.Module) -> bool:
+    """Return whether an FSDP2 unit computes with gathered parameters, forward or in backward; all versions."""
+    return bool(module._get_fsdp_state()._training_state.name != "IDLE")  # type: ignore[operator]
+
+
 def full_size(fsdp_param: Any) -> torch.Size:
-    """Return the full shape of a parameter that FSDP2 holds; all versions."""
-    size: torch.Size = fsdp_param._orig_size
+    """Return the full shape of a parameter that FSDP2 holds, also where ranks split layers; all versions."""
+    size: torch.Size = fsdp_param.sharded_param.shape
     return size
 
 

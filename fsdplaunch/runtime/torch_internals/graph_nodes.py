@@ -33,6 +33,17 @@ def total_weight(node: Any) -> float:
     return float(weight.item()) if isinstance(weight, torch.Tensor) and weight.numel() == 1 else 0.0
 
 
+def fixed_factor(node: Any) -> torch.Tensor | None:
+    """Return what a product of matrices multiplies by without a gradient for it; None for other nodes."""
+    operands = node.next_functions
+    if not str(node.name()).startswith(("MmBackward", "BmmBackward")) or len(operands) != 2:  # noqa: PLR2004
+        return None
+    fixed = {(True, False): "_saved_self", (False, True): "_saved_mat2"}
+    name = fixed.get((operands[0][0] is None, operands[1][0] is None))
+    value = getattr(node, name, None) if name else None
+    return value if type(value) is torch.Tensor else None
+
+
 def scale_factor(node: Any) -> float:
     """Return the number that a node multiplies its one operand with a gradient by; 1 where there is none."""
     name = str(node.name())

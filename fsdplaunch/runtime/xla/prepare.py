@@ -12,7 +12,7 @@ from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import ShardingError, UsageError
 from fsdplaunch.runtime.data.data_loader import shard_loader
 from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin
-from fsdplaunch.runtime.sharding.mesh import DataRanks
+from fsdplaunch.runtime.rank import DataRanks
 from fsdplaunch.runtime.xla import devices, gradients, saving  # noqa: F401  (the doors look for these two)
 from fsdplaunch.runtime.xla.parameters import names_before, repoint
 from fsdplaunch.runtime.xla.shard import shard_on_xla

@@ -56,6 +56,8 @@ LOSSES = {
     "list": lambda out, y, label, padded, model: torch.stack(
         [F.mse_loss(out[:, i], y[:, i]) for i in (0, 2)]
     ).sum(),
+    "contrast": lambda out, y, label, padded, model: F.cross_entropy(out @ y.T, torch.arange(len(y))),
+    "centred": lambda out, y, label, padded, model: (out - out.mean(0) - y).pow(2).mean(),
     "root": lambda out, y, label, padded, model: F.mse_loss(out, y).sqrt(),
 }
 

@@ -22,6 +22,7 @@ _KINDS: Sequence[Callable[[FailureFacts], Diagnosis | None]] = (
     script.wrong_block_class,
     script.no_bf16,
     script.too_few_gpus,
+    script.needs_a_gpu,
     out_of_memory.disk_full,
     script.left_by_itself,
 )

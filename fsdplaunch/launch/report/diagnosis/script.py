@@ -67,6 +67,28 @@ def too_few_gpus(facts: FailureFacts) -> Diagnosis | None:
     )
 
 
+_NEEDS_GPU = re.compile(
+    r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available"
+    r"|no CUDA-capable device|_cuda_\w+'|only supported with GPUs|doesn't have NCCL built in"
+    r"|on a CUDA device but torch\.cuda\.is_available\(\) is False|device string: None"
+    r"|Cannot access accelerator device when none is available",
+    re.IGNORECASE,
+)
+"""What torch's builds with and without CUDA say where there is no GPU."""
+
+
+def needs_a_gpu(facts: FailureFacts) -> Diagnosis | None:
+    """Recognise a script that asks for a GPU where there is none, as many do as soon as RANK is set."""
+    if not _NEEDS_GPU.search(facts.text):
+        return None
+    hidden = facts.config is not None and facts.config.launch.hide_ranks
+    hide = "--hide-ranks (launch.hide_ranks), if it does so for RANK is set: it then takes its way for one process"
+    own = "the script's own option for the CPU, such as --device cpu, if it has one"
+    return Diagnosis(
+        why="the script asks for a GPU, and its workers run on the CPU", remedies=(own,) if hidden else (hide, own)
+    )
+
+
 def native_crash(facts: FailureFacts) -> Diagnosis | None:
     """Recognise a crash in compiled code, whose stack faulthandler has written."""
     if facts.died_of not in ("SIGSEGV", "SIGILL", "SIGFPE", "SIGABRT") or is_consequence(facts.cause):

@@ -1,5 +1,7 @@
 """Shard one model of the script: what the hooks found, given to `prepare`."""
 
+from typing import Any
+
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -9,6 +11,7 @@ from fsdplaunch.runtime.api.prepare import prepare
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.deepcopy import allow_deepcopy
 from fsdplaunch.runtime.auto.model.forward_hooks import ForwardHooks, late_parameter, original_name
+from fsdplaunch.runtime.auto.model.row_mixing import mark_outputs
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.gather import allow_pickling
 from fsdplaunch.runtime.auto.state.rank0.passes import Passes, note_passes
@@ -67,10 +70,15 @@ def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None
         begin_pass=untraced(passes.begin),
         begin_training=hook_context.streams.diverge,
         enter=hook_context.batches.enter,
+        leave=mark_outputs if hook_context.keeps_batch else _ignore,
     )
     hook_context.complete[model] = hooks.check
     allow_pickling(model)
     restore_classes(model)
+
+
+def _ignore(_output: Any) -> None:
+    """Do nothing with what a model returned."""
 
 
 def _check_unsharded(model: nn.Module, hook_context: HookContext, line: str) -> None:

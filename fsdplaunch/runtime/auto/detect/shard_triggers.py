@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model
+from fsdplaunch.runtime.auto.model.batch_norm import tell_compiled
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.sharding.shard import is_sharded
@@ -89,6 +90,8 @@ def sharding_on_compile(hook_context: HookContext) -> Iterator[None]:
             due = isinstance(model, nn.Module) and is_due(model, hook_context.device, hook_context)
             if due and hook_context.ownership.claim(f"compiles {type(model).__name__}"):
                 adopt_model(unwrapped(model), hook_context, what="compiles it")
+            if isinstance(model, nn.Module) and unwrapped(model) in hook_context.models:
+                tell_compiled(unwrapped(model), hook_context)
             return original(model, *args, **kwargs)
 
         return compile_

@@ -10,6 +10,7 @@ import torch
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.same_rows import SameRows
 from fsdplaunch.runtime.auto.model.double_backward import differentiable_grad, refuse_parameters
+from fsdplaunch.runtime.auto.model.forward_hooks import check_not_gathered
 from fsdplaunch.runtime.auto.model.loss_scale import LossScale
 from fsdplaunch.runtime.auto.model.parameter_gradients import gradients_by_backward, sharded_parameters
 from fsdplaunch.runtime.auto.patch import replaced
@@ -39,6 +40,7 @@ class _Watch:
 
     def _prepare(self, losses: list[torch.Tensor]) -> None:
         """Check and scale what gradients of the parameters are computed from."""
+        check_not_gathered()
         if self.hook_context.size > 1:
             self.rows.check()
             if self.hook_context.keeps_batch:

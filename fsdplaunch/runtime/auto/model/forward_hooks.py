@@ -18,7 +18,8 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.model.double_backward import ModelPass, keep_pass, may_be_differentiated_twice
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
-from fsdplaunch.runtime.inspection.units import original_class
+from fsdplaunch.runtime.inspection.units import is_unit, original_class
+from fsdplaunch.runtime.torch_internals.fsdp2 import is_in_pass
 
 _CHANGES = ("set", "load", "update", "init", "reset", "copy", "tie", "freeze", "save", "to", "register")
 """First words of methods that change parameters: gathered parameters are no place to do that."""
@@ -35,8 +36,9 @@ class ForwardHooks:
         begin_pass: Callable[[nn.Module], None],
         begin_training: Callable[[], None],
         enter: Callable[[Iterable[Any]], None],
+        leave: Callable[[Any], None],
     ) -> None:
-        self.noted = enter
+        self.noted, self.returned = enter, leave
         self.depth = 0
         self.begin_pass = begin_pass
         self.rng_state: torch.Tensor | None = None
@@ -49,6 +51,9 @@ class ForwardHooks:
             self._enter, prepend=True, with_kwargs=True
         )  # before torch's own exchanges parameters
         model.register_forward_hook(self._leave, always_call=True, with_kwargs=True)
+        for unit in model.modules():
+            if is_unit(unit):
+                call_for_forward(unit)
         for name in _computing_methods(model):
             self._gather_around(model, name)
 
@@ -87,6 +92,8 @@ class ForwardHooks:
             keep_pass(ModelPass(model=self.model, args=args, kwargs=kwargs, rng_state=self.rng_state), output)
             self.rng_state = None
         if self.depth == 0:
+            if model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                self.returned(output)
             self._free(model)
 
     def _free(self, model: Any) -> None:
@@ -108,15 +115,50 @@ class ForwardHooks:
             if self.depth or not any(isinstance(arg, torch.Tensor) for arg in [*args, *kwargs.values()]):
                 return plain(*args, **kwargs)
             self._enter(model_of(), args, kwargs)
+            _gathering.append(f"{original_name(model_of())}.{name}")
             try:
                 return gathered(*args, **kwargs)
             finally:
+                _gathering.pop()
                 self.depth -= 1
                 if self.depth == 0:
                     self._free(model_of())
 
         call_gathered.fsdplaunch_gathers = True  # type: ignore[attr-defined]
         model.__dict__[name] = call_gathered
+
+
+_gathering: list[str] = []
+"""The methods around which parameters are gathered now, the innermost last."""
+
+
+def check_not_gathered() -> None:
+    """Check that a backward pass does not begin inside a method around which parameters are gathered.
+
+    Raises:
+        ShardingError: It does. The gradients would be those of gathered parameters, which are given back after it.
+    """
+    if _gathering:
+        msg = f"{script_line()}: backward inside of {_gathering[-1]}, around which parameters are gathered"
+        hint = "call backward outside of the method, or call fsdplaunch.prepare(model, optimizer) in the script"
+        raise ShardingError(msg, hint=hint)
+
+
+def call_for_forward(unit: nn.Module) -> None:
+    """Let a script that calls `unit.forward(x)` have what `unit(x)` does, where hooks gather the parameters."""
+    if "forward" in unit.__dict__:  # the script's own way for this module
+        return
+    kind: Any = original_class(unit)
+    plain, of = kind.forward, weakref.ref(unit)
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        module: Any = of()
+        if torch.compiler.is_compiling() or is_in_pass(module):
+            return plain(module, *args, **kwargs)
+        return module(*args, **kwargs)
+
+    unit.__dict__["forward"] = forward
 
 
 def late_parameter(model: nn.Module, name: str, line: str) -> ShardingError:
@@ -134,8 +176,28 @@ def original_name(model: nn.Module) -> str:
 
 
 def _computing_methods(model: nn.Module) -> list[str]:
-    """Return the public methods of the model's own classes, but for forward and those named after a change."""
+    """Return the public methods of the model's own classes that compute.
+
+    Not forward, nor those named after a change, nor those that train: gradients need passes of their own.
+    """
     classes = [cls for cls in type(model).__mro__ if not cls.__module__.startswith(("torch.", "builtins"))]
-    names = [name for cls in classes for name, value in vars(cls).items() if inspect.isfunction(value)]
-    chosen = [n for n in names if not n.startswith("_") and n != "forward" and n.split("_")[0] not in _CHANGES]
-    return list(dict.fromkeys(chosen))
+    methods = [(name, value) for cls in classes for name, value in vars(cls).items() if inspect.isfunction(value)]
+    names = dict.fromkeys(name for name, _ in methods)
+    train = _training_methods({name: {*value.__code__.co_names} for name, value in methods})
+    return [
+        name
+        for name in names
+        if not name.startswith("_") and name not in train and name.split("_")[0] not in _CHANGES
+    ]
+
+
+def _training_methods(names_in: dict[str, set[str]]) -> set[str]:
+    """Return forward and the methods that call backward, or another method that does.
+
+    Args:
+        names_in: For each method the names that its code has.
+    """
+    found = {"backward"}
+    while more := {name for name, names in names_in.items() if name not in found and names & found}:
+        found |= more
+    return found | {"forward"}

@@ -48,6 +48,7 @@ class BatchReduction:
 
     Attributes:
         node: Of the graph; its gradient is that of the reduction's result.
+        outer: The node above it that the search found first, or itself.
         kind: "sum"; "mean"; "unknown" for what is neither.
         shape: Of what was reduced.
         weight: What a mean was divided by, or a sum if that is no number of rows; 0 where there is no such number.
@@ -55,6 +56,7 @@ class BatchReduction:
     """
 
     node: Any
+    outer: Any
     kind: str
     shape: tuple[int, ...]
     weight: float
@@ -98,7 +100,7 @@ class _Search:
     def _reduction(self, node: Any, name: str, factors: tuple[float, ...]) -> BatchReduction:
         how = {"Sum": 2, "Mean": 1}.get(name, loss_reduction(node) if name in _LOSSES else 0)
         if not how:
-            return BatchReduction(node=node, kind="unknown", shape=(), weight=0.0, name=name)
+            return BatchReduction(node=node, outer=node, kind="unknown", shape=(), weight=0.0, name=name)
         inner = self._over_rows_below(node) if name in _PLAIN else None
         chosen = node if inner is None else inner
         name = kind_of(chosen)
@@ -108,7 +110,7 @@ class _Search:
             kind, weight = "unknown" if multiplied else "mean", total_weight(chosen)
         else:
             kind, weight = self._divided(shape, factors)
-        return BatchReduction(node=chosen, kind=kind, shape=shape, weight=weight, name=name)
+        return BatchReduction(node=chosen, outer=node, kind=kind, shape=shape, weight=weight, name=name)
 
     def _divided(self, shape: tuple[int, ...], factors: tuple[float, ...]) -> tuple[str, float]:
         """Return what a sum over rows is that is multiplied by numbers, and the divisor that may be a count.

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.loss_graph import BatchReduction, batch_reductions
+from fsdplaunch.runtime.auto.model.row_mixing import compares_rows, fixed_rows
 from fsdplaunch.runtime.auto.script_line import script_line
 
 _Plan = list[str]
@@ -42,13 +43,13 @@ class LossScale:
                 continue
             if self.reduction == "sum":
                 self.hook_context.batches.whole_sum = True
-                loss.grad_fn.register_prehook(_times(self.hook_context.size))
+                loss.grad_fn.register_prehook(_times(self.hook_context.data.size))
             else:
                 self._scale(loss)
 
     def _scale(self, loss: torch.Tensor) -> None:
         context = self.hook_context
-        found = batch_reductions(loss.grad_fn, context.batches.sizes, context.size)
+        found = batch_reductions(loss.grad_fn, context.batches.sizes, context.data.size)
         key = (script_line(), tuple((each.name, each.kind, each.shape[1:], each.weight > 0) for each in found))
         if key not in self.plans:
             self.plans[key] = self._planned(key[0], loss, found)
@@ -56,7 +57,7 @@ class LossScale:
         context.batches.whole_sum = bool(plan) and all(need == "ranks" for need in plan)
         for reduction, need in zip(found, plan, strict=True):
             if need == "ranks":
-                reduction.node.register_prehook(_times(context.size))
+                reduction.node.register_prehook(_times(context.data.size))
         self._weigh([each for each, need in zip(found, plan, strict=True) if need == "part"], loss)
 
     def _weigh(self, reductions: list[BatchReduction], loss: torch.Tensor) -> None:
@@ -84,7 +85,18 @@ class LossScale:
             rows = each.shape[:1] and each.shape[0] in passes.sizes
             plan.append(_need(each, equal=equal, certain=bool(rows) or not passes.alike_passes))
         self._report(line, found, plan)
+        self._tell_mixing(line, loss, found)
         return ["none" if need == "unknown" else need for need in plan]
+
+    def _tell_mixing(self, line: str, loss: torch.Tensor, found: list[BatchReduction]) -> None:
+        rows = self.hook_context.batches.current
+        facts: list[Any] = [None] * self.hook_context.size
+        dist.all_gather_object(facts, (compares_rows(loss, found, rows), fixed_rows(loss, rows)))
+        if any(fact != (False, facts[0][1]) for fact in facts):
+            messages.say(
+                f"{line}: the loss compares rows of the batch with each other: each rank compares its own {rows}"
+                " only, which is not what one process computes"
+            )
 
     def _report(self, line: str, found: list[BatchReduction], plan: _Plan) -> None:
         sums = [each.name for each, need in zip(found, plan, strict=True) if need == "ranks"]

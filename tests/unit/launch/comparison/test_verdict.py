@@ -59,6 +59,12 @@ def test_losses_that_are_not_numbers_in_both_runs_are_equal():
     assert compare(plain, replace(SHARDED, steps=[replace(STEP, losses=nan)]), 1e-4).first is None
 
 
+def test_losses_that_add_up_to_the_plain_one_are_equal_where_their_gradients_are():
+    parts = replace(STEP, losses=(0.5,), totals=(1.0,))
+    assert compare(PLAIN, replace(SHARDED, steps=[parts, STEP]), 1e-4).first is None
+    assert found(PLAIN, replace(SHARDED, steps=[replace(parts, norm=2.5), STEP])) == (1, "loss")
+
+
 def test_weights_that_differ_before_the_first_step_come_first():
     other = replace(SHARDED, start={"a": 1.0, "b": 2.0}, steps=[replace(STEP, losses=(9.0,))] * 2)
     assert found(PLAIN, other) == (0, "initial b")
@@ -81,7 +87,7 @@ def test_parameter_whose_gradients_are_rounding_is_left_out():
 @pytest.mark.parametrize(
     ("step", "layers", "dtype", "cause"),
     [
-        (replace(STEP, losses=(0.5,), totals=(1.0,)), [], None, "loss-is-a-sum"),
+        (replace(STEP, losses=(0.5,), totals=(1.0,), norm=2.5), [], None, "loss-is-a-sum"),
         (replace(STEP, losses=(0.5,), contents=(5.0, 6.0)), [], None, "other-data"),
         (replace(STEP, losses=(0.5,), rows=(8, 8)), [], None, "batch-size"),
         (replace(STEP, losses=(0.5,), rows=(5, 5)), [], None, "batch-size"),

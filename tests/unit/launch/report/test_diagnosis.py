@@ -4,6 +4,7 @@ import pytest
 
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config, FsdpConfig
+from fsdplaunch.config.schema.launch_section import LaunchSection
 from fsdplaunch.launch.report.diagnosis import Diagnosis, FailureFacts, diagnose
 
 OOM = (
@@ -124,6 +125,29 @@ def test_block_class_that_another_library_did_not_find(worker):
 )
 def test_kinds_that_a_sentence_tells(worker, text, why):
     assert why in seen(worker(message=text)).why
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "AssertionError: Torch not compiled with CUDA enabled",
+        "AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'",
+        "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU",
+        "ValueError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!",
+        "RuntimeError: Expected one of cpu, cuda, ipu device type at start of device string: None",
+    ],
+)
+def test_a_script_that_asks_for_a_gpu_on_the_cpu_is_told_of_hide_ranks_unless_it_is_set(worker, text):
+    found = seen(worker(message=text), config=Config())
+    assert found.why == "the script asks for a GPU, and its workers run on the CPU"
+    assert found.remedies[0].startswith("--hide-ranks (launch.hide_ranks)")
+    hidden = seen(worker(message=text), config=Config(launch=LaunchSection(hide_ranks=True)))
+    assert hidden.why == found.why
+    assert hidden.remedies == found.remedies[1:]
+
+
+def test_an_error_on_a_gpu_is_no_want_of_one(worker):
+    assert not seen(worker(message="RuntimeError: CUDA error: device-side assert triggered"), config=Config()).why
 
 
 @pytest.mark.parametrize(

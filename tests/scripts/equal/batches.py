@@ -1,0 +1,91 @@
+"""Models that need the whole batch or are called in other ways: BatchNorm, `forward`, methods that train."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+inputs, wanted = torch.randn(32, 2, 4, 4), torch.randn(32, 3)
+
+
+class Norm(nn.Module):
+    """Normalise rows, on a path beside one without."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(8, 8), norm
+
+    def forward(self, x):
+        return x + torch.relu(self.norm(self.inner(x)))
+
+
+class Net(nn.Module):
+    """Has a method that trains, and calls `forward` of modules itself."""
+
+    def __init__(self, momentum=0.1, affine=True):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2, momentum=momentum, affine=affine))
+        self.blocks = nn.ModuleList(Norm(nn.BatchNorm1d(8, momentum=momentum, affine=affine)) for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.stem(x).flatten(1)
+        for block in self.blocks:
+            x = block.forward(x)
+        return self.head(x)
+
+    def fit(self, x, y, optimizer):
+        optimizer.zero_grad()
+        F.mse_loss(self.forward(x), y).backward()
+        optimizer.step()
+
+    def train(self, mode=True, y=None, optimizer=None):
+        return super().train(mode) if optimizer is None else self.fit(mode, y, optimizer)
+
+    def embed(self, x):
+        return self.stem(x).flatten(1)
+
+
+def by_hand(net, x, y, optimizer):
+    optimizer.zero_grad()
+    F.mse_loss(net(x), y).backward()
+    optimizer.step()
+
+
+def of_noise(net, x, y, optimizer):
+    optimizer.zero_grad()
+    fake = net(torch.randn(len(x), 2, 4, 4))
+    (F.mse_loss(net(x), y) + F.mse_loss(fake, y)).backward()
+    optimizer.step()
+
+
+def of_all_rows(net, _x, _y, optimizer):
+    by_hand(net, inputs, wanted, optimizer)
+
+
+def on_eval(net, x, y, optimizer):
+    by_hand(net.eval(), x, y, optimizer)
+
+
+WAYS = {
+    "norm": (Net, by_hand),
+    "average": (lambda: Net(momentum=None), by_hand),
+    "plain": (lambda: Net(affine=False), by_hand),
+    "noise": (Net, of_noise),
+    "all rows": (Net, of_all_rows),
+    "evaluating": (Net, on_eval),
+    "fit": (Net, Net.fit),
+    "train": (Net, lambda net, x, y, optimizer: net.train(x, y, optimizer)),
+}
+for name, (build, step) in WAYS.items():
+    torch.manual_seed(1)
+    net = build().to("cpu")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    for x, y in DataLoader(TensorDataset(inputs, wanted), batch_size=8, shuffle=True):
+        step(net, x, y, optimizer)
+    net.eval()
+    with torch.no_grad():
+        means, variances = (sum(b.sum() for n, b in net.named_buffers() if n.endswith(e)) for e in ("mean", "var"))
+        out, inner = net.forward(inputs), net.embed(inputs)
+        print(f"{name}: {F.mse_loss(out, wanted):.6f} {inner.norm():.5f} {means:.5f} {variances:.5f}")
