@@ -242,17 +242,13 @@ class Search:
         return row.fits and row.fastest is not None and row.fastest.median < _GAIN * yours.fastest.median
 
     def _settle(self) -> Candidate | None:
-        """Let the two best meet, and then the better one and yours where that may be as fast."""
+        """Let the two best meet, and then the better one and yours: what is proposed must be faster than that."""
         measured = self._fitting()
         ordered = sorted(measured, key=lambda candidate: measured[candidate].median)
-        near = contenders(measured)
         if len(ordered) < 2:  # noqa: PLR2004
             return ordered[0] if ordered else None
-        kept = self._meet(ordered[0], ordered[1])
-        yours = Candidate()
-        if yours in near and yours not in ordered[:2]:
-            kept = self._meet(kept, yours)
-        return kept
+        kept, yours = self._meet(ordered[0], ordered[1]), Candidate()
+        return self._meet(kept, yours) if yours in measured and yours not in ordered[:2] else kept
 
     def _meet(self, first: Candidate, second: Candidate) -> Candidate:
         """Measure two candidates in turn until it is clear which is faster, or that neither is."""

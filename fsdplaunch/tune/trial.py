@@ -56,7 +56,7 @@ class TrialRunner:
         shutil.rmtree(place, ignore_errors=True)  # of an interrupted search that goes on
         work = self.folder / "work"
         shutil.rmtree(work, ignore_errors=True)
-        make_scratch(self.source, work, leave_out=self.folder.parent)
+        make_scratch(self.source, work, leave_out=(self.folder, self.folder.parent))
         try:
             plan = self._prepared(self.plan(_for_trial(config), self._moved(work), place), work, steps)
             result = run_plan(plan, folder=work, limit_seconds=self.limit_seconds)

@@ -59,6 +59,14 @@ def test_gains_of_single_changes_are_combined():
     assert search.duels[-1].verdict == "first"
 
 
+def test_what_is_proposed_was_measured_in_turn_with_yours():
+    speeds = {"reshard_after_forward": 0.6, "forward_prefetch": 0.7, "activation_checkpointing": 0.9}
+    search = searching(machine(lambda changes: min([1.0, *(speeds[name] for name in changes)])))
+    kept = search.run()
+    assert [duel.second for duel in search.duels][-1] == Candidate()
+    assert search.duels[-1].first == kept
+
+
 def test_equal_candidates_are_said_to_be_and_yours_is_kept():
     search = searching(machine(lambda changes: 1.0))
     assert search.run() == Candidate()

@@ -21,7 +21,7 @@ def test_scratch_reads_as_the_users_folder(tmp_path):
     (user / "pkg" / "big.bin").write_bytes(bytes(2 * MIB))
     (user / "gone").symlink_to(user / "nowhere")
     target = user / "runs" / "a" / "work"
-    make_scratch(user, target, leave_out=user / "runs")
+    make_scratch(user, target, leave_out=(user / "runs", user / "runs" / "a"))
     assert {path.name for path in target.iterdir()} == {"pkg", ".git", "train.py", "gone"}
     assert not (target / "train.py").is_symlink()
     assert (target / "pkg" / "big.bin").resolve() == user / "pkg" / "big.bin"
@@ -29,6 +29,13 @@ def test_scratch_reads_as_the_users_folder(tmp_path):
     (target / "train.py").write_text("changed")
     assert not (user / "pkg" / "new").exists()
     assert (user / "train.py").read_text() == "import pkg"
+
+
+def test_scratch_inside_what_it_shows_does_not_show_itself(tmp_path):
+    (tmp_path / "train.py").write_text("x")
+    target = tmp_path / "a-tune" / "work"
+    make_scratch(tmp_path, target, leave_out=(tmp_path / "a-tune", tmp_path))
+    assert [path.name for path in target.iterdir()] == ["train.py"]
 
 
 def test_arguments_that_name_the_users_folder_lead_into_the_scratch_folder():
