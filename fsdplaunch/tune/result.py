@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdplaunch.config.schema.walk import Path as KeyPath
 from fsdplaunch.tune.candidate import Candidate
-from fsdplaunch.tune.search import Duel, Row
+from fsdplaunch.tune.rows import Duel, Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from fsdplaunch.errors import UsageError
 from fsdplaunch.run_dir import read_json, write_json
 from fsdplaunch.tune.candidate import Candidate
 from fsdplaunch.tune.outcome import Outcome, outcome_of
-from fsdplaunch.tune.search import SearchStopped
+from fsdplaunch.tune.rows import SearchStopped
 
 STATE = "tune.json"
 SUFFIX = "-tune"

@@ -6,7 +6,7 @@ from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.tune.candidate import Candidate
 from fsdplaunch.tune.outcome import Outcome
 from fsdplaunch.tune.result import Gain, TuneResult
-from fsdplaunch.tune.search import Duel, Row
+from fsdplaunch.tune.rows import Duel, Row
 
 _BAR = 16
 _LONGEST = 60

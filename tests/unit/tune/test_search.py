@@ -9,7 +9,8 @@ from fsdplaunch.errors import UsageError
 from fsdplaunch.tune.candidate import Candidate
 from fsdplaunch.tune.outcome import Outcome
 from fsdplaunch.tune.predict import Predictor
-from fsdplaunch.tune.search import CannotMeasureError, Search, SearchStopped
+from fsdplaunch.tune.rows import CannotMeasureError, SearchStopped
+from fsdplaunch.tune.search import Search
 from fsdplaunch.tune.space import Space
 from fsdplaunch.tune.state import TuneState, find_state
 from fsdplaunch.tune.tries import read_tries

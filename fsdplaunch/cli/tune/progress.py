@@ -13,7 +13,8 @@ from fsdplaunch.run_dir import rank_folder
 from fsdplaunch.terminal_text import printable
 from fsdplaunch.tune.candidate import Candidate
 from fsdplaunch.tune.measured import WARM_UP
-from fsdplaunch.tune.search import Row, Search
+from fsdplaunch.tune.rows import Row
+from fsdplaunch.tune.search import Search
 from fsdplaunch.tune.table import step_words, table_lines
 from fsdplaunch.worker_status import read_heartbeat
 
