@@ -1,9 +1,9 @@
 """fsdplaunch: launch, shard, checkpoint and merge Fully Sharded Data Parallel training.
 
-The names below load on first use, so that `import fsdplaunch` costs nothing.
+The names below load on first use, so that `import fsdplaunch` costs nothing: not even `typing` is imported.
 """
 
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # as type checkers know it
 
 __version__ = "0.1.0"
 
@@ -54,6 +54,8 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604  (names of the lazy table)
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from fsdplaunch.checkpoint.merge.merge import merge_fsdp_weights
     from fsdplaunch.runtime.api.accelerate_checkpoints import (
         load_fsdp_model,
@@ -94,7 +96,7 @@ if TYPE_CHECKING:
     from fsdplaunch.runtime.state_dict.state_dict_type import state_dict_type
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     home = _HOMES.get(name)
     if home is None:
         msg = f"module {__name__!r} has no attribute {name!r}"
@@ -111,4 +113,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES} - {"TYPE_CHECKING"})

@@ -12,6 +12,7 @@ from typing import Any
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.walk import Path, all_keys, build_config, keys_by_path, value_at
+from fsdplaunch.config.world_size import has_one_axis
 from fsdplaunch.errors import UsageError
 
 RUN_DIR = "FSDPLAUNCH_RUN_DIR"
@@ -54,8 +55,7 @@ def _switches(config: Config) -> dict[str, str]:
     switches = {}
     if config.distributed_type == "FSDP":
         switches["ACCELERATE_USE_FSDP"] = "true"
-    mesh = config.parallelism_config
-    if (mesh.parallelism_config_dp_replicate_size, mesh.parallelism_config_dp_shard_size) != (1, None):
+    if not has_one_axis(config):
         switches["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     return switches
 

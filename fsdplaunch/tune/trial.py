@@ -19,6 +19,8 @@ from fsdplaunch.tune.scratch import make_scratch, moved
 _GRACE_SECONDS = 5.0
 _ENDING_SECONDS = 10.0
 """How long a script's own exit handlers may take when all has been measured."""
+_WARM_SECONDS = 30.0
+"""How long the interpreter of one trial waits for the next one; after the last it ends by itself."""
 _KILLED = 137
 _STATED = 200
 """Characters of a script's own error that a row shows."""
@@ -117,12 +119,13 @@ class _Watch:
 
 
 def _for_trial(config: Config) -> Config:
-    """Return the configuration with what a short launch has of its own: no restarts, output into files only."""
+    """Return the configuration for a trial: no restarts, output into files only, torch imported once for all."""
     launch = replace(
         config.launch,
         max_restarts=0,
         redirects="3",
         tee=None,
+        keep_warm_seconds=max(config.launch.keep_warm_seconds, _WARM_SECONDS),
         shutdown_grace_seconds=min(config.launch.shutdown_grace_seconds, _GRACE_SECONDS),
     )
     return replace(config, launch=launch)

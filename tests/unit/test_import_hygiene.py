@@ -90,3 +90,8 @@ def test_no_folder_has_more_than_20_files():
     package = Path(fsdplaunch.__file__).parent
     files = Counter(str(file.parent.relative_to(package)) for file in package.rglob("*.py"))
     assert {folder: count for folder, count in files.items() if count > 20} == {}
+
+
+def test_nothing_is_imported_before_a_ctrl_c_is_provided_for():
+    loaded = modules_after("import fsdplaunch.__main__") - modules_after("")
+    assert loaded == {"fsdplaunch", "fsdplaunch.__main__"}

@@ -12,7 +12,7 @@ from fsdplaunch import __version__
 from fsdplaunch.cli.launch.options import LaunchOptions
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load.load import LoadedConfig
-from fsdplaunch.config.world_size import node_range
+from fsdplaunch.config.world_size import mesh_sizes, node_range
 from fsdplaunch.errors import UsageError
 from fsdplaunch.launch.coordination.interfaces import RunControl
 from fsdplaunch.launch.coordination.join import interface_variables
@@ -37,6 +37,9 @@ def check_script(script: str) -> None:
     if not path.exists():
         msg = f"script not found: {script}"
         raise UsageError(msg, hint=f"looked in {Path.cwd()}")
+    if path.suffix == ".py" and not os.access(path, os.R_OK):
+        msg = f"{script} cannot be read: permission denied"
+        raise UsageError(msg)
 
 
 def plan_for_this_node(
@@ -140,7 +143,7 @@ def announce(plan: LaunchPlan, loaded: LoadedConfig, out: Output) -> None:
     nodes = f" of {plan.world_size} on {plan.nodes} nodes" if plan.nodes > 1 else ""
     out.say(f"fsdplaunch {__version__}  run {plan.run_id}  config {_source(loaded)}")
     if plan.config.distributed_type == "FSDP":
-        how = f"FSDP{fsdp.fsdp_version} {fsdp.fsdp_sharding_strategy}, {fsdp.fsdp_auto_wrap_policy}"
+        how = f"FSDP{fsdp.fsdp_version} {fsdp.fsdp_sharding_strategy}, {fsdp.fsdp_auto_wrap_policy}{_layers(plan)}"
     else:
         how = f"{plan.config.distributed_type}, not sharded"
     precision = plan.config.precision.param or "the model's own precision"
@@ -151,6 +154,13 @@ def announce(plan: LaunchPlan, loaded: LoadedConfig, out: Output) -> None:
     )
     for note in plan.notes:
         out.note(note)
+
+
+def _layers(plan: LaunchPlan) -> str:
+    """Return what of the mesh goes beyond FSDP: how many ranks split each layer, and each sequence."""
+    sizes = mesh_sizes(plan.config, plan.world_size)
+    layers = f", layers split over {sizes.tensor}" if sizes.tensor > 1 else ""
+    return layers + (f", sequences over {sizes.context}" if sizes.context > 1 else "")
 
 
 def _source(loaded: LoadedConfig) -> str:

@@ -11,6 +11,7 @@ from fsdplaunch.config.rules.base import (
     note_rule,
 )
 from fsdplaunch.config.schema.walk import KeySpec, all_keys, keys_by_path
+from fsdplaunch.config.world_size import configured_axes, node_range, workers_per_node
 
 _TYPE = ("distributed_type",)
 _POLICY = fsdp("auto_wrap_policy")
@@ -60,6 +61,27 @@ def _one_replica(context: RuleContext) -> Iterator[Violation]:
         message = f"{strategy} on one node shards over the node's workers, one replica, as {inside} does"
         about = (fsdp("sharding_strategy"), fsdp("reshard_after_forward"), mesh("dp_replicate"), ("num_machines",))
         yield Violation(about=about, message=message)
+
+
+@note_rule("layers-split-across-nodes")
+def _across_nodes(context: RuleContext) -> Iterator[Violation]:
+    """tp_size that does not divide the workers of a node."""
+    tensor, workers = configured_axes(context.config).tensor, workers_per_node(context.config)
+    several = node_range(context.config)[1] > 1
+    if tensor > 1 and several and workers is not None and workers % tensor and context.shards:
+        message = (
+            f"groups of {tensor} do not divide the {workers} workers of a node: some split layers over the network"
+        )
+        yield Violation(about=(mesh("tp"), ("num_machines",)), message=message)
+
+
+@note_rule("unused-context-parallel")
+def _unused_context(context: RuleContext) -> Iterator[Violation]:
+    """cp_comm_strategy without cp_size."""
+    spec = keys_by_path()["parallelism_config", "parallelism_config_cp_comm_strategy"]
+    if context.sets(spec) and configured_axes(context.config).context == 1:
+        message = "is not used: nothing splits the sequence in this run"
+        yield Violation(about=(spec.path, mesh("cp")), message=message)
 
 
 @note_rule("unused-block-names")

@@ -8,11 +8,9 @@ from fsdplaunch.config.schema.key import Tunable, key
 
 _XLA = "PyTorch/XLA is not supported; fsdplaunch shards on GPUs and CPUs"
 _WITH_XLA = "is read by PyTorch/XLA only, and this run does not use it"
-_ALONE = "is not used: nothing splits the sequence in this run"
-_TENSOR = "tensor parallelism is not supported yet"
-_CONTEXT = "context parallelism is not supported yet"
 _WRAP = "fsdp_config.fsdp_auto_wrap_policy"
-_SEQUENCE = "sequence parallelism is not supported yet"
+_ALONE = "is not used: it belongs to DeepSpeed's sequence parallelism"
+_SEQUENCE = "is DeepSpeed's way to split sequences, which needs accelerate launch; cp_size splits them under FSDP2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,10 +210,17 @@ class ShardingSection:
         get_text_features. They are gathered for as forward is.""",
     )
 
+    tensor_parallel_plan: dict[str, str] = key(
+        v.PLAN,
+        {},
+        """How tp_size splits layers: names of modules or parameters, * for any one part of a name, and styles such
+        as colwise and rowwise. Left out, the plan that models of transformers bring along.""",
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelismConfig:
-    """The mesh. Sizes multiply to the number of workers; -1 takes what the others leave."""
+    """The mesh. Sizes multiply to the number of workers; -1, for one of them, takes what the others leave."""
 
     parallelism_config_dp_replicate_size: int | None = key(
         v.MESH_SIZE,
@@ -229,17 +234,28 @@ class ParallelismConfig:
     parallelism_config_dp_shard_size: int | None = key(
         v.MESH_SIZE,
         None,
-        """Number of ranks that one replica is sharded over. Left out, all that dp_replicate_size leaves.""",
+        """Number of ranks that read different data and share one replica's shards. Left out, all that the other
+        sizes leave. With cp_size the shards are spread over the product of both.""",
     )
-    parallelism_config_tp_size: int = key(v.COUNT, 1, "Ranks that split each layer.", pending=_TENSOR)
+    parallelism_config_tp_size: int = key(
+        v.MESH_SIZE,
+        1,
+        """Ranks that split each layer's matrices and compute on the same data (tensor parallelism). They
+        exchange activations in every layer: keep them inside one node.""",
+    )
     parallelism_config_cp_size: int = key(
-        v.COUNT, 1, "Ranks that split the sequence in attention.", pending=_CONTEXT
+        v.MESH_SIZE,
+        1,
+        """Ranks that split each sequence and compute attention together (context parallelism), for sequences
+        whose activations do not fit.""",
     )
     parallelism_config_cp_backend: v.ContextBackendName = key(
-        v.CONTEXT_BACKEND, "torch", "What splits the sequence in attention.", leftover=_ALONE
+        v.CONTEXT_BACKEND, "torch", "What splits the sequence in attention."
     )
     parallelism_config_cp_comm_strategy: v.ContextName = key(
-        v.CONTEXT, "allgather", "How attention sees the other ranks' shards of the sequence.", leftover=_ALONE
+        v.CONTEXT,
+        "allgather",
+        """How accelerate's attention sees the other ranks' shards of the sequence: allgather or alltoall.""",
     )
     parallelism_config_sp_size: int = key(
         v.COUNT, 1, "Ranks that split the sequence between layers.", pending=_SEQUENCE

@@ -138,6 +138,13 @@ VARIABLES = Kind(
     write=p.write_json,
     verbatim=True,
 )
+PLAN = Kind(
+    "a mapping of names, with * for any one part, to styles such as colwise",
+    p.parse_plan,
+    {"type": "object", "additionalProperties": {"type": "string"}},
+    write=p.write_json,
+    verbatim=True,
+)
 RANKS = Kind(
     "all, or rank numbers separated by commas", p.parse_ranks, {"type": ["string", "integer"]}, verbatim=True
 )

@@ -1,6 +1,7 @@
 """Where a node finds the run's secret: in a variable, in a file, or in the folder that the nodes share."""
 
 import os
+import shlex
 import stat
 import time
 from collections.abc import Mapping
@@ -103,16 +104,22 @@ def read_secret_file(path: Path) -> str:
     Raises:
         UsageError: There is none, or others may read it.
     """
+    named = shlex.quote(str(path))
     try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            found = file.read(_LONGEST).decode(errors="replace").strip() if stat.S_ISREG(mode) else ""
+        # A named pipe is not waited for.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            data = file.read(_LONGEST + 1) if stat.S_ISREG(status.st_mode) else b""
     except OSError as error:
         msg = f"launch.secret_file: {path}: {(error.strerror or str(error)).lower()}"
-        raise UsageError(msg, hint=f"make it with: (umask 077; openssl rand -hex 32 > {path})") from None
-    if mode & 0o077:
-        msg = f"launch.secret_file: others may read {path} (mode {stat.S_IMODE(mode):04o})"
-        raise UsageError(msg, hint=f"chmod 600 {path}")
+        raise UsageError(msg, hint=f"make it with: (umask 077; openssl rand -hex 32 > {named})") from None
+    if stat.S_ISREG(status.st_mode) and status.st_uid not in (0, os.geteuid()):
+        msg = f"launch.secret_file: {path} is another user's, who knows what it holds (user {status.st_uid})"
+        raise UsageError(msg, hint="name a file of your own")
+    if stat.S_ISREG(status.st_mode) and status.st_mode & 0o077:
+        msg = f"launch.secret_file: others may read {path} (mode {stat.S_IMODE(status.st_mode):04o})"
+        raise UsageError(msg, hint=f"chmod 600 {named}")
+    found = data.decode(errors="replace").strip() if len(data) <= _LONGEST else ""
     if not is_secret(found):
         msg = f"launch.secret_file: {path} holds no secret: one line of at least 32 hexadecimal digits"
         raise UsageError(msg, hint="make one with: openssl rand -hex 32")

@@ -51,6 +51,7 @@ BY_KIND = {
     id(v.LINES): st.lists(TEXT, max_size=3).map(tuple),
     id(v.TABLE): st.dictionaries(WORDS, JSON, max_size=3),
     id(v.VARIABLES): st.dictionaries(WORDS.filter(str.isidentifier), st.just("") | TEXT, max_size=3),
+    id(v.PLAN): st.dictionaries(WORDS.map(str.strip).filter(bool), WORDS.map(str.strip).filter(bool), max_size=3),
     id(v.RANKS): st.just("all") | RANKS,
     id(v.DEVICES): st.just("all") | RANKS | st.just("GPU-1a2b,MIG-3c"),
     id(v.MODULES): st.lists(MODULES.filter(str.isidentifier), max_size=3).map(tuple),

@@ -134,6 +134,7 @@ def test_keys_that_nodes_of_one_run_may_set_differently():
         "main_process_ip",
         "main_process_port",
         "num_processes",
+        "launch.keep_warm_seconds",
         "launch.local_address",
         "launch.network_interface",
         "launch.rendezvous_endpoint",
