@@ -1,9 +1,14 @@
 """The pure parts of a trial: the folder it runs in, what its ranks recorded, what is predicted from that."""
 
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from fsdplaunch.config.load.load import stack
 from fsdplaunch.config.load.yaml_reader import read_text
+from fsdplaunch.launch.report.run_result import Failure, RunResult
+from fsdplaunch.tune import trial
 from fsdplaunch.tune.measured import WARM_UP, read_measured
 from fsdplaunch.tune.outcome import Outcome, outcome_of
 from fsdplaunch.tune.predict import Predictor
@@ -132,3 +137,41 @@ def test_activations_of_a_known_family_are_predicted_before_they_are_measured():
     checkpointed = predictor.predict(config("fsdp_activation_checkpointing=true"))
     assert checkpointed is not None
     assert 0 < checkpointed < 10 * MIB
+
+
+def test_a_launch_is_over_when_its_time_is_up_or_a_script_does_not_end(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(trial.time, "monotonic", lambda: now[0])
+    plan = SimpleNamespace(run_dir=tmp_path, workers=2)
+    watch, hurried = trial._Watch(plan, 300.0), trial._Watch(plan, 5.0)
+    assert not watch.is_over()
+    for record in watch.records:
+        record.parent.mkdir(parents=True)
+        record.write_text("{}")
+    assert not watch.is_over()
+    now[0] = 9.0
+    assert not watch.is_over()
+    assert hurried.is_over()
+    now[0] = 10.0
+    assert watch.is_over()
+    assert (watch.is_measured, watch.has_ended) == (True, True)
+
+
+def failed(**values):
+    failure = Failure(**{"rank": 1, "exit_code": 1, **values})
+    return RunResult(exit_code=failure.exit_code, seconds=1.0, failure=failure)
+
+
+@pytest.mark.parametrize(
+    ("result", "wanted"),
+    [
+        (failed(message="torch.OutOfMemoryError: CUDA out of memory. Tried ..."), ("memory", "out of memory")),
+        (failed(exit_code=137, signal="SIGKILL"), ("memory", "out of host memory: killed")),
+        (failed(message="WriteRefusedError: /a is outside"), ("write", "/a is outside")),
+        (failed(message="ValueError: bad\nmore"), ("error", "rank 1: ValueError: bad")),
+        (failed(tail=("first", "last words", "")), ("error", "rank 1: last words")),
+        (RunResult(exit_code=130, seconds=1.0, stopped_by="SIGINT"), ("stopped", "stopped by SIGINT")),
+    ],
+)
+def test_a_failed_launch_says_why(result, wanted):
+    assert trial._why(result) == wanted
