@@ -1,5 +1,6 @@
 """A search that may begin: configuration, machine and script, read and checked."""
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -70,9 +71,9 @@ class TuneJob:
         return str(self.loaded.path) if self.loaded.path else "the built-in configuration"
 
     @property
-    def fingerprint(self) -> list[str]:
-        """Return what tells whether the configuration is the same as when a search began."""
-        return list(identity(self.loaded.config, self.plan.workers))
+    def fingerprint(self) -> str:
+        """Return what tells whether the configuration is the same as when a search began; no value shows in it."""
+        return hashlib.sha256(repr(identity(self.loaded.config, self.plan.workers)).encode()).hexdigest()
 
     def new_folder(self) -> Path:
         """Return the folder of a new search."""
