@@ -1,7 +1,10 @@
 """How meeting, plan and torch's rendezvous grow with the number of machines. Run by scripts/bench/rendezvous."""
 
 import os
+import shutil
+import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -13,15 +16,19 @@ from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.launch.coordination import network
 from fsdplaunch.launch.coordination.coordinator import Coordinator
+from fsdplaunch.launch.coordination.handshake import CoordinatorHandshake, NodeHandshake
 from fsdplaunch.launch.coordination.interfaces import JoinProgress
 from fsdplaunch.launch.coordination.join import config_texts
 from fsdplaunch.launch.coordination.node_client import NodeClient
 from fsdplaunch.launch.coordination.node_info import NodeInfo
+from fsdplaunch.launch.coordination.run_secrets import SecretSource
 from fsdplaunch.launch.coordination.server import JoinRequirements
 from fsdplaunch.launch.plan import LaunchTarget, NodeFacts, build_plan
+from fsdplaunch.private_dir import make_private_dir, remove_private_dir
 
 TEXTS = config_texts(resolve(Config(num_machines=2)))
 WORKERS = 8
+SECRET = "ab" * 32
 PATIENCE = 60
 """Seconds that torch's rendezvous gets; its threads share one interpreter here, which real agents do not."""
 
@@ -46,12 +53,15 @@ def meet(count: int) -> tuple[float, float]:
     listener = network.listen("127.0.0.1", 0)
     port = int(listener.getsockname()[1])
     reachability_probes = [network.ReachabilityProbe("127.0.0.1") for _ in range(count)]
-    requirements = JoinRequirements(run_id="bench", least=count, most=count, seconds=60, store_port=port + 1)
+    requirements = JoinRequirements(
+        run_id="bench", least=count, most=count, seconds=60, store_port=port + 1, secret=SECRET
+    )
     host = Coordinator(listener, node_info(0, reachability_probes[0]), requirements, silent)
     done: list[Any] = []
 
     def come(number: int) -> None:
-        client = NodeClient("127.0.0.1", port, seconds=60, grace=1, tell=silent)
+        source = SecretSource(SECRET, Path("/nonexistent"))
+        client = NodeClient("127.0.0.1", port, secret=source, seconds=60, grace=1, tell=silent)
         client.connect(JoinProgress(say=silent))
         done.append(client.join(node_info(number, reachability_probes[number]), JoinProgress(say=silent)))
 
@@ -70,6 +80,52 @@ def meet(count: int) -> tuple[float, float]:
     for reachability_probe in reachability_probes:
         reachability_probe.close()
     return spent
+
+
+def protect() -> dict[str, float]:
+    """Seconds that the protection of a run costs a start, by what is done; each the best of 20."""
+    folder = Path(tempfile.mkdtemp())
+    shared = folder / ".join"
+
+    def exchange() -> None:
+        source = SecretSource("", shared)
+        source.offer()
+        SecretSource("", shared).wait()
+        source.withdraw()
+
+    def shake() -> None:
+        coordinator, node = CoordinatorHandshake(SECRET), NodeHandshake(SECRET)
+        accepted, answer = coordinator.answer(node.reply(coordinator.opening))
+        if not (accepted and node.is_accepted(answer)):
+            raise SystemExit("the handshake failed")
+
+    def hide() -> None:
+        environ: dict[str, str] = {}
+        make_private_dir(environ)
+        remove_private_dir(environ)
+
+    def lines() -> None:
+        """Send the handshake's three lines over loopback: what a connection takes longer than without."""
+        one, other = socket.socketpair()
+        for _ in range(3):
+            one.sendall(b"x" * 100)
+            other.recv(256)
+            one, other = other, one
+        one.close()
+        other.close()
+
+    actions = {"make the secret, leave it in a file, find it": exchange, "prove it, both sides": shake}
+    actions |= {"three lines more on a connection": lines, "a private folder for a lone node": hide}
+    try:
+        return {name: best(lambda action=action: timed(action), 20) for name, action in actions.items()}
+    finally:
+        shutil.rmtree(folder)
+
+
+def timed(action: Callable[[], None]) -> float:
+    start = time.monotonic()
+    action()
+    return time.monotonic() - start
 
 
 def plan(count: int) -> float:
@@ -115,6 +171,10 @@ def best(action: Callable[[], Any], times: int = 3) -> Any:
 
 
 def main(counts: list[int]) -> None:
+    costs = protect()
+    for name, cost in costs.items():
+        print(f"{1000 * cost:8.2f} ms  {name}")
+    print(f"{1000 * sum(costs.values()):8.2f} ms  in all: what a run's protection costs its start\n", flush=True)
     print(
         f"{'machines':>8}  {'workers':>7}  {'meeting s':>9}  {'of it CPU s':>11}  {'plan ms':>7}  {'torch s':>7}"
     )
