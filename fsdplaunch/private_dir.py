@@ -17,7 +17,8 @@ from pathlib import Path
 from fsdplaunch.run_secret import PRIVATE_DIR
 
 _MEMORY = "/dev/shm"  # noqa: S108  (the folders made in it are 0700, with random names)
-_PREFIX = "fsdplaunch-"
+_PREFIX = "fsdplaunch-run-"
+"""Older versions made folders without a lock, whose names begin with fsdplaunch- alone."""
 _MOST_TRIES = 100
 
 

@@ -138,14 +138,14 @@ def atomic_output(target: Path, *, overwrite: bool, replaced: re.Pattern[str] = 
     new_parents = [parent for parent in target.parents if not parent.exists()]
     prefix = _prefix(target) + f"{os.getpid()}-"
     partial = target.parent / (prefix + os.urandom(4).hex())
-    lock = FolderLock(target, target.parent / f".{_short_name(target)}.partial-lock")
+    lock = FolderLock(target, target.parent / f".{short_name(target)}.partial-lock")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
         _remove_leftovers(target)
         partial.mkdir()
         yield partial
-        _publish(partial, target, overwrite=overwrite, replaced=replaced)
+        publish_folder(partial, target, overwrite=overwrite, replaced=replaced)
         lock.release()
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -168,8 +168,12 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _publish(partial: Path, target: Path, *, overwrite: bool, replaced: re.Pattern[str]) -> None:
-    """Rename the finished folder into place, keeping other files of a folder that is overwritten."""
+def publish_folder(partial: Path, target: Path, *, overwrite: bool, replaced: re.Pattern[str] = WEIGHTS) -> None:
+    """Rename the finished folder into place, keeping other files of a folder that is overwritten.
+
+    Raises:
+        UsageError: When `target` has come to hold what may not be replaced.
+    """
     sync_folder(partial)
     _check_free(
         target, target, overwrite=overwrite, replaced=replaced
@@ -239,7 +243,7 @@ def _prefix(target: Path) -> str:
     return f".{target.name[:_NAME_PART]}.partial-{_host()}-"
 
 
-def _short_name(target: Path) -> str:
+def short_name(target: Path) -> str:
     """Return a name of its own for each output, short enough to add to."""
     name = target.name
     return name if len(name) <= _NAME_PART else f"{name[:_NAME_PART]}-{sha256(name.encode()).hexdigest()[:16]}"

@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import protection
 from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -225,6 +226,7 @@ def main() -> None:
     options = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    protection.show()
     heads = ("seconds", "cpu s", "all cpu", "sent kB", "got kB")
     print(f"{'nodes':>5}  {'workers':>7}  {'way':8}", *(f"{head:>8}" for head in heads))
     gc.collect()

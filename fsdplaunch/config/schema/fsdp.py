@@ -255,7 +255,7 @@ class ParallelismConfig:
     parallelism_config_cp_comm_strategy: v.ContextName = key(
         v.CONTEXT,
         "allgather",
-        """How accelerate's attention sees the other ranks' part of the sequence: allgather or alltoall.""",
+        """How accelerate's attention sees the other ranks' shards of the sequence: allgather or alltoall.""",
     )
     parallelism_config_sp_size: int = key(
         v.COUNT, 1, "Ranks that split the sequence between layers.", pending=_SEQUENCE

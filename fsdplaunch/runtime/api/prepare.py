@@ -113,7 +113,7 @@ def _of(objects: tuple[Any, ...], kind: type) -> list[Any]:
 
 def _fit(item: Any, place: ShardTarget) -> Any:
     if isinstance(item, DataLoader):
-        return shard_loader(item, data_ranks(place.mesh))
+        return shard_loader(item, data_ranks(place.mesh, place.context))
     if isinstance(item, Optimizer) or hasattr(item, "state_dict"):
         return item  # a scheduler keeps its optimizer, and the optimizer is the same object as before
     msg = f"prepare does not know what to do with {type(item).__name__}"
