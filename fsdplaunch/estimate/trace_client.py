@@ -10,6 +10,7 @@ from typing import Any
 
 from fsdplaunch.config.environment import encode
 from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.world_size import mesh_sizes
 from fsdplaunch.errors import LaunchError, UsageError
 from fsdplaunch.estimate.model_sizes import ModelSizes, TensorSize, model_sizes
 from fsdplaunch.parent_death import ended_with_us
@@ -78,13 +79,18 @@ def trace_step(
     if config.fsdp_config.fsdp_version == 1:
         msg = "the exact estimate covers FSDP2 only: torch's memory tracker does not know FSDP1"
         raise UsageError(msg, hint="leave --exact out, or set fsdp_version to 2")
+    sizes = mesh_sizes(config, world)
+    if sizes.tensor * sizes.context > 1:
+        msg = "the exact estimate follows neither split layers nor split sequences"
+        raise UsageError(msg, hint="leave --exact out, or set tp_size and cp_size to 1")
     request = {
         "source": source, "function": function, "world": world, "per_node": per_node, "batch_size": batch_size,
         "length": length, "optimizer": optimizer,
     }  # fmt: skip
     answer, errors = _ask(request, config)
     tensors = {name: TensorSize(tuple(shape), width) for name, (shape, width) in answer["tensors"].items()}
-    sizes = model_sizes(tensors, f"{source}:{function}" if function else source, prefixes=tuple(answer["units"]))
+    where = f"{source}:{function}" if function else source
+    model = model_sizes(tensors, where, prefixes=tuple(answer["units"]))
     parts, host = dict(answer["parts"]), 0
     if config.fsdp_config.fsdp_offload_params:
         host = sum(parts.pop(name) for name in _HOST_PARTS)
@@ -95,7 +101,7 @@ def trace_step(
         phase=answer["peak"]["phase"],
         module=answer["peak"]["module"],
         course=tuple((phase, total - host) for phase, total in answer["course"]),
-        sizes=sizes,
+        sizes=model,
         messages=tuple(line.removeprefix(_MARK) for line in errors if line.startswith(_MARK)),
         seconds=answer["seconds"],
     )

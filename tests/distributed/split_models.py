@@ -137,7 +137,8 @@ def train(
 ) -> list[float]:
     """Return the losses of all ranks together, gradients clipped by their norm in every step."""
     prepared = registered(model)
-    ranks = None if prepared is None else data_ranks(prepared.mesh)
+    axis = prepared.sequences.axis if prepared is not None and prepared.sequences is not None else None
+    ranks = None if prepared is None else data_ranks(prepared.mesh, axis)
     losses = []
     for step in range(first, first + steps):
         ids = batch(step)
@@ -159,7 +160,8 @@ def train(
 def full_values(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return every parameter in full."""
     with torch.no_grad():
-        return {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
+        named = fsdplaunch.named_parameters(model)
+        return {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in named}
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

@@ -1,10 +1,13 @@
 """Layers that ranks split compute what one process does: losses, norms, parameters."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 import fsdplaunch
 from fsdplaunch.errors import ShardingError
@@ -78,3 +81,58 @@ def test_a_plan_that_does_not_fit_is_refused_before_training(four_ranks: RankPoo
     said = four_ranks.run(refused, "plain", "other data", env=variables(2, models.PLAIN_PLAN))
     assert "ranks 0, 1 split layers together (tp_size), and their inputs differ" in said[0]
     assert "ranks 2, 3" in said[3]
+
+
+def save(folder: str, name: str) -> None:
+    """Train two steps, save a checkpoint and beside it the gathered values."""
+    model = models.built(name)
+    model, optimizer = fsdplaunch.prepare(model, models.adamw(model))
+    models.train(model, optimizer, steps=2)
+    fsdplaunch.save_checkpoint(folder, model=model, optimizer=optimizer, step=2)
+    values = models.full_values(model)
+    losses = models.train(model, optimizer, first=2, steps=2)
+    if dist.get_rank() == 0:
+        torch.save({"values": values, "losses": losses}, f"{folder}.gathered")
+
+
+def load(folder: str, name: str) -> tuple[bool, float]:
+    """Whether the values are those that were saved, and how far the next losses are from the saved ones."""
+    torch.manual_seed(99)
+    model = models.MODELS[name][0]()
+    model, optimizer = fsdplaunch.prepare(model, models.adamw(model))
+    fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer)
+    gathered, mine = torch.load(f"{folder}.gathered"), models.full_values(model)
+    same = all(torch.equal(values, mine[key]) for key, values in gathered["values"].items())
+    losses = models.train(model, optimizer, first=2, steps=2)
+    return same, max(abs(a - b) for a, b in zip(losses, gathered["losses"], strict=True))
+
+
+def read_weights(path: str, folder: str, name: str) -> bool:
+    """Whether a model without memory that reads its shards from a merged file has the gathered values."""
+    with torch.device("meta"):
+        model = models.MODELS[name][0]()
+    model = fsdplaunch.prepare(model, weights=path)
+    mine, gathered = models.full_values(model), torch.load(f"{folder}.gathered")["values"]
+    return all(torch.equal(values, mine[key]) for key, values in gathered.items())
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen3", "SHARDED_STATE_DICT"), ("mixtral", "FULL_STATE_DICT")])
+def test_a_checkpoint_of_one_mesh_loads_on_each_other_and_merges(
+    four_ranks: RankPool, two_ranks: RankPool, tmp_path: Path, name: str, kind: str
+) -> None:
+    folder, plan = tmp_path / "step", models.MODELS[name][1]
+    four_ranks.run(save, str(folder), name, env=variables(2, plan, FSDP_STATE_DICT_TYPE=kind), timeout=200)
+    for pool, tensor in ((four_ranks, 1), (four_ranks, 2), (four_ranks, 4), (two_ranks, 2)):
+        for same, distance in pool.run(load, str(folder), name, env=variables(tensor, plan), timeout=200):
+            assert same, (pool.size, tensor)
+            assert distance < 1e-5
+    if kind == "SHARDED_STATE_DICT":
+        fsdplaunch.merge_fsdp_weights(
+            str(folder / "checkpoint-2" / "pytorch_model_fsdp_0"), str(tmp_path / "merged")
+        )
+        merged = load_file(tmp_path / "merged" / "model.safetensors")
+        gathered = torch.load(f"{folder}.gathered")["values"]
+        assert all(torch.equal(merged[key], values) for key, values in gathered.items() if key in merged)
+        assert gathered.keys() - merged.keys() <= {"lm_head.weight", "model.embed_tokens.weight"}
+        env = variables(2, plan)
+        assert all(four_ranks.run(read_weights, str(tmp_path / "merged"), str(folder), name, env=env, timeout=200))

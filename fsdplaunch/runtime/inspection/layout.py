@@ -26,6 +26,7 @@ class Layout:
     methods: tuple[str, ...]
     float8: int
     plan: str = ""
+    context: int = 1
 
 
 def kept_layout(prepared: ShardedModel) -> Layout:
@@ -39,6 +40,7 @@ def kept_layout(prepared: ShardedModel) -> Layout:
         left_out=prepared.left_out,
         methods=prepared.methods,
         float8=prepared.converted,
+        context=1 if prepared.sequences is None else prepared.sequences.axis.size(),
         plan="" if prepared.split is None else prepared.split.origin,
     )
 

@@ -16,7 +16,7 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.rank import DataRanks, rank_variable
 from fsdplaunch.runtime.sharding.settings import HYBRID, Settings
 
-REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
+REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
 """Names of the mesh's axes."""
 
 
@@ -34,20 +34,17 @@ def mesh_sizes(settings: Settings, *, world: int, per_node: int) -> AxisSizes:
     Raises:
         ShardingError: The sizes do not fit the ranks, or a hybrid strategy has nothing to shard over.
     """
-    if settings.context_size != 1:
-        msg = (
-            f"cp_size {settings.context_size}: only scripts that use accelerate's Accelerator can split sequences"
-        )
-        raise ShardingError(msg, hint="leave parallelism_config_cp_size out")
-    tensor = settings.tensor_size
+    tensor, context = settings.tensor_size, settings.context_size
+    alike = max(tensor, 1) * max(context, 1)
     replicate, shard = settings.replicate_size, settings.shard_size or REST
     if settings.strategy == "NO_SHARD":
         replicate, shard = REST, 1
-    if settings.strategy in HYBRID and replicate == 1 and shard in (REST, world // max(tensor, 1)):
-        replicate, shard = world // max(per_node, 1), max(per_node // max(tensor, 1), 1)
-    sizes = split_world(world, AxisSizes(replicas=replicate, shards=shard, tensor=tensor))
+    if settings.strategy in HYBRID and replicate == 1 and shard in (REST, world // alike):
+        replicate, shard = world // max(per_node, 1), max(per_node // alike, 1)
+    sizes = split_world(world, AxisSizes(replicas=replicate, shards=shard, context=context, tensor=tensor))
     if sizes.world != world or min(sizes) < 1:
-        layers = f" x {sizes.tensor} that split layers" if tensor != 1 else ""
+        layers = f" x {sizes.context} that split sequences" if context != 1 else ""
+        layers += f" x {sizes.tensor} that split layers" if tensor != 1 else ""
         msg = (
             f"a mesh of {sizes.replicas} replicas x {sizes.shards} shards{layers} needs {sizes.world} workers, "
             f"there are {world}"
@@ -71,13 +68,30 @@ def _check_hybrid(settings: Settings, replicate: int, shard: int) -> None:
 
 
 def make_mesh(settings: Settings, device: torch.device) -> DeviceMesh:
-    """Lay all ranks out as the settings say; axes of one are left out, but for that of the shards."""
-    world = dist.get_world_size()
-    per_node = int(rank_variable("LOCAL_WORLD_SIZE") or world)
-    sizes = mesh_sizes(settings, world=world, per_node=per_node)
-    axes = {REPLICATE: sizes.replicas, SHARD: sizes.shards, TENSOR: sizes.tensor}
+    """Lay all ranks out as the settings say; axes of one are left out, but for that of the shards.
+
+    Ranks that split sequences are neighbours on the axis of the shards: parameters are spread over them, too.
+    """
+    sizes = _sizes_here(settings)
+    axes = {REPLICATE: sizes.replicas, SHARD: sizes.shards * sizes.context, TENSOR: sizes.tensor}
     kept = {name: size for name, size in axes.items() if size > 1 or name == SHARD}
     return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def _sizes_here(settings: Settings) -> AxisSizes:
+    world = dist.get_world_size()
+    return mesh_sizes(settings, world=world, per_node=int(rank_variable("LOCAL_WORLD_SIZE") or world))
+
+
+def make_context_mesh(settings: Settings, device: torch.device) -> DeviceMesh | None:
+    """Return the axis of the ranks that split each sequence, this rank among them; None where none do."""
+    if settings.context_size == 1:
+        return None
+    sizes = _sizes_here(settings)
+    if sizes.context == 1:
+        return None
+    shape = (sizes.replicas * sizes.shards, sizes.context, sizes.tensor)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("dp", CONTEXT, TENSOR))[CONTEXT]
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -100,17 +114,22 @@ def splits_layer(param: Any) -> bool:
     return TENSOR in names and not param.placements[names.index(TENSOR)].is_replicate()
 
 
-def data_ranks(mesh: DeviceMesh) -> DataRanks:
+def data_ranks(mesh: DeviceMesh, context: DeviceMesh | None = None) -> DataRanks:
     """Return this rank's number among the readers of data: every rank of the mesh, row by row.
 
-    Those that split layers together read the same.
+    Those that split layers or sequences together read the same.
+
+    Args:
+        mesh: All ranks.
+        context: Those that split sequences with this one.
     """
     mesh = data_mesh(mesh)
     place = mesh.get_coordinate() or [0]
     number = 0
     for size, coordinate in zip(mesh.shape, place, strict=False):
         number = number * size + coordinate
-    return DataRanks(rank=number, size=mesh.size())
+    alike = 1 if context is None else context.size()
+    return DataRanks(rank=number // alike, size=mesh.size() // alike)
 
 
 def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -16,6 +16,7 @@ from fsdplaunch.runtime.sharding.replicated import ReplicatedParams
 from fsdplaunch.runtime.sharding.settings import Settings
 
 if TYPE_CHECKING:
+    from fsdplaunch.runtime.context_parallel.split_blocks import SplitSequences
     from fsdplaunch.runtime.tensor_parallel.split_plan import SplitPlan
 
 
@@ -36,6 +37,7 @@ class ShardedModel:
         converted: How many linear layers compute in float8.
         replicas: The unsharded trained parameters, if there are any.
         split: How its layers are split over ranks, if they are.
+        sequences: How its sequences are, if they are.
     """
 
     plugin: FullyShardedDataParallelPlugin
@@ -50,6 +52,7 @@ class ShardedModel:
     converted: int
     replicas: ReplicatedParams | None
     split: SplitPlan | None = None
+    sequences: SplitSequences | None = None
 
 
 _models: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = weakref.WeakKeyDictionary()

@@ -28,7 +28,7 @@ from fsdplaunch.runtime.sharding import fsdp1, fsdp2
 from fsdplaunch.runtime.sharding.checks import check_model, check_same_values, check_sharded_model
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts, find_ignored
 from fsdplaunch.runtime.sharding.materialize import Materializer
-from fsdplaunch.runtime.sharding.mesh import SHARD, is_fake, make_mesh, tensor_mesh
+from fsdplaunch.runtime.sharding.mesh import SHARD, is_fake, make_context_mesh, make_mesh, tensor_mesh
 from fsdplaunch.runtime.sharding.mixed_dtypes import separate_dtypes
 from fsdplaunch.runtime.sharding.optimizer_params import note_full_parameters
 from fsdplaunch.runtime.sharding.rank_consistency import check_settings
@@ -40,6 +40,7 @@ from fsdplaunch.runtime.sharding.wrap import Units, plan_units
 from fsdplaunch.runtime.sharding_watch import begin_sharding, mark_sharded
 
 if TYPE_CHECKING:
+    from fsdplaunch.runtime.context_parallel.split_blocks import SplitSequences
     from fsdplaunch.runtime.tensor_parallel.split_plan import SplitPlan
 
 Defer = Callable[..., Materializer]
@@ -54,11 +55,13 @@ class ShardTarget:
         mesh: The ranks.
         device: Where this worker computes.
         layout_only: Whether nothing gets storage or values: the model is to be looked at, not run.
+        context: The ranks that split each sequence, this one among them; None where none do.
     """
 
     mesh: DeviceMesh
     device: torch.device
     layout_only: bool = False
+    context: DeviceMesh | None = None
 
 
 def shard_target(
@@ -79,7 +82,9 @@ def shard_target(
     target = own_device(mesh) if device is None or layout_only else torch.device(device)
     if mesh is None and process_group is not None:
         mesh = DeviceMesh.from_group(process_group, target.type, mesh_dim_names=(SHARD,))
-    return ShardTarget(mesh=mesh or make_mesh(settings, target), device=target, layout_only=layout_only)
+    context = make_context_mesh(settings, target) if mesh is None else None
+    made = mesh or make_mesh(settings, target)
+    return ShardTarget(mesh=made, device=target, layout_only=layout_only, context=context)
 
 
 def _join() -> None:
@@ -136,6 +141,7 @@ def shard_model(
     converted = convert(model, settings, out)
     units = _planned(model, settings, out)
     split = _split_layers(model, settings, place.mesh)
+    sequences = _split_sequences(model, settings, place.context)
     materializer = _materializer(model, settings, place, out, deferred, split)
     if settings.activation_checkpointing:
         units = checkpoint_blocks(model, units, settings, place.device)
@@ -163,11 +169,12 @@ def shard_model(
         converted=converted,
         replicas=keep_equal(unsharded, place.mesh),
         split=split,
+        sequences=sequences,
     )
     check_sharded_model(sharded, prepared, total=total)
     register_model(sharded, prepared)
-    if split is not None and not place.layout_only and not is_fake(place.mesh):
-        split.expect_same_inputs(sharded, place.device)
+    if not place.layout_only and not is_fake(place.mesh):
+        _begin_passes(sharded, split, sequences, place.device)
     mark_sharded("prepare")
     for line in describe(sharded).lines():
         messages.say(line)
@@ -193,6 +200,27 @@ def _split_layers(model: nn.Module, settings: Settings, mesh: DeviceMesh) -> Spl
     plan = split_plan(model, dict(settings.tensor_plan), axis)
     split_forwards(plan)
     return plan
+
+
+def _split_sequences(model: nn.Module, settings: Settings, axis: DeviceMesh | None) -> SplitSequences | None:
+    """Let the model's blocks compute on pieces of the sequences; None where no ranks split them."""
+    if axis is None:
+        return None
+    from fsdplaunch.runtime.context_parallel.apply import split_blocks
+
+    return split_blocks(model, settings.block_classes, axis)
+
+
+def _begin_passes(
+    model: nn.Module, split: SplitPlan | None, sequences: SplitSequences | None, device: torch.device
+) -> None:
+    """Let the first passes of the model show that ranks which split something have the same inputs."""
+    if sequences is not None:
+        from fsdplaunch.runtime.context_parallel.apply import begin_passes
+
+        begin_passes(model, sequences, device)
+    if split is not None:
+        split.expect_same_inputs(model, device)
 
 
 def _materializer(

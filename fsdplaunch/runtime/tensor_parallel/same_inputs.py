@@ -1,4 +1,4 @@
-"""Ranks that split layers compute on the same data and draw the same random numbers: they add up what they get."""
+"""Ranks that split layers or sequences have the same data and draw the same random numbers: they join results."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,13 +21,14 @@ def draw_alike(axis: DeviceMesh) -> None:
         torch.cuda.set_rng_state(on_gpu)
 
 
-def check_first_inputs(model: nn.Module, axis: DeviceMesh, device: torch.device) -> None:
+def check_first_inputs(model: nn.Module, axis: DeviceMesh, device: torch.device, together: str) -> None:
     """Compare the inputs of the model's first forward over the ranks of an axis; later ones cost nothing.
 
     Args:
         model: Sharded.
-        axis: The ranks that split its layers.
+        axis: The ranks that split its layers or sequences.
         device: Where this worker computes.
+        together: What they do together, for the error.
     """
 
     def compare(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -37,21 +38,19 @@ def check_first_inputs(model: nn.Module, axis: DeviceMesh, device: torch.device)
             facts["random numbers"] = torch.get_rng_state()
         different = unequal(facts, [axis.get_group()], device)
         if different:
-            raise _different(different[0], axis)
+            raise _different(different[0], axis, together)
 
-    handle = model.register_forward_pre_hook(compare, with_kwargs=True)
+    handle = model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
 
 
-def _different(what: str, axis: DeviceMesh) -> ShardingError:
+def _different(what: str, axis: DeviceMesh, together: str) -> ShardingError:
     ranks = ", ".join(map(str, axis.mesh.tolist()))
+    number = "RANK // (tp_size * cp_size)"
     if what == "inputs":
-        msg = f"ranks {ranks} split layers together (tp_size), and their inputs differ: they need the same batch"
-        hint = (
-            "divide data by fsdplaunch.prepare(loader), or by RANK // tp_size; launched alike, seeds are the same"
-        )
-        return ShardingError(msg, hint=hint)
-    msg = f"ranks {ranks} split layers together (tp_size), and would drop out different activations"
-    return ShardingError(msg, hint="seed torch by RANK // tp_size, not by RANK")
+        msg = f"ranks {ranks} {together}, and their inputs differ: they need the same batch"
+        return ShardingError(msg, hint=f"divide data by fsdplaunch.prepare(loader), or by {number}")
+    msg = f"ranks {ranks} {together}, and would drop out different activations"
+    return ShardingError(msg, hint=f"seed torch by {number}, not by RANK")
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

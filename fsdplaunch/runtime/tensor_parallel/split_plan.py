@@ -58,7 +58,7 @@ class SplitPlan:
     def expect_same_inputs(self, model: nn.Module, device: torch.device) -> None:
         """Let the ranks that split layers draw alike from now on, and compare the first inputs of the model."""
         draw_alike(self.axis)
-        check_first_inputs(model, self.axis, device)
+        check_first_inputs(model, self.axis, device, "split layers together (tp_size)")
 
     def of(self, module: nn.Module) -> dict[str, Cut]:
         """Return the cuts of a module's own parameters, by attribute."""

@@ -19,7 +19,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.samplers import FullBatches, RankBatches, RankItems, RankTurns
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
-from fsdplaunch.runtime.data.data_loader import is_split, set_attributes
+from fsdplaunch.runtime.data.data_loader import count_readers, is_split, set_attributes
 from fsdplaunch.runtime.torch_internals.data_loaders import iterator_methods, set_iterator_methods
 
 
@@ -44,7 +44,13 @@ class _Loaders:
     def _are_ours(self, loader: Any) -> bool:
         """Return whether a loader is to be divided, after dividing it if it is."""
         hook_context = self.hook_context
-        if hook_context.data.size == 1 or not hook_context.ownership.decided() or is_split(loader):
+        if hook_context.size == 1 or not hook_context.ownership.decided():
+            return False
+        if is_split(loader):
+            if hook_context.data.size < hook_context.size:
+                count_readers(loader, hook_context.data)
+            return False
+        if hook_context.data.size == 1:
             return False
         if loader not in self.fitted:
             self.fitted.add(loader)
