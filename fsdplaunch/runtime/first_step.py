@@ -1,7 +1,7 @@
 """Find out at the first optimizer step whether what is trained is sharded, and by whom.
 
-At that moment all is known, and nothing is lost yet: replicas that train on, each by itself, are ended here. A script
-that updates its parameters itself is found at its second backward pass.
+At that moment all is known, and nothing is lost yet: replicas that train on, each by itself, are ended here. A
+script that updates its parameters itself is found at its second backward pass.
 """
 
 import functools
