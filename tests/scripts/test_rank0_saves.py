@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from tests.scripts.conftest import Forks, Run
 
 HEAD = """
-import copy, os, random, signal, sys, time
+import copy, os, pickle, random, signal, sys, time
 import torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 dist.init_process_group("gloo")
 rank = int(os.environ["RANK"])
 torch.manual_seed(0)
@@ -25,9 +25,10 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
+        self.table = nn.Parameter(torch.randn(128, 129) / 100)  # large enough to be written as it comes
         self.register_buffer("steps", torch.zeros(()))
     def forward(self, x):
-        return self.layers(x)
+        return self.layers(x) + self.table[:8, :8].sum(0)
 model = DDP(Net())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 def step():
@@ -51,6 +52,9 @@ for number in range(12):
         torch.save({k: v.cpu().clone() for k, v in model.module.state_dict().items()}, f"copied-{number}.pt")
         torch.save({k: v.detach().to(torch.float64) for k, v in ema.state_dict().items()}, f"ema-{number}.pt")
         save_file(model.module.state_dict(), f"file-{number}.safetensors")
+        save_model(model.module, f"model-{number}.safetensors")
+        with open(f"pickled-{number}.pkl", "wb") as file:
+            pickle.dump(model.module.state_dict(), file)
     if number == 5:
         dist.barrier()
     full = {name: value.full_tensor() for name, value in model.module.named_parameters()}
@@ -59,10 +63,12 @@ for number in range(12):
         saved = torch.load(f"all-{number}.pt")
         copied, file = torch.load(f"copied-{number}.pt"), load_file(f"file-{number}.safetensors")
         averaged = torch.load(f"ema-{number}.pt")
+        module = load_file(f"model-{number}.safetensors")
+        pickled = pickle.loads(open(f"pickled-{number}.pkl", "rb").read())
         assert int(saved["model"]["module.steps"]) == number + 1
         assert all(state["step"] == number + 1 for state in saved["optimizer"]["state"].values())
         for name, value in full.items():
-            for found in (saved["model"]["module." + name], copied[name], file[name]):
+            for found in (saved["model"]["module." + name], copied[name], file[name], module[name], pickled[name]):
                 assert type(found) is torch.Tensor and torch.equal(found, value), name
             assert averaged[name].dtype is torch.float64 and torch.equal(averaged[name].float(), means[name])
         print("compared", number)
@@ -78,6 +84,15 @@ step()
 torch.save(model.state_dict(), "together.pt")
 torch.save({"rank": rank}, f"own-{rank}.pt")
 print(sorted(os.listdir("."))[-1])
+"""
+
+BETWEEN = """
+step()
+loss = model(torch.randn(4, 8)).pow(2).mean()
+if rank == 0:
+    torch.save(model.state_dict(), "never.pt")
+loss.backward()
+optimizer.step()
 """
 
 KILLED = """
@@ -135,7 +150,7 @@ def test_every_file_that_rank_0_saves_is_whole_and_of_one_step(forks: Forks, tmp
     assert done.codes == [0, 0], "\n".join(done.err)
     assert done.out[0].splitlines() == [*(f"compared {n}" for n in (2, 5, 8, 11)), "saved after the end"]
     last = torch.load(done.folder / "last.pt")
-    assert all(state["exp_avg"].numel() in (8, 64) for state in last["state"].values())
+    assert all(state["exp_avg"].numel() in (8, 64, 128 * 129) for state in last["state"].values())
     assert load_file(done.folder / "file-11.safetensors")["layers.0.0.weight"].shape == (8, 8)
 
 
@@ -163,9 +178,10 @@ def test_killed_rank_ends_the_save_within_seconds(forks: Forks, tmp_path: Path) 
             "torch.save(model.state_dict(), ",
             "was called on rank 0 only, and layers.0.0.weight was changed on",
         ),
+        (BETWEEN, "torch.save(", "was called on rank 0 only, between a pass of a model and its backward"),
         (UNKNOWN, "torch.save(best", "is neither a parameter nor optimizer state as they are now"),
     ],
-    ids=["evaluation", "swapped weights", "unknown copy"],
+    ids=["evaluation", "swapped weights", "between forward and backward", "unknown copy"],
 )
 def test_what_rank_0_cannot_do_alone_is_an_error_at_its_line(
     forks: Forks, tmp_path: Path, body: str, line: str, says: str

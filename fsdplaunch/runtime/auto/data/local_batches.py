@@ -53,6 +53,10 @@ class LocalBatches:
         else:
             self.alike_passes += 1
 
+    def await_backward(self) -> bool:
+        """Return whether a pass was made that no backward has followed."""
+        return bool(self.shared_passes or self.alike_passes)
+
     def leave(self) -> None:
         """Note that a backward has begun, which the passes so far belong to."""
         self.shared_passes = self.alike_passes = 0
