@@ -21,7 +21,7 @@ def around_writing(write: Callable[[torch.UntypedStorage, Callable[[], None]], N
     All versions open their file by one function and write a storage by one method of what it gives.
     """
     opened: Any = torch.serialization._open_zipfile_writer
-    with patch.object(torch.serialization, "_open_zipfile_writer", lambda file: _Opened(opened(file), write)):
+    with patch.object(torch.serialization, "_open_zipfile_writer", lambda *args: _Opened(opened(*args), write)):
         yield
 
 
