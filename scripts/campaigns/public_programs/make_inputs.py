@@ -1,4 +1,4 @@
-"""Make tiny models and data in a folder: a tokenizer, a Llama, a BERT, texts, labelled sentences, images, MNIST."""
+"""Make tiny models and data in a folder: a tokenizer, a Llama, a BERT, texts, labels, images, digits."""
 
 import json
 import os

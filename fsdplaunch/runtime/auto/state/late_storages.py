@@ -33,7 +33,8 @@ class LateStorages:
             dtype: Its dtype.
             fill: Returns its values, of the same shape and dtype.
         """
-        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # pages of shared memory would stay
+        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=private)
         late = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
         self._waiting[storage_identity(late)] = late, memory
         self._fills[storage_identity(late)] = fill
