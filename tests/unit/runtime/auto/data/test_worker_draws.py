@@ -1,4 +1,4 @@
-"""A loader's worker process tells that its dataset draws, by whichever generator, and runs the script's function."""
+"""A loader's worker process tells that its dataset draws, by any generator, and runs the script's function."""
 
 import random
 from collections.abc import Callable
