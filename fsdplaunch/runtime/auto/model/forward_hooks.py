@@ -72,7 +72,7 @@ class ForwardHooks:
             self.noted([*args, *kwargs.values()])
             self.rng_state = torch.get_rng_state() if may_be_differentiated_twice(args, kwargs) else None
         self.depth += 1
-        return _full_arguments(args, kwargs)
+        return None if torch.compiler.is_compiling() else _full_arguments(args, kwargs)
 
     def _check_first(self) -> None:
         """Check once, before the first pass, that the parameters are those that were sharded."""
