@@ -14,8 +14,9 @@ from fsdplaunch.runtime.sharding.blocks import class_name
 from fsdplaunch.runtime.sharding.materialize import ModelTensor
 from fsdplaunch.runtime.tensor_parallel.layers import Cut, matrix_layer
 from fsdplaunch.runtime.tensor_parallel.plan import find_plan, matched
+from fsdplaunch.runtime.tensor_parallel.same_gradients import check_first_gradients
 from fsdplaunch.runtime.tensor_parallel.same_inputs import check_first_inputs, draw_alike
-from fsdplaunch.runtime.tensor_parallel.styles import ROPE, STYLES, Style, rope_style
+from fsdplaunch.runtime.tensor_parallel.styles import HEAD_NORM, ROPE, STYLES, Style, rope_style
 from fsdplaunch.runtime.torch_internals.dtensor import silence_slow_exchanges
 from fsdplaunch.runtime.torch_internals.modules import own_parameters
 
@@ -56,9 +57,10 @@ class SplitPlan:
             entry.exchange(cut.split(entry.tensor.detach(), self.axis))
 
     def expect_same_inputs(self, model: nn.Module, device: torch.device) -> None:
-        """Let the ranks that split layers draw alike from now on, and compare the first inputs of the model."""
+        """Let the ranks that split layers draw alike from now on, and compare first inputs and gradients."""
         draw_alike(self.axis)
         check_first_inputs(model, self.axis, device, "split layers together (tp_size)")
+        check_first_gradients(model, self.axis, device)
 
     def of(self, module: nn.Module) -> dict[str, Cut]:
         """Return the cuts of a module's own parameters, by attribute."""
@@ -87,6 +89,8 @@ def split_plan(model: nn.Module, configured: Mapping[str, str], axis: DeviceMesh
         else:
             holder, _, attribute = name.rpartition(".")
             _add_parameter(result, modules[holder], attribute, STYLES[found.style])
+    if not configured:
+        _add_head_norms(result)
     _follow_ties(result, model)
     _check_divisible(result, model)
     _check_heads(result, model)
@@ -152,6 +156,17 @@ def _check_kind(plan: SplitPlan, module: nn.Module, style: Style, name: str) -> 
     if name == "local_rowwise" and getattr(module, "bias", None) is not None:
         msg = f"{plan.names[module]} has a bias, which local_rowwise would add on every rank"
         raise ShardingError(msg, hint="use rowwise")
+
+
+def _add_head_norms(plan: SplitPlan) -> None:
+    """Add up the gradients of norms inside of split heads; the plans of transformers 4 do not name them."""
+    by_name = {name: module for module, name in plan.names.items()}
+    for module, style in list(plan.modules.items()):
+        parent, _, own = plan.names[module].rpartition(".")
+        norm = by_name.get(f"{parent}.{own.removesuffix('_proj')}_norm")
+        if own in ("q_proj", "k_proj") and style.leave is None and norm is not None and norm not in plan.modules:
+            plan.modules[norm] = HEAD_NORM
+            plan.cuts |= {(norm, attribute): Cut() for attribute, _ in own_parameters(norm)}
 
 
 def _follow_ties(plan: SplitPlan, model: nn.Module) -> None:
