@@ -185,3 +185,18 @@ def test_ranks_that_split_layers_read_the_same_data_and_a_resumed_run_goes_on_th
     then = four_ranks.run(read_data, str(tmp_path / "run"), 1, 2, env=variables(1))
     assert set(items).isdisjoint(item for rank in then for batch in rank for item in batch)
     assert {item for rank in then for batch in rank for item in batch} | set(items) == set(range(32))
+
+
+def odd_vocabulary() -> dict[str, Any]:
+    """A vocabulary that two ranks cannot divide, under the model's own plan: losses against one process."""
+    models.WORDS = models.SIZES["vocab_size"] = 97
+    try:
+        return against_one("llama")
+    finally:
+        models.WORDS = models.SIZES["vocab_size"] = 96
+
+
+def test_a_vocabulary_that_ranks_cannot_divide_stays_in_full(four_ranks: RankPool) -> None:
+    result = four_ranks.run(odd_vocabulary, env=variables(2), timeout=200)[0]
+    assert result["values"] < 1e-5
+    assert any("layers split: 14 of 21 parameters" in line for line in result["lines"])

@@ -40,7 +40,7 @@ def split_blocks(model: nn.Module, classes: tuple[str, ...], axis: DeviceMesh) -
     return sequences
 
 
-def begin_passes(model: nn.Module, sequences: SplitSequences, device: torch.device) -> None:
+def compare_first_pass(model: nn.Module, sequences: SplitSequences, device: torch.device) -> None:
     """Split sequences in each pass with gradients; compare the first one with a pass that splits nothing.
 
     Args:
