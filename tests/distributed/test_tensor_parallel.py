@@ -135,6 +135,7 @@ def read_weights(path: str, folder: str, name: str) -> bool:
     with torch.device("meta"):
         model = models.MODELS[name][0]()
     model = fsdplaunch.prepare(model, weights=path)
+    assert fsdplaunch.describe(model).split, "the layers are not split"
     mine, gathered = models.full_values(model), torch.load(f"{folder}.gathered")["values"]
     return all(torch.equal(values, mine[key]) for key, values in gathered.items())
 
