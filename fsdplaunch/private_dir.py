@@ -17,7 +17,8 @@ from pathlib import Path
 from fsdplaunch.run_secret import PRIVATE_DIR
 
 _MEMORY = "/dev/shm"  # noqa: S108  (the folders made in it are 0700, with random names)
-_PREFIX = "fsdplaunch-"
+_PREFIX = "fsdplaunch-run-"
+"""Older versions made folders without a lock, whose names begin with fsdplaunch- alone."""
 _MOST_TRIES = 100
 
 
@@ -37,6 +38,15 @@ def remove_private_dir(environ: MutableMapping[str, str]) -> None:
     """Remove the folder, if there is one."""
     if (folder := environ.get(PRIVATE_DIR)) and os.path.basename(folder).startswith(_PREFIX):  # noqa: PTH119
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def leave_private_dir(environ: MutableMapping[str, str]) -> None:
+    """Give up this process's part in the folder and its lock; those that were forked before keep theirs."""
+    folder = environ.pop(PRIVATE_DIR, "")
+    for entry in os.listdir("/proc/self/fd") if folder else ():  # noqa: PTH208
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{entry}").partition(" ")[0] == folder:  # noqa: PTH115
+                os.close(int(entry))
 
 
 def make_process_dir() -> Path:

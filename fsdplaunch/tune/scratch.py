@@ -7,6 +7,7 @@ one that begins with a dot, is one link; the worker's write guard refuses what w
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 _COPIED_BYTES = 1 << 20
@@ -14,13 +15,13 @@ _MOST_FILES = 20_000
 _MOST_IN_FOLDER = 2_000
 
 
-def make_scratch(source: Path, target: Path, *, leave_out: Path) -> None:
+def make_scratch(source: Path, target: Path, *, leave_out: Collection[Path]) -> None:
     """Make a folder that reads as another one.
 
     Args:
         source: The user's folder.
         target: To be made.
-        leave_out: Not to be shown: where the trials themselves are.
+        leave_out: Folders that are not shown: those of trials.
     """
     target.mkdir(parents=True)
     count = 0
@@ -37,11 +38,11 @@ def make_scratch(source: Path, target: Path, *, leave_out: Path) -> None:
                 _show(entry, place / entry.name)
 
 
-def _entries(folder: Path, leave_out: Path) -> list[os.DirEntry[str]]:
+def _entries(folder: Path, leave_out: Collection[Path]) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as found:
             return sorted(
-                (entry for entry in found if Path(entry.path) != leave_out), key=lambda entry: entry.name
+                (entry for entry in found if Path(entry.path) not in leave_out), key=lambda entry: entry.name
             )
     except PermissionError:
         return []

@@ -4,21 +4,18 @@ It starts nothing itself: `Trial` does, or a test. With the same outcomes it mak
 going on after an interruption rests on.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Literal
 
 from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.tune.candidate import Candidate
 from fsdplaunch.tune.decide import Pair, Verdict, contenders, decide
 from fsdplaunch.tune.outcome import Outcome
 from fsdplaunch.tune.predict import Predictor
+from fsdplaunch.tune.rows import CannotMeasureError, Duel, Row, SearchStopped
 from fsdplaunch.tune.space import Space, identity
 
-State = Literal[
-    "waiting", "running", "measured", "slower", "as fast", "does not fit", "failed", "not run", "same run"
-]
 Trial = Callable[[Candidate, int], Outcome]
 """Runs a candidate for so many measured steps."""
 _RUNGS = 2
@@ -29,68 +26,6 @@ _MOST_TOGETHER = 6
 """Combinations that are tried at a time."""
 _TIMES = 3
 """How often the best is combined with one more change."""
-
-
-class SearchStopped(Exception):  # noqa: N818  (no error: what is known counts)
-    """The user stopped the search."""
-
-
-class CannotMeasureError(Exception):
-    """No candidate can be measured, for a reason that the first one shows."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Row:
-    """One candidate, and what is known of it.
-
-    Attributes:
-        candidate: The changes.
-        state: Where it stands.
-        reason: Why it was not run, failed, or does not fit.
-        outcomes: Of its launches, oldest first.
-        predicted: Bytes per rank that were expected before it was run; None where nothing was.
-    """
-
-    candidate: Candidate
-    state: State = "waiting"
-    reason: str = ""
-    outcomes: list[Outcome] = field(default_factory=list)
-    predicted: int | None = None
-
-    @property
-    def fastest(self) -> Outcome | None:
-        """Return the launch with the fastest median, which other processes disturbed least; None without one."""
-        return min((one for one in self.outcomes if not one.failure), key=lambda one: one.median, default=None)
-
-    @property
-    def fits(self) -> bool:
-        """Return whether it was measured and needs no more memory than it may."""
-        states = ("measured", "slower", "as fast", "running")
-        return self.state in states and self.fastest is not None and not self.reason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Duel:
-    """Two candidates, measured in turn.
-
-    Attributes:
-        first: The faster one so far.
-        second: The other.
-        rounds: What each round measured.
-        verdict: What came of it; `open` when it was stopped before.
-    """
-
-    first: Candidate
-    second: Candidate
-    rounds: Sequence[Pair]
-    verdict: Verdict
-
-    @property
-    def kept(self) -> Candidate:
-        """Return the one to take: the faster, or of equal ones the one with fewer changes."""
-        if self.verdict == "equal":
-            return min(self.first, self.second, key=lambda candidate: len(candidate.changes))
-        return self.second if self.verdict == "second" else self.first
 
 
 @dataclass(slots=True, kw_only=True)
@@ -242,17 +177,13 @@ class Search:
         return row.fits and row.fastest is not None and row.fastest.median < _GAIN * yours.fastest.median
 
     def _settle(self) -> Candidate | None:
-        """Let the two best meet, and then the better one and yours where that may be as fast."""
+        """Let the two best meet, and then the better one and yours: what is proposed must be faster than that."""
         measured = self._fitting()
         ordered = sorted(measured, key=lambda candidate: measured[candidate].median)
-        near = contenders(measured)
         if len(ordered) < 2:  # noqa: PLR2004
             return ordered[0] if ordered else None
-        kept = self._meet(ordered[0], ordered[1])
-        yours = Candidate()
-        if yours in near and yours not in ordered[:2]:
-            kept = self._meet(kept, yours)
-        return kept
+        kept, yours = self._meet(ordered[0], ordered[1]), Candidate()
+        return self._meet(kept, yours) if yours in measured and yours not in ordered[:2] else kept
 
     def _meet(self, first: Candidate, second: Candidate) -> Candidate:
         """Measure two candidates in turn until it is clear which is faster, or that neither is."""

@@ -74,13 +74,20 @@ def test_what_is_not_a_private_folder_of_ours_is_left_alone(memory):
     elsewhere = memory / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "kept").touch()
-    (memory / "fsdplaunch-link").symlink_to(elsewhere)
-    (memory / "fsdplaunch-file").touch()
-    (memory / "fsdplaunch-open").mkdir(mode=0o755)
-    os.mkfifo(memory / "fsdplaunch-pipe")
+    (memory / "fsdplaunch-run-link").symlink_to(elsewhere)
+    (memory / "fsdplaunch-run-file").touch()
+    (memory / "fsdplaunch-run-open").mkdir(mode=0o755)
+    os.mkfifo(memory / "fsdplaunch-run-pipe")
+    (memory / "fsdplaunch-abcd1234").mkdir(mode=0o700)  # an older version's, which has no lock
     make()
     left = {path.name for path in memory.iterdir()}
-    assert left >= {"fsdplaunch-link", "fsdplaunch-file", "fsdplaunch-open", "fsdplaunch-pipe"}
+    assert left >= {
+        "fsdplaunch-abcd1234",
+        "fsdplaunch-run-link",
+        "fsdplaunch-run-file",
+        "fsdplaunch-run-open",
+        "fsdplaunch-run-pipe",
+    }
     assert (elsewhere / "kept").exists()
 
 

@@ -20,6 +20,7 @@ from fsdplaunch.launch.coordination.node_info import NodeInfo, digest, shared_va
 from fsdplaunch.launch.coordination.placement import NodePlacement, host_name, is_coordinator
 from fsdplaunch.launch.coordination.run_secrets import SecretSource
 from fsdplaunch.launch.coordination.server import JoinRequirements
+from fsdplaunch.launch.open_files import make_room
 from fsdplaunch.launch.plan import LaunchTarget
 from fsdplaunch.launch.ports import find_holder, is_free
 from fsdplaunch.launch.secret_variables import without_secrets
@@ -118,6 +119,7 @@ def _as_coordinator(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunCo
         address_is_set=configured,
         secret=secret,
     )
+    make_room(requirements.most)
     coordinator = Coordinator(listener, node_info, requirements, tell)
     try:
         coordinator.gather(progress)

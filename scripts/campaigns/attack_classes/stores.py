@@ -113,7 +113,7 @@ def overwrite_run() -> None:
         listeners = listening(descendants(run.pid))
         if outside := [place for place in listeners if not place.startswith("127.")]:
             raise AssertionError(f"it listens at {outside}")
-        touched = sum(overwrite(int(place.rpartition(":")[2]), done) for place in listeners)
+        touched = sum(overwrite(place, done) for place in listeners)
         (folder / "enough").touch()
         said = end_all([run], _END_SECONDS)
         if done.exists():
@@ -167,9 +167,9 @@ def overwrite_two_nodes(*, known: bool) -> None:
         run_id = next(path.name for path in (folder / "runs").iterdir() if not path.is_symlink())
         prefixes |= {proof(_SECRET, "agents", run_id)} if known else set()
         listeners = listening(family)
-        if outside := [place for place in listeners if not place.startswith("127.")]:
+        if outside := [place for place in listeners if place.startswith(("0.", "*", "[::]"))]:
             raise AssertionError(f"it listens at {outside}")
-        touched = sum(overwrite(int(place.rpartition(":")[2]), done, *prefixes) for place in listeners)
+        touched = sum(overwrite(place, done, *prefixes) for place in listeners)
         (folder / "enough").touch()
         end_all(nodes, _END_SECONDS + 30)
         assert touched, "no store was reached"
@@ -200,26 +200,27 @@ def listening(pids: list[int]) -> list[str]:
     ]
 
 
-def overwrite(port: int, done: Path, *prefixes: str) -> int:
+def overwrite(place: str, done: Path, *prefixes: str) -> int:
     """Overwrite every key of a store, and those that a run uses; return whether there was a store.
 
     Args:
-        port: Where it listens.
+        place: Where it listens, as `listening` says.
         done: A file that what is written would make if it was executed.
         prefixes: What the run's own keys begin with, as far as they are known.
     """
     code = (
         "import sys, pickle, base64, os, datetime; import torch.distributed as dist\n"
         "class Bomb:\n"
-        "    def __reduce__(self): return os.system, ('touch ' + sys.argv[2],)\n"
+        "    def __reduce__(self): return os.system, ('touch ' + sys.argv[3],)\n"
         "bomb = base64.b64encode(pickle.dumps(Bomb())).decode()\n"
-        "store = dist.TCPStore('127.0.0.1', int(sys.argv[1]), None, False, datetime.timedelta(seconds=2))\n"
+        "store = dist.TCPStore(sys.argv[1], int(sys.argv[2]), None, False, datetime.timedelta(seconds=2))\n"
         "keys = store.list_keys() if hasattr(store, 'list_keys') else []\n"
         "names = ('attempt', 'attempt0/port', 'attempt0/here', 'attempt0/all')\n"
-        "own = [f'{prefix}/{name}' for prefix in sys.argv[3:] for name in names]\n"
+        "own = [f'{prefix}/{name}' for prefix in sys.argv[4:] for name in names]\n"
         "for key in [*keys, *own, 'torch.rendezvous.run', 'attempt', 'port']: store.set(key, bomb)\n"
     )
-    words = [sys.executable, "-c", code, str(port), str(done), *prefixes]
+    host, _, port = place.rpartition(":")
+    words = [sys.executable, "-c", code, host.strip("[]"), port, str(done), *prefixes]
     try:
         done_with = subprocess.run(
             words,

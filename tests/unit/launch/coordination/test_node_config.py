@@ -22,7 +22,8 @@ def assignment(rank: int) -> RunAssignment:
         run_id="r7",
         rank=rank,
         names=["a (10.0.0.10)", "b (10.0.0.2)"],
-        workers=[4, 2],
+        nodes=2,
+        world=6,
         store="10.0.0.10:29501",
         address=("10.0.0.10", "10.0.0.2")[rank],
     )
