@@ -156,7 +156,7 @@ def train(
     ranks = None if prepared is None else data_ranks(prepared.mesh, axis)
     losses = []
     for step in range(first, first + steps):
-        ids = batch(step)
+        ids = batch(step).to(next(model.parameters()).device)
         mine = ids if ranks is None else ids.chunk(ranks.size)[ranks.rank]
         loss = model(input_ids=mine, labels=mine)[0]
         loss.backward()

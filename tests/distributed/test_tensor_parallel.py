@@ -36,8 +36,9 @@ def against_one(name: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("tensor", [2, 4, 1])
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("plain", 1), *((name, tensor) for name in models.MODELS for tensor in (2, 4))]
+)
 def test_a_run_with_split_layers_is_that_of_one_process(four_ranks: RankPool, name: str, tensor: int) -> None:
     result = four_ranks.run(against_one, name, env=variables(tensor, models.MODELS[name][1]), timeout=200)[0]
     assert result["learnt"] > 0.01
