@@ -13,6 +13,7 @@ from typing import Any
 
 from fsdplaunch.config.environment import ALLOW_UNSHARDED
 from fsdplaunch.config.write.render import render
+from fsdplaunch.config.xla import shards_models
 from fsdplaunch.launch.agent_process import AgentProcess, start_agent
 from fsdplaunch.launch.coordination.interfaces import RunControl
 from fsdplaunch.launch.coordination.run_control import attach, conclude_run
@@ -161,7 +162,7 @@ def unsharded_ranks(plan: LaunchPlan, record: Mapping[str, Any]) -> list[int]:
 
     The bootstrap checks this itself when a script ends; the marker catches scripts that leave through os._exit.
     """
-    watched = plan.target.is_python and plan.config.distributed_type == "FSDP"
+    watched = plan.target.is_python and shards_models(plan.config)
     if not watched or ALLOW_UNSHARDED in plan.env or plan.config.launch.shard == "off":
         return []
     ranks = [worker["rank"] for attempt in record.get("attempts", [])[-1:] for worker in attempt["workers"]]
