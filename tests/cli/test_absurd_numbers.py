@@ -23,6 +23,7 @@ OPTIONS = [
     ("runs", "--limit"),
     ("runs", "logs", "latest", "--rank"),
     ("check", "--steps"),
+    ("tune", "--steps"),
 ]
 
 
@@ -53,7 +54,8 @@ def test_tolerance_is_a_number_up_to_1(capsys, text):
 
 @pytest.mark.parametrize("text", ["0", "-1GB", "\uff11GB", "nanGB", "1e400", "9" * 400 + "TB", "1_0GB", "GB"])
 @pytest.mark.parametrize(
-    "words", [("estimate", "8b", "--gpu-memory"), ("merge-weights", "a", "b", "--max-shard-size")]
+    "words",
+    [("estimate", "8b", "--gpu-memory"), ("merge-weights", "a", "b", "--max-shard-size"), ("tune", "--memory")],
 )
 def test_sizes_are_sizes(capsys, monkeypatch, tmp_path, words, text):
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,6 @@
 """The data files of a checkpoint: opened safely, checked against the index, read exactly."""
 
+import errno
 import os
 import stat
 from collections import OrderedDict
@@ -19,6 +20,8 @@ from fsdplaunch.name_lists import listed
 
 # Fewer than the usual limit of 1024, which checkpoints of large jobs exceed.
 MAX_OPEN = 128
+_OTHERS = 32
+"""Files that a process opens for other reasons."""
 
 
 class DataFiles:
@@ -118,7 +121,8 @@ class DataFiles:
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as problem:
             msg = f"{path} cannot be opened: {problem.strerror}"
-            raise CheckpointError(msg) from None
+            few = f"let a process open {MAX_OPEN + _OTHERS} files at a time: ulimit -n"
+            raise CheckpointError(msg, hint=few if problem.errno == errno.EMFILE else None) from None
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             os.close(fd)

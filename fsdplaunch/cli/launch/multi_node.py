@@ -16,6 +16,7 @@ from fsdplaunch.launch.coordination.interfaces import JoinProgress, RunAssignmen
 from fsdplaunch.launch.coordination.node_config import agreed_config, provisional_config
 from fsdplaunch.launch.coordination.placement import NodePlacement, is_coordinator, is_step
 from fsdplaunch.launch.coordination.run_secrets import SecretSource, find_secret
+from fsdplaunch.launch.coordination.socket_interfaces import interface_variables
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.launch.preflight import find_obstacles
 from fsdplaunch.launch.run_id import GROUP_RUN, has_fixed_name, run_name
@@ -118,7 +119,7 @@ def _plan(
     )
     address = assignment.address if assignment else loaded.config.launch.local_address
     if address:
-        variables = join.interface_variables(loaded.config, address, os.environ)
+        variables = interface_variables(loaded.config, address, os.environ)
         plan = replace(plan, env={**plan.env, **variables})
     return plan
 

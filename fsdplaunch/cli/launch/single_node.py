@@ -16,7 +16,7 @@ from fsdplaunch.config.world_size import mesh_sizes, node_range
 from fsdplaunch.config.xla import runs_spmd, shards_models, shards_on_xla, uses_xla
 from fsdplaunch.errors import UsageError
 from fsdplaunch.launch.coordination.interfaces import RunControl
-from fsdplaunch.launch.coordination.join import interface_variables
+from fsdplaunch.launch.coordination.socket_interfaces import interface_variables
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan
 from fsdplaunch.launch.ports import find_holder, join_port
 from fsdplaunch.launch.preflight import find_obstacles

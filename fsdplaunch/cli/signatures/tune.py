@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.signatures.numbers import number, whole
 from fsdplaunch.cli.signatures.options import ConfigOption, JsonOption, OverwriteOption, SetOption
 
 EPILOG = (
@@ -25,8 +26,18 @@ def tune(
         list[str] | None,
         typer.Option("--try", metavar="KEY=V1,V2", help="Try these values, and only keys that are named so"),
     ] = None,
-    steps: Annotated[int, typer.Option(min=3, help="Optimizer steps measured in a first launch")] = 10,
-    time_limit: Annotated[float, typer.Option(min=1, help="Seconds that one launch may take")] = 300,
+    steps: Annotated[
+        int,
+        typer.Option(
+            parser=whole("--steps", 3, 10**6), metavar="N", help="Optimizer steps measured in a first launch"
+        ),
+    ] = 10,
+    time_limit: Annotated[
+        float,
+        typer.Option(
+            parser=number("--time-limit", 1, 10**7), metavar="X", help="Seconds that one launch may take"
+        ),
+    ] = 300,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="What a worker may need [default: the GPU's memory]")
     ] = None,

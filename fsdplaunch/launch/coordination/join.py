@@ -2,7 +2,7 @@
 
 import hashlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -252,24 +252,3 @@ def _configured_address(config: Config) -> str | None:
 def _bindable(address: str) -> str:
     """Return where a probe can listen: behind address translation, others use an address that is not here."""
     return address if network.is_own(address) else ""
-
-
-def interface_variables(
-    config: Config, address: str, environ: Mapping[str, str], *, alone: bool = False
-) -> dict[str, str]:
-    """Return the variables that keep gloo, and NCCL where an interface is configured, on the network of the nodes.
-
-    By itself gloo takes the address of this node's own name, which Debian maps to 127.0.1.1. A lone node needs no
-    network: there both stay on the loopback interface.
-
-    Args:
-        config: Resolved.
-        address: This node's, as the others reach it.
-        environ: The caller's variables; what is set there stays.
-        alone: There is no other node.
-    """
-    asked = config.launch.network_interface
-    name = asked or network.interface_of(address)
-    both = asked or alone
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if both else ("GLOO_SOCKET_IFNAME",)
-    return {variable: name for variable in names if name and variable not in environ}
