@@ -8,7 +8,7 @@ import pytest
 from fsdplaunch.config.load.load import stack
 from fsdplaunch.config.load.yaml_reader import read_text
 from fsdplaunch.launch.report.run_result import Failure, RunResult
-from fsdplaunch.tune import trial
+from fsdplaunch.tune import scratch, trial
 from fsdplaunch.tune.measured import WARM_UP, read_measured
 from fsdplaunch.tune.outcome import Outcome, outcome_of
 from fsdplaunch.tune.predict import Predictor
@@ -34,6 +34,16 @@ def test_scratch_reads_as_the_users_folder(tmp_path):
     (target / "train.py").write_text("changed")
     assert not (user / "pkg" / "new").exists()
     assert (user / "train.py").read_text() == "import pkg"
+
+
+def test_copies_take_no_more_room_than_they_may(tmp_path, monkeypatch):
+    monkeypatch.setattr(scratch, "_ALL_COPIED_BYTES", 10)
+    user, target = tmp_path / "user", tmp_path / "work"
+    user.mkdir()
+    for name in ("a", "b", "c"):
+        (user / name).write_text("12345678"[: 8 if name != "c" else 2])
+    make_scratch(user, target, leave_out=())
+    assert [(target / name).is_symlink() for name in ("a", "b", "c")] == [False, True, False]
 
 
 def test_scratch_inside_what_it_shows_does_not_show_itself(tmp_path):
