@@ -40,6 +40,15 @@ def remove_private_dir(environ: MutableMapping[str, str]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def leave_private_dir(environ: MutableMapping[str, str]) -> None:
+    """Give up this process's part in the folder and its lock; those that were forked before keep theirs."""
+    folder = environ.pop(PRIVATE_DIR, "")
+    for entry in os.listdir("/proc/self/fd") if folder else ():  # noqa: PTH208
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{entry}").partition(" ")[0] == folder:  # noqa: PTH115
+                os.close(int(entry))
+
+
 def make_process_dir() -> Path:
     """Return a new folder (0700), where other programs have theirs; it goes when this process ends."""
     folder, _ = _make_locked(tempfile.gettempdir())

@@ -99,8 +99,9 @@ def _offer_to_measure(words: Sequence[str], path: Path, out: Output) -> int:
         return 0
     if answer != "yes":
         return 0
-    from fsdplaunch.cli.tune import TuneRequest, tune
-    from fsdplaunch.cli.tune_report import TuneOutputs
+    from fsdplaunch.cli.tune.command import tune
+    from fsdplaunch.cli.tune.report import TuneOutputs
+    from fsdplaunch.cli.tune.request import TuneRequest
 
     request = TuneRequest(script=words[0], arguments=tuple(words[1:]), file=str(path))
     return tune(request, resume=None, outputs=TuneOutputs(write=path, overwrite=True), out=out)

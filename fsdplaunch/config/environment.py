@@ -13,6 +13,7 @@ from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.walk import Path, all_keys, build_config, keys_by_path, value_at
 from fsdplaunch.config.world_size import has_one_axis
+from fsdplaunch.config.xla import uses_xla
 from fsdplaunch.errors import UsageError
 
 RUN_DIR = "FSDPLAUNCH_RUN_DIR"
@@ -44,6 +45,7 @@ def encode(config: Config) -> dict[str, str]:
     for spec in all_keys():
         value = value_at(config, spec.path)
         unread = spec.key.unread or version not in spec.key.versions or value in ((), {})
+        unread = unread or (spec.name.startswith("xla") and not uses_xla(config))
         if value is None or (unread and value == spec.default):
             continue
         env[spec.env] = spec.key.kind.write(value)
@@ -52,7 +54,9 @@ def encode(config: Config) -> dict[str, str]:
 
 def _switches(config: Config) -> dict[str, str]:
     """Return the on/off variables accelerate and transformers look at before they read any other."""
-    switches = {}
+    switches: dict[str, str] = {}
+    if uses_xla(config):  # it shards in its own way, and has no mesh of theirs
+        return switches
     if config.distributed_type == "FSDP":
         switches["ACCELERATE_USE_FSDP"] = "true"
     if not has_one_axis(config):

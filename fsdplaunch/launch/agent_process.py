@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from fsdplaunch.launch.open_files import inherited_limit
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.launch.preloaded import preload_lists
 from fsdplaunch.launch.warm.client import warm_agent
@@ -59,26 +60,27 @@ def start_agent(
     modules = preload_lists(plan.config, plan.target.command)
     agent: AgentProcess | None = None
     try:
-        if any(modules):
-            agent = warm_agent(
+        with inherited_limit():
+            if any(modules):
+                agent = warm_agent(
+                    plan.argv,
+                    environ,
+                    modules,
+                    folder or Path.cwd(),
+                    [0, 1 if output is None else output, 2, lifeline],
+                    keep_seconds=plan.config.launch.keep_warm_seconds,
+                    blocked=[*before, signal.SIGINT],
+                    lost_status=lost_status,
+                )
+            agent = agent or subprocess.Popen(
                 plan.argv,
-                environ,
-                modules,
-                folder or Path.cwd(),
-                [0, 1 if output is None else output, 2, lifeline],
-                keep_seconds=plan.config.launch.keep_warm_seconds,
-                blocked=[*before, signal.SIGINT],
-                lost_status=lost_status,
+                env={**environ, LIFELINE: str(lifeline)},
+                stdout=output,
+                start_new_session=True,
+                pass_fds=[lifeline],
+                cwd=folder,
+                preexec_fn=ended_with_us(),  # noqa: PLW1509  (from its first moment, which may be its last)
             )
-        agent = agent or subprocess.Popen(
-            plan.argv,
-            env={**environ, LIFELINE: str(lifeline)},
-            stdout=output,
-            start_new_session=True,
-            pass_fds=[lifeline],
-            cwd=folder,
-            preexec_fn=ended_with_us(),  # noqa: PLW1509  (from its first moment, which may be its last)
-        )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(lifeline)

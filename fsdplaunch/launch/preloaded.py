@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.xla import uses_xla
 from fsdplaunch.launch.entry_points import BOOTSTRAP, PRELOADED
 
 _TORCH = ("torch", "torch.distributed")
@@ -28,5 +29,5 @@ def preload_lists(config: Config, command: Sequence[str]) -> tuple[tuple[str, ..
     """
     if not is_forked(config, command):
         return (), ()
-    sharding = PRELOADED if config.distributed_type == "FSDP" else ()
+    sharding = PRELOADED if config.distributed_type == "FSDP" and not uses_xla(config) else ()
     return _TORCH, (BOOTSTRAP, *sharding, *config.launch.preload)

@@ -13,6 +13,7 @@ from typing import Any
 
 from fsdplaunch.config.environment import ALLOW_UNSHARDED
 from fsdplaunch.config.write.render import render
+from fsdplaunch.config.xla import shards_models
 from fsdplaunch.launch.agent_process import AgentProcess, start_agent
 from fsdplaunch.launch.coordination.interfaces import RunControl
 from fsdplaunch.launch.coordination.run_control import attach, conclude_run
@@ -45,6 +46,7 @@ from fsdplaunch.run_secret import SECRET
 
 PATIENCE = 2
 """Signals that are passed on before the agent is killed."""
+_LOOK_SECONDS = 0.5
 _AGENT_SECONDS = 5.0
 """How long the agent may take beyond what it gives its workers."""
 
@@ -57,7 +59,7 @@ def run_plan(
     control: RunControl | None = None,
     secret: str = "",
     folder: Path | None = None,
-    limit_seconds: float | None = None,
+    is_over: Callable[[], bool] | None = None,
 ) -> RunResult:
     """Start the plan's agent and wait for its end.
 
@@ -71,7 +73,7 @@ def run_plan(
         control: The other nodes, which end together and report one cause; None when this one is alone.
         secret: The run's, where several nodes take part without `control`.
         folder: Where the workers start; the current one when left out.
-        limit_seconds: How long the run may take before it is asked to end as by SIGTERM, and then killed.
+        is_over: Called while the run goes on; where it says so the run is asked to end, and then killed.
     """
     open_missing_streams()
     _prepare_run_dir(plan)
@@ -85,7 +87,7 @@ def run_plan(
     names = plan.config.launch.signals
     is_new = attach(control, agent, plan.run_dir, names).came if control is not None else lambda _number: True
     with _signals_passed_to(agent, names, on_signal, is_new) as received:
-        code = _wait(agent, limit_seconds, plan.config.launch.shutdown_grace_seconds)
+        code = _wait(agent, is_over, plan.config.launch.shutdown_grace_seconds)
         status, record = _read_record(plan, code, received)
         if control is not None:
             status, record = conclude_run(control, status, record)
@@ -99,12 +101,14 @@ def run_plan(
     return result
 
 
-def _wait(agent: AgentProcess, limit: float | None, grace: float) -> int:
-    """Wait for the agent's end; past the limit, ask it to end its workers, and kill it where it does not."""
-    try:
-        return agent.wait(limit)
-    except subprocess.TimeoutExpired:
-        agent.send_signal(signal.SIGTERM)
+def _wait(agent: AgentProcess, is_over: Callable[[], bool] | None, grace: float) -> int:
+    """Wait for the agent's end; where the run is over before, ask it to end, and kill it if it does not."""
+    while is_over is None or not is_over():
+        try:
+            return agent.wait(_LOOK_SECONDS if is_over else None)
+        except subprocess.TimeoutExpired:
+            continue
+    agent.send_signal(signal.SIGTERM)
     try:
         return agent.wait(grace + _AGENT_SECONDS)
     except subprocess.TimeoutExpired:
@@ -158,7 +162,7 @@ def unsharded_ranks(plan: LaunchPlan, record: Mapping[str, Any]) -> list[int]:
 
     The bootstrap checks this itself when a script ends; the marker catches scripts that leave through os._exit.
     """
-    watched = plan.target.is_python and plan.config.distributed_type == "FSDP"
+    watched = plan.target.is_python and shards_models(plan.config)
     if not watched or ALLOW_UNSHARDED in plan.env or plan.config.launch.shard == "off":
         return []
     ranks = [worker["rank"] for attempt in record.get("attempts", [])[-1:] for worker in attempt["workers"]]

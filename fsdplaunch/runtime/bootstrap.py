@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fsdplaunch.config.environment import COMPARE_DIR, MEASURE_STEPS, REHEARSAL_STEPS, decode
 from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.xla import shards_models, uses_xla
 from fsdplaunch.parent_death import die_with_parent
 from fsdplaunch.probe.torch_version import PRINTING_GLOO, installed_numbers
 from fsdplaunch.runtime.auto.dtensor.error_notes import explaining_mixtures
@@ -59,7 +60,11 @@ def main(argv: list[str]) -> None:
 
 
 def _work(config: Config, target: ScriptTarget) -> None:
-    if config.distributed_type == "FSDP":
+    if uses_xla(config):
+        from fsdplaunch.runtime.xla.set_up import set_up_xla
+
+        set_up_xla(config)
+    elif config.distributed_type == "FSDP":
         _set_up(config, target)
     else:
         _set_up_replicas(config)
@@ -83,7 +88,7 @@ def _work(config: Config, target: ScriptTarget) -> None:
     call_if_imported(FINISH_SAVES)  # a run whose last save failed has failed
     call_if_imported(REPORT_END)
     call_if_imported(RANK0_SAVES_END)
-    if config.distributed_type == "FSDP" and config.launch.shard != "off":
+    if shards_models(config) and config.launch.shard != "off":
         from fsdplaunch.runtime.sharding_watch import check_sharded
 
         check_sharded(os.path.basename(target.name))  # noqa: PTH119  (a module's name has no path)

@@ -6,7 +6,7 @@ from html import escape
 from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.tune.outcome import Outcome
 from fsdplaunch.tune.result import TuneResult
-from fsdplaunch.tune.search import Row
+from fsdplaunch.tune.rows import Row
 from fsdplaunch.tune.table import closing_lines, step_words
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _EDGE = 900, 420, 80, 45, 30

@@ -71,14 +71,17 @@ class Predictor:
         static = self._calculated(config)
         if static is None or self._model is None:
             return None
-        if _kind(config) in self._beside:
-            return max(0, static + self._beside[_kind(config)])
-        return static + self._model.start if self._model.case.shape is not None else None
+        if self._model.case.shape is not None:
+            # Activations are in the arithmetic: what is beside it, such as imports, is the same for all.
+            return static + next(iter(self._beside.values()), self._model.start)
+        beside = self._beside.get(_kind(config))
+        return None if beside is None else max(0, static + beside)
 
     def refusal(self, config: Config) -> str:
         """Return why a configuration cannot fit, with the number; "" where it may."""
-        if self._model is not None and config.sharding.checkpoint_every > max(self._model.case.sizes.depth, 1):
-            return f"the model has {self._model.case.sizes.depth} blocks"
+        blocks = self._model.case.sizes.depth if self._model is not None else 0
+        if 0 < blocks < config.sharding.checkpoint_every:
+            return f"the model has {blocks} block{'s' if blocks > 1 else ''}"
         static, predicted = self._calculated(config), self.predict(config)
         if self.limit is None or static is None or self._model is None:
             return ""

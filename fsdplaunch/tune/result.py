@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp, log
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from fsdplaunch.config.schema.walk import Path as KeyPath
 from fsdplaunch.tune.candidate import Candidate
-from fsdplaunch.tune.search import Duel, Row
+from fsdplaunch.tune.rows import Duel, Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +70,16 @@ class TuneResult:
 
     @property
     def speed(self) -> float | None:
-        """Return how many times faster the kept one's step is than yours; None where one was not measured."""
-        if self.kept is None or self.yours.fastest is None:
-            return None
-        fastest = self.row(self.kept).fastest
-        return None if fastest is None else self.yours.fastest.median / fastest.median
+        """Return how many times faster the kept one is than yours, measured in turn; None where they were not."""
+        duel = next((each for each in self.duels if self._is_with_yours(each)), None)
+        if duel is None:
+            return 1.0 if self.kept is not None and self.kept.is_yours else None
+        ratio = exp(mean(log(second.median / first.median) for first, second in duel.rounds))
+        return ratio if duel.first == self.kept else 1 / ratio
+
+    def _is_with_yours(self, duel: Duel) -> bool:
+        pair = (duel.first, duel.second)
+        return bool(duel.rounds) and self.kept in pair and any(each.is_yours for each in pair)
 
     def gains(self) -> list[Gain]:
         """Return what each key that the kept candidate changes gained."""

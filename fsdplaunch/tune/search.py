@@ -7,18 +7,15 @@ going on after an interruption rests on.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Literal
 
 from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.tune.candidate import Candidate
 from fsdplaunch.tune.decide import Pair, Verdict, contenders, decide
 from fsdplaunch.tune.outcome import Outcome
 from fsdplaunch.tune.predict import Predictor
+from fsdplaunch.tune.rows import CannotMeasureError, Duel, Row, SearchStopped
 from fsdplaunch.tune.space import Space, identity
 
-State = Literal[
-    "waiting", "running", "measured", "slower", "as fast", "does not fit", "failed", "not run", "same run"
-]
 Trial = Callable[[Candidate, int], Outcome]
 """Runs a candidate for so many measured steps."""
 _RUNGS = 2
@@ -29,68 +26,6 @@ _MOST_TOGETHER = 6
 """Combinations that are tried at a time."""
 _TIMES = 3
 """How often the best is combined with one more change."""
-
-
-class SearchStopped(Exception):  # noqa: N818  (no error: what is known counts)
-    """The user stopped the search."""
-
-
-class CannotMeasureError(Exception):
-    """No candidate can be measured, for a reason that the first one shows."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Row:
-    """One candidate, and what is known of it.
-
-    Attributes:
-        candidate: The changes.
-        state: Where it stands.
-        reason: Why it was not run, failed, or does not fit.
-        outcomes: Of its launches, oldest first.
-        predicted: Bytes per rank that were expected before it was run; None where nothing was.
-    """
-
-    candidate: Candidate
-    state: State = "waiting"
-    reason: str = ""
-    outcomes: list[Outcome] = field(default_factory=list)
-    predicted: int | None = None
-
-    @property
-    def fastest(self) -> Outcome | None:
-        """Return the launch with the fastest median, which other processes disturbed least; None without one."""
-        return min((one for one in self.outcomes if not one.failure), key=lambda one: one.median, default=None)
-
-    @property
-    def fits(self) -> bool:
-        """Return whether it was measured and needs no more memory than it may."""
-        states = ("measured", "slower", "as fast", "running")
-        return self.state in states and self.fastest is not None and not self.reason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Duel:
-    """Two candidates, measured in turn.
-
-    Attributes:
-        first: The faster one so far.
-        second: The other.
-        rounds: What each round measured.
-        verdict: What came of it; `open` when it was stopped before.
-    """
-
-    first: Candidate
-    second: Candidate
-    rounds: Sequence[Pair]
-    verdict: Verdict
-
-    @property
-    def kept(self) -> Candidate:
-        """Return the one to take: the faster, or of equal ones the one with fewer changes."""
-        if self.verdict == "equal":
-            return min(self.first, self.second, key=lambda candidate: len(candidate.changes))
-        return self.second if self.verdict == "second" else self.first
 
 
 @dataclass(slots=True, kw_only=True)
@@ -152,7 +87,8 @@ class Search:
                 break
             steps *= 2
             for candidate in running[: max(2, (len(running) + 1) // 2)]:
-                self._measure(self.rows[candidate], steps)
+                if self.rows[candidate].most_steps < steps:
+                    self._measure(self.rows[candidate], steps)
         self._mark_slower()
 
     def _mark_slower(self) -> None:
@@ -242,17 +178,24 @@ class Search:
         return row.fits and row.fastest is not None and row.fastest.median < _GAIN * yours.fastest.median
 
     def _settle(self) -> Candidate | None:
-        """Let the two best meet, and then the better one and yours where that may be as fast."""
+        """Let the two best meet, and then the better one and yours: what is proposed must be faster than that."""
         measured = self._fitting()
         ordered = sorted(measured, key=lambda candidate: measured[candidate].median)
-        near = contenders(measured)
         if len(ordered) < 2:  # noqa: PLR2004
             return ordered[0] if ordered else None
-        kept = self._meet(ordered[0], ordered[1])
-        yours = Candidate()
-        if yours in near and yours not in ordered[:2]:
-            kept = self._meet(kept, yours)
-        return kept
+        best = ordered[0]
+        for rival in self._rivals(ordered, near=Candidate() in contenders(measured)):
+            best = self._meet(best, rival)
+            if best.is_yours:
+                break
+        return best
+
+    def _rivals(self, ordered: Sequence[Candidate], *, near: bool) -> list[Candidate]:
+        """Return whom the best must meet: the runner-up, and yours; that first where it may be as fast."""
+        best, runner_up, yours = ordered[0], ordered[1], Candidate()
+        if best.is_yours or runner_up.is_yours or yours not in ordered:
+            return [runner_up]
+        return [yours, runner_up] if near else [runner_up, yours]
 
     def _meet(self, first: Candidate, second: Candidate) -> Candidate:
         """Measure two candidates in turn until it is clear which is faster, or that neither is."""

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.errors import UsageError
-from fsdplaunch.run_dir import read_json, write_json
+from fsdplaunch.run_dir import PRIVATE_MODE, read_json, write_json
 from fsdplaunch.tune.candidate import Candidate
 from fsdplaunch.tune.outcome import Outcome, outcome_of
-from fsdplaunch.tune.search import SearchStopped
+from fsdplaunch.tune.rows import SearchStopped
 
 STATE = "tune.json"
 SUFFIX = "-tune"
@@ -37,7 +37,7 @@ class TuneState:
             {"changes": changes, "steps": steps, "outcome": outcome.to_dict()}
             for changes, steps, outcome in self.outcomes
         ]
-        write_json(self.folder / STATE, {"request": self.request, "outcomes": outcomes})
+        write_json(self.folder / STATE, {"request": self.request, "outcomes": outcomes}, mode=PRIVATE_MODE)
 
     def trial(self, launch: Callable[[Candidate, int, int], Outcome]) -> Callable[[Candidate, int], Outcome]:
         """Return what gives the outcomes that are known, one after the other, and launches for the next ones.

@@ -6,7 +6,7 @@ from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.tune.candidate import Candidate
 from fsdplaunch.tune.outcome import Outcome
 from fsdplaunch.tune.result import Gain, TuneResult
-from fsdplaunch.tune.search import Duel, Row
+from fsdplaunch.tune.rows import Duel, Row
 
 _BAR = 16
 _LONGEST = 60
@@ -118,10 +118,10 @@ def _answer(result: TuneResult) -> Iterator[str]:
         yield f"{until}no candidate fits"
     elif kept.is_yours:
         yield f"{until}yours is the one to keep: nothing tried is clearly faster"
-    elif speed is None:
-        yield f"{until}best: {kept.label}; yours does not fit or was not measured"
     elif not result.yours.fits:
         yield f"{until}best of those that fit: {kept.label}; yours does not fit"
+    elif speed is None:
+        yield f"{until}best: {kept.label}; not measured against yours in turn"
     else:
         yield f"{until}best: {kept.label}, {speed:.2f} times the speed of yours"
 

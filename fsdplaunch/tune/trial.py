@@ -1,6 +1,7 @@
 """One trial: an ordinary launch of the user's script with a candidate's configuration, in a folder of its own."""
 
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,10 @@ from fsdplaunch.tune.outcome import Outcome
 from fsdplaunch.tune.scratch import make_scratch, moved
 
 _GRACE_SECONDS = 5.0
+_ENDING_SECONDS = 10.0
+"""How long a script's own exit handlers may take when all has been measured."""
+_WARM_SECONDS = 30.0
+"""How long the interpreter of one trial waits for the next one; after the last it ends by itself."""
 _KILLED = 137
 _STATED = 200
 """Characters of a script's own error that a row shows."""
@@ -56,13 +61,14 @@ class TrialRunner:
         shutil.rmtree(place, ignore_errors=True)  # of an interrupted search that goes on
         work = self.folder / "work"
         shutil.rmtree(work, ignore_errors=True)
-        make_scratch(self.source, work, leave_out=self.folder.parent)
+        make_scratch(self.source, work, leave_out=(self.folder, self.folder.parent))
         try:
             plan = self._prepared(self.plan(_for_trial(config), self._moved(work), place), work, steps)
-            result = run_plan(plan, folder=work, limit_seconds=self.limit_seconds)
+            watch = _Watch(plan, self.limit_seconds)
+            result = run_plan(plan, folder=work, is_over=watch.is_over)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        return self._outcome(plan, result, steps)
+        return self._outcome(watch, result, steps)
 
     def _moved(self, work: Path) -> LaunchTarget:
         name = self.target.name
@@ -77,30 +83,56 @@ class TrialRunner:
             env |= {MEASURE_SCRATCH: str(self.folder), MEASURE_SOURCE: str(self.source)}
         return replace(plan, env=env)
 
-    def _outcome(self, plan: LaunchPlan, result: RunResult, steps: int) -> Outcome:
-        if result.failure is None and result.stopped_by is None and result.exit_code == 0:
-            records = [read_json(rank_folder(plan.run_dir, rank) / MEASURED) for rank in range(plan.workers)]
+    def _outcome(self, watch: "_Watch", result: RunResult, steps: int) -> Outcome:
+        if result.exit_code == 0 or (watch.has_ended and watch.is_measured):
+            records = [read_json(path) for path in watch.records]
             return replace(read_measured(records, steps), wall=result.seconds)
-        kind, why = _why(result, self.limit_seconds)
+        kind, why = _why(result) if not watch.has_ended else ("time", f"not done in {self.limit_seconds:.0f} s")
         return Outcome(failure=why, kind=kind, wall=result.seconds)
 
 
+class _Watch:
+    """Says when a launch is over: its time is up, or all has been measured and the script does not end.
+
+    Attributes:
+        records: Where each rank writes what it measured.
+        is_measured: Whether all have.
+        has_ended: Whether the launch was ended for this.
+
+    Args:
+        plan: Of the launch.
+        limit: Seconds that it may take.
+    """
+
+    def __init__(self, plan: LaunchPlan, limit: float) -> None:
+        self.records = [rank_folder(plan.run_dir, rank) / MEASURED for rank in range(plan.workers)]
+        self.is_measured = self.has_ended = False
+        self._end = time.monotonic() + limit
+
+    def is_over(self) -> bool:
+        """Return whether the launch is to be ended now."""
+        if not self.is_measured and all(path.is_file() for path in self.records):
+            self.is_measured = True
+            self._end = min(self._end, time.monotonic() + _ENDING_SECONDS)
+        self.has_ended = time.monotonic() >= self._end
+        return self.has_ended
+
+
 def _for_trial(config: Config) -> Config:
-    """Return the configuration with what a short launch has of its own: no restarts, output into files only."""
+    """Return the configuration for a trial: no restarts, output into files only, torch imported once for all."""
     launch = replace(
         config.launch,
         max_restarts=0,
         redirects="3",
         tee=None,
+        keep_warm_seconds=max(config.launch.keep_warm_seconds, _WARM_SECONDS),
         shutdown_grace_seconds=min(config.launch.shutdown_grace_seconds, _GRACE_SECONDS),
     )
     return replace(config, launch=launch)
 
 
-def _why(result: RunResult, limit: float) -> tuple[str, str]:
+def _why(result: RunResult) -> tuple[str, str]:
     """Return the kind of a failure, and its words."""
-    if result.seconds >= limit:
-        return "time", f"not done in {limit:.0f} s"
     if result.stopped_by is not None:
         return "stopped", f"stopped by {result.stopped_by}"
     failure = result.failure

@@ -1,6 +1,5 @@
 """The winner as a configuration file: the user's own, and at each changed key what it gained. Pure."""
 
-import textwrap
 from collections.abc import Iterator, Sequence
 
 from fsdplaunch.config.schema.config import Config
@@ -11,7 +10,8 @@ from fsdplaunch.errors import UsageError
 from fsdplaunch.tune.result import TuneResult
 from fsdplaunch.tune.table import gain_words, step_words
 
-_WIDTH = 100
+_HEAD, _REMARK = "# measured by fsdplaunch tune", "# tune:"
+"""What our comments begin with: at the top, and before a key."""
 
 
 def winner_text(
@@ -28,10 +28,16 @@ def winner_text(
     text = render(config)
     if old is not None:
         try:
-            text = set_keys(old, list(changes))
+            text = set_keys(_without_remarks(old), list(changes))
         except UsageError:  # values shared through anchors: the text cannot be kept
             text = render(config)
     return "\n".join([*_head(result), *_with_gains(text, result)]) + "\n"
+
+
+def _without_remarks(text: str) -> str:
+    """Return a file's text without what an earlier search wrote about its measurements."""
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.lstrip().startswith((_HEAD, _REMARK)))
 
 
 def _head(result: TuneResult) -> Iterator[str]:
@@ -39,11 +45,8 @@ def _head(result: TuneResult) -> Iterator[str]:
     if fastest is None:
         return
     speed = f", {result.speed:.2f} times the speed before" if result.speed and result.yours.fits else ""
-    words = (
-        f"measured by fsdplaunch tune {result.script}: {step_words(fastest.median)} per step on {result.world} "
-        f"workers{speed}"
-    )
-    yield from textwrap.wrap(words, _WIDTH, initial_indent="# ", subsequent_indent="# ")
+    words = f"{result.script}: {step_words(fastest.median)} per step on {result.world} workers{speed}"
+    yield f"{_HEAD} {words}"
 
 
 def _with_gains(text: str, result: TuneResult) -> Iterator[str]:
@@ -54,7 +57,7 @@ def _with_gains(text: str, result: TuneResult) -> Iterator[str]:
         spellings = [key for key in gains if name in (key, *_short(key))]
         if spellings and not line.lstrip().startswith("#"):
             indent = line[: len(line) - len(line.lstrip())]
-            yield f"{indent}# tune: {gain_words(gains[spellings[0]]).partition('  ')[2]}"
+            yield f"{indent}{_REMARK} {gain_words(gains[spellings[0]]).partition('  ')[2]}"
         yield line
 
 

@@ -45,7 +45,7 @@ def warm(tmp_path_factory):
         subprocess.run(
             [sys.executable, "-m", "fsdplaunch", "warm", "--stop"], env=launch.environ, check=True, timeout=60
         )
-        assert not list((runtime / "fsdplaunch-warm").iterdir())
+        assert not list((runtime / "fsdplaunch_warm").iterdir())
 
 
 def forked(run, code=0):

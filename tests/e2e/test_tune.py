@@ -1,6 +1,7 @@
 """`fsdplaunch tune` on two CPU workers: interrupted, gone on with, and what it leaves behind and untouched."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -55,7 +56,7 @@ def test_a_search_is_stopped_goes_on_finds_the_known_best_and_leaves_the_users_f
     rows = {str(row["changes"]): row for row in found["candidates"]}
     yours, keeps, fails = rows["{}"], rows[str(found["best"])], found["candidates"][2]
     assert (yours["state"], keeps["state"], fails["state"]) == ("slower", "measured", "failed")
-    assert fails["reason"] == "rank 0: ValueError: no checkpointing here"
+    assert re.fullmatch("rank [01]: ValueError: no checkpointing here", fails["reason"])
     assert yours["step_seconds"] >= 0.05
     assert 0.01 <= keeps["step_seconds"] < yours["step_seconds"]
     assert 8 / 0.06 > yours["samples_per_second"] > 0  # four rows on each of two workers

@@ -28,6 +28,7 @@ def modules_after(code: str) -> set[str]:
         ["estimate", "--help"],
         ["doctor", "--help"],
         ["tune", "--help"],
+        ["warm", "--help"],
     ],
 )
 def test_help_imports_nothing_heavy(arguments):
@@ -73,6 +74,12 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.St
     assert run(["config", "show"]) == 0
 """
     assert modules_after(code).intersection(HEAVY) == {"yaml"}
+
+
+def test_launch_on_one_node_imports_nothing_of_several():
+    found = modules_after("import fsdplaunch.cli.launch.dispatch, fsdplaunch.launch.runner")
+    several = {"coordinator", "join", "node_client", "server", "protocol", "reachability"}
+    assert not found & {f"fsdplaunch.launch.coordination.{name}" for name in several}
 
 
 def test_no_module_imports_itself_by_way_of_others():

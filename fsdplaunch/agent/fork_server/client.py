@@ -21,6 +21,7 @@ from fsdplaunch.agent.fork_server.child import WorkerRequest
 from fsdplaunch.agent.fork_server.preload import Preloaded, fork, has_threads, import_all
 from fsdplaunch.agent.fork_server.server import ForkServerProcess, Released, fresh_command
 from fsdplaunch.channel import Channel, open_channel
+from fsdplaunch.launch.open_files import inherited_limit
 from fsdplaunch.launch.report.root_cause import signal_name
 
 CLOSE_SECONDS = 2.0
@@ -141,7 +142,8 @@ class ForkServer:
         obstacle = f"what launch.preload names ended the interpreter ({how})"
         files = [file for file in (there.fileno(), self._lifeline) if file is not None]
         command = fresh_command(there.fileno(), self._lifeline, os.getpid(), obstacle=obstacle, notes=())
-        fresh = subprocess.Popen(command, env=dict(self._environ), pass_fds=files)
+        with inherited_limit():
+            fresh = subprocess.Popen(command, env=dict(self._environ), pass_fds=files)
         self._pid, fresh.returncode = fresh.pid, 0  # waited for by number, as the first one
         there.close()
 

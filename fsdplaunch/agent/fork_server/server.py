@@ -27,7 +27,7 @@ from fsdplaunch.agent.fork_server.preload import Preloaded, fork, freeze
 from fsdplaunch.agent.stop_request import ORPHAN_SECONDS
 from fsdplaunch.channel import Channel
 from fsdplaunch.parent_death import die_with_parent, live_on
-from fsdplaunch.private_dir import remove_private_dir
+from fsdplaunch.private_dir import leave_private_dir, remove_private_dir
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that are the agent's to pass on to the workers. A scheduler may send them to every process of a job."""
@@ -191,6 +191,7 @@ class ForkServerProcess:
             os.dup2(nothing, place)
         os.close(nothing)
         os.chdir("/")
+        leave_private_dir(os.environ)
         self._channel.send({"released": True})
         self._leave()
         return Released(seconds=seconds, loaded=loaded)

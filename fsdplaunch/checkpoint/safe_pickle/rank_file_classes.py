@@ -1,6 +1,6 @@
 """The stand-ins for what a rank's own torch.save file names: sharded tensors, meshes, placements. Inert."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,15 +83,21 @@ class SavedFields(PickledRecord):
         return next((part[key] for part in reversed(self.states) if type(part) is dict and key in part), None)
 
 
-def read_state(data: bytes, where: str) -> dict[Any, Any]:
+def read_state(data: bytes, where: str, names: Mapping[tuple[str, str], Any] | None = None) -> dict[Any, Any]:
     """Return the dictionary that a file's `data.pkl` holds, with a part or a description for each tensor.
+
+    Args:
+        data: The file's.
+        where: It, in words.
+        names: What it may name; left out, what a state dict of torch has a use for.
 
     Raises:
         CheckpointError: When it names what a state dict has no use for, or is damaged.
         InvalidFileError: When it is no dictionary.
     """
+    known = NAMES if names is None else names
     found = unpickle(
-        data, NAMES, persistent=tensor_classes.storage_of, unknown=tensor_classes.foreign, where=where
+        data, known, persistent=tensor_classes.storage_of, unknown=tensor_classes.foreign, where=where
     )
     if not isinstance(found, dict):
         msg = f"it holds a {type(found).__name__}, not a dictionary of tensors"

@@ -56,9 +56,9 @@ def tune(
 ) -> None:
     """Measure which configuration is fastest here and fits, with a few real steps of the script itself."""
     from fsdplaunch.cli.size_option import parse_size
-    from fsdplaunch.cli.tune import TuneRequest
-    from fsdplaunch.cli.tune import tune as run_tune
-    from fsdplaunch.cli.tune_report import TuneOutputs
+    from fsdplaunch.cli.tune.command import tune as run_tune
+    from fsdplaunch.cli.tune.report import TuneOutputs
+    from fsdplaunch.cli.tune.request import TuneRequest
 
     request = TuneRequest(
         script=script,

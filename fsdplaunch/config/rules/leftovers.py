@@ -34,7 +34,7 @@ def _other_engine(context: RuleContext) -> Iterator[Violation]:
 @note_rule("nothing-sharded")
 def _nothing_sharded(context: RuleContext) -> Iterator[Violation]:
     """Keys of fsdp_config, sharding or parallelism_config without distributed_type: FSDP."""
-    for section in () if context.shards else SHARDING_SECTIONS:
+    for section in () if context.shards or context.shards_on_xla else SHARDING_SECTIONS:
         first = _first_set(context, section)
         if first is not None:
             message = f"{section} is not used: distributed_type {context.config.distributed_type} shards nothing"
@@ -87,6 +87,8 @@ def _unused_context(context: RuleContext) -> Iterator[Violation]:
 @note_rule("unused-block-names")
 def _unused_names(context: RuleContext) -> Iterator[Violation]:
     """Block names under a wrap policy that does not look at them."""
+    if not (context.shards or context.shards_on_xla):
+        return
     names, policy = fsdp("transformer_layer_cls_to_wrap"), context.given.fsdp_config.fsdp_auto_wrap_policy
     if context.sets(keys_by_path()[names]) and policy != "TRANSFORMER_BASED_WRAP":
         message = f"is not used: fsdp_auto_wrap_policy {policy} does not look at names"
@@ -96,6 +98,8 @@ def _unused_names(context: RuleContext) -> Iterator[Violation]:
 @note_rule("unused-block-size")
 def _unused_size(context: RuleContext) -> Iterator[Violation]:
     """fsdp_min_num_params under a wrap policy that does not look at it, or 0, which makes no units."""
+    if not (context.shards or context.shards_on_xla):
+        return
     path, given = fsdp("min_num_params"), context.given.fsdp_config
     size, policy = given.fsdp_min_num_params, given.fsdp_auto_wrap_policy
     if policy == "SIZE_BASED_WRAP":

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdplaunch.config.schema import kinds as v
-from fsdplaunch.config.schema.key import Tunable, key
+from fsdplaunch.config.schema.key import FormerPlace, Tunable, key
+from fsdplaunch.config.schema.xla import XLA_SETTINGS
 
-_XLA = "PyTorch/XLA is not supported; fsdplaunch shards on GPUs and CPUs"
-_WITH_XLA = "is read by PyTorch/XLA only, and this run does not use it"
 _WRAP = "fsdp_config.fsdp_auto_wrap_policy"
 _ALONE = "is not used: it belongs to DeepSpeed's sequence parallelism"
 _SEQUENCE = "is DeepSpeed's way to split sequences, which needs accelerate launch; cp_size splits them under FSDP2"
@@ -167,28 +166,36 @@ class FsdpConfig:
         matches nothing is an error.""",
     )
     xla: bool = key(
-        v.FLAG, False, "Shard with PyTorch/XLA on TPUs.", pending=_XLA, env="FSDPLAUNCH_FSDP_CONFIG_XLA"
+        v.FLAG,
+        False,
+        """Shard with PyTorch/XLA, on TPUs, or on a CPU where there are none. torch_xla and the torch that goes
+        with it must be installed (fsdplaunch[xla]).""",
+        env="FSDPLAUNCH_FSDP_CONFIG_XLA",
+        former=(FormerPlace(path=("xla",)),),
     )
     xla_fsdp_v2: bool = key(
         v.FLAG,
         False,
-        "Shard with PyTorch/XLA's SPMD.",
-        pending=_XLA,
+        """Under xla, shard by SPMD: one process per host drives all of its devices. False is
+        XlaFullyShardedDataParallel, one process per device.""",
         env="FSDPLAUNCH_FSDP_CONFIG_XLA_FSDP_V2",
+        aliases=("xla_v2",),
+        former=(FormerPlace(path=("xla_fsdp_v2",)), FormerPlace(path=("xla_v2",))),
     )
     xla_fsdp_settings: dict[str, Any] = key(
-        v.TABLE,
+        XLA_SETTINGS,
         {},
-        "Arguments of PyTorch/XLA's own FSDP class.",
-        leftover=_WITH_XLA,
+        """Under xla without xla_fsdp_v2, arguments of XlaFullyShardedDataParallel by name, dtypes by theirs:
+        compute_dtype: bfloat16. They go before what other keys say.""",
         env="FSDPLAUNCH_FSDP_CONFIG_XLA_FSDP_SETTINGS",
+        former=(FormerPlace(path=("xla_fsdp_settings",)),),
     )
     xla_fsdp_grad_ckpt: bool = key(
         v.FLAG,
         False,
-        "Activation checkpointing of PyTorch/XLA.",
-        leftover=_WITH_XLA,
+        "Under xla, recompute each unit's activations in backward; fsdp_activation_checkpointing means the same.",
         env="FSDPLAUNCH_FSDP_CONFIG_XLA_FSDP_GRAD_CKPT",
+        former=(FormerPlace(path=("xla_fsdp_grad_ckpt",)),),
     )
 
 

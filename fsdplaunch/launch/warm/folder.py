@@ -11,7 +11,8 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-_NAME = "fsdplaunch-warm"
+_NAME = "fsdplaunch_warm"
+"""Not the prefix of `fsdplaunch.private_dir`, whose folders go with their processes."""
 _SUFFIX = ".sock"
 _FALLBACK = "/tmp"  # noqa: S108  (the folder in it is checked: owner, mode, no link)
 _OTHERS = 0o077

@@ -17,6 +17,7 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.inspection.accessors import local_tensor, outermost
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.inspection.units import is_unit
+from fsdplaunch.runtime.late_modules import XLA_CLIP, XLA_NO_SYNC, call_if_imported
 from fsdplaunch.runtime.sharding.registry import models_of, registered
 
 Parameters = nn.Module | Iterable[torch.Tensor] | torch.Tensor
@@ -40,6 +41,10 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
     """
     if isinstance(parameters, nn.Module):
         parameters = unwrapped(parameters)
+    on_xla = call_if_imported(XLA_CLIP, parameters, max_norm, norm_type)
+    if on_xla is not None:
+        clipped: torch.Tensor = on_xla
+        return clipped
     wrapped = _wrapper_of(parameters)
     if wrapped is not None:
         return wrapped.clip_grad_norm_(max_norm, norm_type)
@@ -63,6 +68,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Each rank then holds full gradients, so this needs the memory that sharding gradients saves.
     """
     with ExitStack() as stack:
+        on_xla = call_if_imported(XLA_NO_SYNC, model)
+        if on_xla is not None:
+            stack.enter_context(on_xla)
         for root in outermost(model):
             if isinstance(root, FullyShardedDataParallel):
                 stack.enter_context(root.no_sync())

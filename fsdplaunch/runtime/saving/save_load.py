@@ -17,6 +17,7 @@ from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0, raise_on_all_ranks
 from fsdplaunch.runtime.data.loader_state import position_of, resume_at
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
+from fsdplaunch.runtime.late_modules import XLA_READ, XLA_TO_SAVE, call_if_imported
 from fsdplaunch.runtime.plugin.plugin import ambient_plugin
 from fsdplaunch.runtime.saving.background.background_save import background
 from fsdplaunch.runtime.saving.background.trained_tensors import TrainedTensors
@@ -193,6 +194,10 @@ def _form(model: nn.Module) -> str:
 
 
 def _to_save(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[StateToSave]:
+    on_xla = call_if_imported(XLA_TO_SAVE, models, optimizers, _form(models[0]))
+    if on_xla is not None:
+        yield from on_xla
+        return
     for index, model in enumerate(models):
         yield model_to_save(model, _form(model), index)
     for index, optimizer in enumerate(optimizers):
@@ -200,6 +205,8 @@ def _to_save(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[S
 
 
 def _read_models(folder: Path, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+    if call_if_imported(XLA_READ, folder, models, optimizers):
+        return
     for index, model in enumerate(models):
         load_model(model, folder, index)
     for index, optimizer in enumerate(optimizers):

@@ -58,6 +58,8 @@ def test_written_file_keeps_the_users_text_and_says_what_each_key_gained(result)
     text = winner_text(result, config, old=old, changes=[(spec, False)])
     assert text.startswith("# measured by fsdplaunch tune train.py: 150.0 ms per step on 2 workers, 1.33 times")
     assert "# mine" in text
+    again = winner_text(result, config, old=text, changes=[(spec, False)])
+    assert again == text
     assert "  # tune: 25 % less time per step by itself\n  fsdp_reshard_after_forward: false\n" in text
     assert stack(read_text(text, "new.yaml")).config == config
 

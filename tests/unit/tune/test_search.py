@@ -9,7 +9,8 @@ from fsdplaunch.errors import UsageError
 from fsdplaunch.tune.candidate import Candidate
 from fsdplaunch.tune.outcome import Outcome
 from fsdplaunch.tune.predict import Predictor
-from fsdplaunch.tune.search import CannotMeasureError, Search, SearchStopped
+from fsdplaunch.tune.rows import CannotMeasureError, SearchStopped
+from fsdplaunch.tune.search import Search
 from fsdplaunch.tune.space import Space
 from fsdplaunch.tune.state import TuneState, find_state
 from fsdplaunch.tune.tries import read_tries
@@ -57,6 +58,14 @@ def test_gains_of_single_changes_are_combined():
     states = {row.candidate.label: row.state for row in search.rows.values()}
     assert states["yours"] == states["activation_checkpointing=true"] == "slower"
     assert search.duels[-1].verdict == "first"
+
+
+def test_what_is_proposed_was_measured_in_turn_with_yours():
+    speeds = {"reshard_after_forward": 0.6, "forward_prefetch": 0.7, "activation_checkpointing": 0.9}
+    search = searching(machine(lambda changes: min([1.0, *(speeds[name] for name in changes)])))
+    kept = search.run()
+    assert [duel.second for duel in search.duels][-1] == Candidate()
+    assert search.duels[-1].first == kept
 
 
 def test_equal_candidates_are_said_to_be_and_yours_is_kept():

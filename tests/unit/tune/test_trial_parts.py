@@ -1,9 +1,14 @@
 """The pure parts of a trial: the folder it runs in, what its ranks recorded, what is predicted from that."""
 
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from fsdplaunch.config.load.load import stack
 from fsdplaunch.config.load.yaml_reader import read_text
+from fsdplaunch.launch.report.run_result import Failure, RunResult
+from fsdplaunch.tune import scratch, trial
 from fsdplaunch.tune.measured import WARM_UP, read_measured
 from fsdplaunch.tune.outcome import Outcome, outcome_of
 from fsdplaunch.tune.predict import Predictor
@@ -21,7 +26,7 @@ def test_scratch_reads_as_the_users_folder(tmp_path):
     (user / "pkg" / "big.bin").write_bytes(bytes(2 * MIB))
     (user / "gone").symlink_to(user / "nowhere")
     target = user / "runs" / "a" / "work"
-    make_scratch(user, target, leave_out=user / "runs")
+    make_scratch(user, target, leave_out=(user / "runs", user / "runs" / "a"))
     assert {path.name for path in target.iterdir()} == {"pkg", ".git", "train.py", "gone"}
     assert not (target / "train.py").is_symlink()
     assert (target / "pkg" / "big.bin").resolve() == user / "pkg" / "big.bin"
@@ -29,6 +34,23 @@ def test_scratch_reads_as_the_users_folder(tmp_path):
     (target / "train.py").write_text("changed")
     assert not (user / "pkg" / "new").exists()
     assert (user / "train.py").read_text() == "import pkg"
+
+
+def test_copies_take_no_more_room_than_they_may(tmp_path, monkeypatch):
+    monkeypatch.setattr(scratch, "_ALL_COPIED_BYTES", 10)
+    user, target = tmp_path / "user", tmp_path / "work"
+    user.mkdir()
+    for name in ("a", "b", "c"):
+        (user / name).write_text("12345678"[: 8 if name != "c" else 2])
+    make_scratch(user, target, leave_out=())
+    assert [(target / name).is_symlink() for name in ("a", "b", "c")] == [False, True, False]
+
+
+def test_scratch_inside_what_it_shows_does_not_show_itself(tmp_path):
+    (tmp_path / "train.py").write_text("x")
+    target = tmp_path / "a-tune" / "work"
+    make_scratch(tmp_path, target, leave_out=(tmp_path / "a-tune", tmp_path))
+    assert [path.name for path in target.iterdir()] == ["train.py"]
 
 
 def test_arguments_that_name_the_users_folder_lead_into_the_scratch_folder():
@@ -125,3 +147,41 @@ def test_activations_of_a_known_family_are_predicted_before_they_are_measured():
     checkpointed = predictor.predict(config("fsdp_activation_checkpointing=true"))
     assert checkpointed is not None
     assert 0 < checkpointed < 10 * MIB
+
+
+def test_a_launch_is_over_when_its_time_is_up_or_a_script_does_not_end(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(trial.time, "monotonic", lambda: now[0])
+    plan = SimpleNamespace(run_dir=tmp_path, workers=2)
+    watch, hurried = trial._Watch(plan, 300.0), trial._Watch(plan, 5.0)
+    assert not watch.is_over()
+    for record in watch.records:
+        record.parent.mkdir(parents=True)
+        record.write_text("{}")
+    assert not watch.is_over()
+    now[0] = 9.0
+    assert not watch.is_over()
+    assert hurried.is_over()
+    now[0] = 10.0
+    assert watch.is_over()
+    assert (watch.is_measured, watch.has_ended) == (True, True)
+
+
+def failed(**values):
+    failure = Failure(**{"rank": 1, "exit_code": 1, **values})
+    return RunResult(exit_code=failure.exit_code, seconds=1.0, failure=failure)
+
+
+@pytest.mark.parametrize(
+    ("result", "wanted"),
+    [
+        (failed(message="torch.OutOfMemoryError: CUDA out of memory. Tried ..."), ("memory", "out of memory")),
+        (failed(exit_code=137, signal="SIGKILL"), ("memory", "out of host memory: killed")),
+        (failed(message="WriteRefusedError: /a is outside"), ("write", "/a is outside")),
+        (failed(message="ValueError: bad\nmore"), ("error", "rank 1: ValueError: bad")),
+        (failed(tail=("first", "last words", "")), ("error", "rank 1: last words")),
+        (RunResult(exit_code=130, seconds=1.0, stopped_by="SIGINT"), ("stopped", "stopped by SIGINT")),
+    ],
+)
+def test_a_failed_launch_says_why(result, wanted):
+    assert trial._why(result) == wanted

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.optim import optimizer as optimizers
 
 from fsdplaunch.runtime import messages
@@ -60,7 +59,7 @@ class BackgroundSave:
             raise
         copied = tuple(replace(each, state=copy) for each, copy in zip(save.states, copies.states, strict=True))
         self._copies = copies
-        self._hooks = [_wait_before_loading(model, self.wait_for_copies) for model in trained.models]
+        self._hooks = [model.register_load_state_dict_pre_hook(_before_loading) for model in trained.models]
         arguments = (replace(save, states=copied), copies, group)
         self._thread = threading.Thread(target=self._run, args=arguments, name="fsdplaunch-save", daemon=True)
         self._thread.start()
@@ -69,7 +68,7 @@ class BackgroundSave:
         """Register what stays to the end of the process."""
         if not self._is_set_up:
             atexit.register(_at_exit)  # not sooner: it must come before the one that ends the process group
-            optimizers.register_optimizer_step_pre_hook(lambda *_: self.wait_for_copies())
+            optimizers.register_optimizer_step_pre_hook(self._before_step)
             self._is_set_up = True
 
     def _run(self, save: SaveJob, copies: HostCopies, group: dist.ProcessGroup) -> None:
@@ -83,6 +82,15 @@ class BackgroundSave:
         if self._group is None or self._group[0] is not default:
             self._group = (default, dist.new_group(backend="gloo"))
         return self._group[1]
+
+    def _before_step(self, *_: Any) -> None:
+        self.wait_for_copies()
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        """Take the hooks out of the models, so that nothing that pickles or copies one meets them for long."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def wait_for_copies(self) -> None:
         """Wait until all that is trained has been copied, before it changes; say the first time how long."""
@@ -108,8 +116,7 @@ class BackgroundSave:
             return
         self._thread.join(seconds)
         self._thread = self._copies = None
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._remove_hooks()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -118,8 +125,9 @@ class BackgroundSave:
 background = BackgroundSave()
 
 
-def _wait_before_loading(model: nn.Module, wait: Any) -> Any:
-    return model.register_load_state_dict_pre_hook(lambda *_: wait())
+def _before_loading(*_: Any) -> None:
+    """Wait before a model's `load_state_dict`; found by its name when the model is pickled."""
+    background.wait_for_copies()
 
 
 def wait_for_copies() -> None:

@@ -127,7 +127,7 @@ def test_status_is_read_elsewhere_where_the_interpreter_was_killed(environ):
         server.wait()
         typed.close()
         assert agent.wait() == -99
-        with opened_folder(environ["XDG_RUNTIME_DIR"] + "/fsdplaunch-warm") as folder:
+        with opened_folder(environ["XDG_RUNTIME_DIR"] + "/fsdplaunch_warm") as folder:
             assert len(socket_names(folder)) == 1
             assert ask_all(environ, {"state": True}) == []
             assert socket_names(folder) == []  # whoever looks removes what is dead
@@ -187,7 +187,7 @@ def test_process_that_inherits_otherwise_gets_a_cold_launch(environ, condition):
 
 def test_garbage_gets_no_answer_and_does_no_harm(environ):
     with serving(environ) as server:
-        folder_name = environ["XDG_RUNTIME_DIR"] + "/fsdplaunch-warm"
+        folder_name = environ["XDG_RUNTIME_DIR"] + "/fsdplaunch_warm"
         with opened_folder(folder_name) as folder:
             name = socket_names(folder)[0]
             for data in (
@@ -209,7 +209,7 @@ def test_garbage_gets_no_answer_and_does_no_harm(environ):
 
 def test_launcher_that_says_no_more_leaves_no_agent(environ):
     with serving(environ) as server:
-        with opened_folder(environ["XDG_RUNTIME_DIR"] + "/fsdplaunch-warm") as folder:
+        with opened_folder(environ["XDG_RUNTIME_DIR"] + "/fsdplaunch_warm") as folder:
             end = connect(folder, socket_names(folder)[0])
         from fsdplaunch.launch.warm.surroundings import handed_over, surroundings
 
@@ -231,7 +231,7 @@ def test_launcher_that_says_no_more_leaves_no_agent(environ):
 @pytest.mark.skipif(os.geteuid() != 0, reason="being another user takes root")
 def test_another_user_is_served_neither_through_the_folder_nor_with_an_open_one(environ):
     with serving(environ):
-        folder_name = environ["XDG_RUNTIME_DIR"] + "/fsdplaunch-warm"
+        folder_name = environ["XDG_RUNTIME_DIR"] + "/fsdplaunch_warm"
         with opened_folder(folder_name) as folder:
             name = socket_names(folder)[0]
             pid = os.fork()
@@ -268,11 +268,11 @@ def test_another_user_is_served_neither_through_the_folder_nor_with_an_open_one(
 def test_it_ends_when_its_time_is_over_and_when_it_cannot_be_found(environ, tmp_path):
     with serving(environ, seconds=0.1) as server:
         assert server.wait(10) == 0
-        assert not list((tmp_path / "runtime" / "fsdplaunch-warm").iterdir())
+        assert not list((tmp_path / "runtime" / "fsdplaunch_warm").iterdir())
     with serving(environ) as server:
-        next((tmp_path / "runtime" / "fsdplaunch-warm").iterdir()).unlink()  # as a logout does
+        next((tmp_path / "runtime" / "fsdplaunch_warm").iterdir()).unlink()  # as a logout does
         assert server.wait(10) == 0
     with serving(environ) as server:
         server.terminate()
         assert server.wait(10) == 0
-        assert not list((tmp_path / "runtime" / "fsdplaunch-warm").iterdir())
+        assert not list((tmp_path / "runtime" / "fsdplaunch_warm").iterdir())

@@ -9,8 +9,8 @@ from fsdplaunch.launch.warm.folder import UnsafeFolderError, connect, folder_pat
 
 def test_it_stands_in_the_runtime_folder_where_that_is_private(tmp_path):
     tmp_path.chmod(0o700)
-    assert folder_path({"XDG_RUNTIME_DIR": str(tmp_path)}) == f"{tmp_path}/fsdplaunch-warm"
-    own = f"/tmp/fsdplaunch-warm-{os.geteuid()}"
+    assert folder_path({"XDG_RUNTIME_DIR": str(tmp_path)}) == f"{tmp_path}/fsdplaunch_warm"
+    own = f"/tmp/fsdplaunch_warm-{os.geteuid()}"
     assert folder_path({}) == folder_path({"XDG_RUNTIME_DIR": "relative"}) == own
     tmp_path.chmod(0o777)
     assert folder_path({"XDG_RUNTIME_DIR": str(tmp_path)}) == own

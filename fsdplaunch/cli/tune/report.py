@@ -73,7 +73,9 @@ def report(
     if outputs.html is not None:
         write_text_atomically(outputs.html, html_report(result))
         out.say(f"wrote {outputs.html}")
-    if outputs.write is not None and config is not None:
+    if outputs.write is not None and config is None:
+        out.note(f"{outputs.write} is not written: there is no candidate to write")
+    elif outputs.write is not None and config is not None:
         write_text_atomically(outputs.write, _text(result, config, loaded))
         out.say(f"wrote {outputs.write}")
 

@@ -13,7 +13,8 @@ from fsdplaunch.run_dir import rank_folder
 from fsdplaunch.terminal_text import printable
 from fsdplaunch.tune.candidate import Candidate
 from fsdplaunch.tune.measured import WARM_UP
-from fsdplaunch.tune.search import Row, Search
+from fsdplaunch.tune.rows import Row
+from fsdplaunch.tune.search import Search
 from fsdplaunch.tune.table import step_words, table_lines
 from fsdplaunch.worker_status import read_heartbeat
 
@@ -31,7 +32,7 @@ class SearchProgress:
         self._search, self._folder, self._out = search, folder, out
         self._live = sys.stderr.isatty() and not out.quiet
         self._at: tuple[int, int, float] | None = None
-        self._told: set[tuple[Candidate, int, str]] = set()
+        self._told: set[tuple[Candidate, int]] = set()
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -50,16 +51,14 @@ class SearchProgress:
             yield
 
     def changed(self) -> None:
-        """Say what has become of each candidate, once, where there is no table."""
+        """Say what has become of each launch, once, where there is no table."""
         if self._live:
             return
         for row in list(self._search.rows.values()):
-            key = (row.candidate, len(row.outcomes), row.state)
-            if key not in self._told and row.state not in ("waiting", "running", "slower"):
+            key = (row.candidate, len(row.outcomes))
+            if key not in self._told and row.state not in ("waiting", "running", "slower", "as fast"):
                 self._told.add(key)
-                if (row.candidate, len(row.outcomes), "") not in self._told:
-                    self._out.say(f"  {row.candidate.label}: {_words(row)}")
-                self._told.add((row.candidate, len(row.outcomes), ""))
+                self._out.say(f"  {row.candidate.label}: {_words(row)}")
 
     @contextmanager
     def launching(self, candidate: Candidate, number: int, steps: int) -> Iterator[None]:
@@ -94,7 +93,9 @@ class SearchProgress:
 
 
 def _words(row: Row) -> str:
-    if row.state == "measured" and row.fastest is not None:
-        low, high = row.fastest.quartiles
-        return f"{step_words(row.fastest.median)} per step ({step_words(low)} to {step_words(high)})"
+    """Return what has become of a candidate, and of its last launch."""
+    last = row.outcomes[-1] if row.outcomes else None
+    if row.state == "measured" and last is not None:
+        low, high = last.quartiles
+        return f"{step_words(last.median)} per step ({step_words(low)} to {step_words(high)})"
     return row.reason if row.state == "same run" else f"{row.state}: {row.reason}"
