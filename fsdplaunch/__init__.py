@@ -1,9 +1,9 @@
 """fsdplaunch: launch, shard, checkpoint and merge Fully Sharded Data Parallel training.
 
-The names below load on first use, so that `import fsdplaunch` costs nothing.
+The names below load on first use, so that `import fsdplaunch` costs nothing: not even `typing` is imported.
 """
 
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # as type checkers know it
 
 __version__ = "0.1.0"
 
@@ -15,6 +15,7 @@ _HOMES = {
     "clip_grad_norm_": "fsdplaunch.runtime.api.gradients",
     "clip_grad_value_": "fsdplaunch.runtime.api.gradients",
     "no_sync": "fsdplaunch.runtime.api.gradients",
+    "context_parallel": "fsdplaunch.runtime.context_parallel.given_pieces",
     "apply": "fsdplaunch.runtime.api.summon_full_params",
     "summon_full_params": "fsdplaunch.runtime.api.summon_full_params",
     "fsdp_modules": "fsdplaunch.runtime.inspection.accessors",
@@ -54,6 +55,8 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604  (names of the lazy table)
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from fsdplaunch.checkpoint.merge.merge import merge_fsdp_weights
     from fsdplaunch.runtime.api.accelerate_checkpoints import (
         load_fsdp_model,
@@ -78,6 +81,7 @@ if TYPE_CHECKING:
     from fsdplaunch.runtime.api.gradients import clip_grad_norm_, clip_grad_value_, no_sync
     from fsdplaunch.runtime.api.prepare import prepare
     from fsdplaunch.runtime.api.summon_full_params import apply, summon_full_params
+    from fsdplaunch.runtime.context_parallel.given_pieces import context_parallel
     from fsdplaunch.runtime.inspection.accessors import fsdp_modules, params_with_grad
     from fsdplaunch.runtime.inspection.describe import describe
     from fsdplaunch.runtime.inspection.parameter_names import named_buffers, named_parameters
@@ -94,7 +98,7 @@ if TYPE_CHECKING:
     from fsdplaunch.runtime.state_dict.state_dict_type import state_dict_type
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     home = _HOMES.get(name)
     if home is None:
         msg = f"module {__name__!r} has no attribute {name!r}"
@@ -111,4 +115,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES} - {"TYPE_CHECKING"})

@@ -1,28 +1,23 @@
-"""`python -m fsdplaunch` and the `fsdplaunch` command."""
+"""`python -m fsdplaunch` and the `fsdplaunch` command.
 
-import os
-import signal
+What stands here, and in the package's own file, imports nothing that is not part of the interpreter: a Ctrl-C
+before `main` has taken it over would end in a traceback.
+"""
+
+import _signal  # type: ignore[import-not-found]  # what `signal` is made of; that one imports a dozen modules
 import sys
-
-INTERRUPTED = 130
-"""Status after a Ctrl-C, as a shell has it."""
 
 
 def main() -> None:
     """Run the command line and exit with its status; a Ctrl-C before and after that is quiet, too."""
-    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_ours:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    is_ours = _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
+    if is_ours:  # until a command begins: there is nothing to clear up
+        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     from fsdplaunch.cli.app import run
 
-    if is_ours:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        status = run(sys.argv[1:])
-        if is_ours:  # what is left is Python's own taking apart
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except KeyboardInterrupt:
-        status = INTERRUPTED
+    status = run(sys.argv[1:])
+    if is_ours:  # what is left is Python's own taking apart
+        _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
     sys.exit(status)
 
 

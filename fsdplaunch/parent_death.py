@@ -1,12 +1,18 @@
 """Die with the parent: what keeps a killed launcher from leaving processes behind. Standard library only."""
 
 import ctypes
+import fcntl
 import os
+import select
 import signal
+from collections.abc import Callable
+from functools import partial
 
 LIFELINE = "FSDPLAUNCH_LIFELINE"
 """Contract variable, not a key: the descriptor of a pipe whose other end only the launcher holds."""
 _PR_SET_PDEATHSIG = 1
+_F_SETSIG = 10
+"""Linux's; the module `fcntl` has no name for it."""
 
 
 def die_with_parent(number: signal.Signals, *, parent: int | None = None) -> None:
@@ -21,6 +27,11 @@ def die_with_parent(number: signal.Signals, *, parent: int | None = None) -> Non
         os.kill(os.getpid(), number)
 
 
+def ended_with_us() -> Callable[[], None]:
+    """Return what a program started from here does first (`preexec_fn`), to be killed when this one ends."""
+    return partial(die_with_parent, signal.SIGKILL, parent=os.getpid())
+
+
 def take_lifeline() -> int | None:
     """Return the launcher's pipe, which ends with the launcher however that ends; None where there is none.
 
@@ -33,6 +44,38 @@ def take_lifeline() -> int | None:
     except (ValueError, OSError):
         return None
     return descriptor
+
+
+class Launcher:
+    """The launcher of this agent, which ends when that does; its parent, or one that a pipe leads to."""
+
+    def __init__(self, pid: int, lifeline: int | None) -> None:
+        """Note who it is.
+
+        Args:
+            pid: Its process id.
+            lifeline: A pipe whose other end only it holds; None where it is the parent anyway.
+        """
+        self._pid, self._lifeline = pid, lifeline
+
+    def end_with(self, number: signal.Signals) -> None:
+        """Ask the kernel to send this process a signal when the launcher ends."""
+        if self._lifeline is None or os.getppid() == self._pid:
+            die_with_parent(number, parent=self._pid)
+            return
+        fcntl.fcntl(self._lifeline, _F_SETSIG, int(number))
+        fcntl.fcntl(self._lifeline, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(self._lifeline, fcntl.F_SETFL, os.O_ASYNC)
+        if self.is_gone():  # it ended before the request was made
+            os.kill(os.getpid(), number)
+
+    def is_gone(self) -> bool:
+        """Return whether the launcher has ended."""
+        if self._lifeline is None:
+            return os.getppid() != self._pid
+        poll = select.poll()
+        poll.register(self._lifeline, select.POLLIN)
+        return bool(poll.poll(0))
 
 
 def live_on() -> None:

@@ -1,12 +1,15 @@
 """The names inside a run's folder, shared by launcher, agent and workers, and how files there are written."""
 
+import errno
 import json
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fsdplaunch.atomic_file import atomic_file
+from fsdplaunch.json_text import parse_json
 
 PLAN = "plan.json"
 CONFIG = "config.yaml"
@@ -23,6 +26,8 @@ SHARDED = "sharded"
 """An empty file in a rank's folder that says that the rank sharded a model."""
 REHEARSAL = "rehearsal.json"
 """File in a rank's folder that says how `fsdplaunch check` went there."""
+MEASURED = "measured.json"
+"""File in a rank's folder with what its steps took, where `fsdplaunch tune` measured them."""
 FLIGHT_RECORDER = "flight-recorder-rank-"
 """Where torch writes the last collectives; it adds the rank."""
 PRIVATE_MODE = 0o600
@@ -30,6 +35,7 @@ PRIVATE_MODE = 0o600
 _RANKS = "ranks"
 _RECORD = "agent.json"
 _TAIL_BYTES = 8192
+_MAX_JSON = 256 * 2**20
 
 
 def agent_record(run_dir: Path) -> Path:
@@ -95,15 +101,29 @@ def write_text(path: Path, text: str, *, mode: int | None = None) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read an object; empty when there is no such file or it holds something else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        with open_file(path) as file:
+            value = parse_json(file.read(_MAX_JSON + 1)[:_MAX_JSON])
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Open a run's file for reading.
+
+    Raises:
+        OSError: It cannot be read, or is no regular file: a named pipe would be waited for.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise FileNotFoundError(errno.ENOENT, "not a regular file", str(path))
+
+
 def read_tail(path: Path, lines: int = 20) -> list[str]:
     """Return the last lines of a log, without reading all of it."""
-    with suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+    with suppress(OSError), open_file(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         return file.read().decode(errors="replace").splitlines()[-lines:]
     return []

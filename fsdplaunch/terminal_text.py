@@ -14,6 +14,11 @@ _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\U000e0000-\U000e007f\ud800-\udfff]"
 )
+# The same in UTF-8, in the output of programs: they may set colours and erase the rest of a line.
+_STEERS = re.compile(
+    rb"(\x1b\[[0-9;:]*[mK])|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\xc2[\x80-\x9f]|\xd8\x9c|\xe1\xa0\x8e"
+    rb"|\xe2\x80[\x8b\x8e\x8f\xa8-\xae]|\xe2\x81[\xa0-\xaf]|\xef\xbb\xbf|\xef\xbf[\xb9-\xbb]|\xf3\xa0[\x80\x81]."
+)
 
 
 def printable(text: str) -> str:
@@ -21,14 +26,29 @@ def printable(text: str) -> str:
     return _UNSAFE.sub(_escape, text.replace("\r\n", "\n"))
 
 
+def one_line(text: str) -> str:
+    """Return `text` safe to show in a line of its own, as in a table or behind a comment's mark."""
+    return printable(text).replace("\n", "\\n").replace("\t", " ")
+
+
 def _escape(found: re.Match[str]) -> str:
     code = ord(found[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"  # noqa: PLR2004
 
 
-def shortened(text: str) -> str:
+def tame(output: bytes) -> bytes:
+    r"""Return a program's output for a terminal: colours and `\r` stay, whatever else steers it is escaped."""
+    return _STEERS.sub(lambda found: found[1] or b"".join(b"\\x%02x" % byte for byte in found[0]), output)
+
+
+def quoted(text: str, most: int = 80) -> str:
+    """Return the beginning of `text` in quotes, on one line and safe to show."""
+    return repr(printable(text if len(text) <= most else f"{text[:most]}..."))
+
+
+def shortened(text: str, most: int = MOST) -> str:
     """Return `text`, or its beginning and how much more there was."""
-    return text if len(text) <= MOST else f"{text[:MOST]}... ({len(text)} characters in all)"
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters in all)"
 
 
 def text_of(error: BaseException) -> str:

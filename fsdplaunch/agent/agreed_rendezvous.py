@@ -21,11 +21,16 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from fsdplaunch.launch.coordination.network import answers
+from fsdplaunch.launch.open_files import make_room
 from fsdplaunch.run_secret import proof
 from fsdplaunch.runtime.collectives.stores import HashStore, PrefixStore, Store, TCPStore, serving_store
 
 BACKEND = "fsdplaunch"
-_PAUSE_SECONDS = 0.02
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 0.5
+_STORE_CONNECTIONS = 1 << 16
+"""Every agent and every worker of the run comes to node 0's store."""
+_ASKED_PER_SECOND = 500
+"""How often the agents of all nodes together may ask node 0 whether a new attempt has begun."""
 _LOCAL = "127.0.0.1"
 
 
@@ -95,13 +100,15 @@ def poll(condition: Callable[[], bool], is_stopped: Callable[[], None], seconds:
     Raises:
         RendezvousTimeoutError: It took longer.
     """
-    end = time.monotonic() + seconds
+    start = time.monotonic()
     while not condition():
         is_stopped()
-        if time.monotonic() > end:
+        waited = time.monotonic() - start
+        if waited > seconds:
             msg = f"{why_not} within {seconds:.0f} s"
             raise RendezvousTimeoutError(msg)
-        time.sleep(_PAUSE_SECONDS)
+        # All nodes ask the same store: who has waited long may wait a tenth of that longer.
+        time.sleep(min(max(_PAUSE_SECONDS, waited / 10), _LONGEST_PAUSE_SECONDS))
 
 
 class AgreedRendezvous(RendezvousHandler):
@@ -118,6 +125,7 @@ class AgreedRendezvous(RendezvousHandler):
         self._control: Store | None = None
         self._served: list[Store] = []
         self.attempt = -1
+        self._asked = 0.0
 
     def get_backend(self) -> str:
         """Return the name under which torch's agent asks for this."""
@@ -166,6 +174,7 @@ class AgreedRendezvous(RendezvousHandler):
         agreed, seconds = self._agreed, timedelta(seconds=self._agreed.read_seconds)
         prefix = proof(agreed.secret, "agents", agreed.run_id)
         if agreed.rank == 0:
+            make_room(_STORE_CONNECTIONS)
             try:
                 store, _ = serving_store(agreed.host, agreed.port, timeout=seconds)
             except OSError as error:
@@ -203,7 +212,9 @@ class AgreedRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Return 1 when another node has begun a new attempt: this one's workers are then started again."""
-        if self._control is not None:
+        now = time.monotonic()
+        if self._control is not None and now - self._asked > self._agreed.nodes / _ASKED_PER_SECOND:
+            self._asked = now
             with suppress(RuntimeError, ValueError):  # node 0 has gone: its launcher, or ours, says so
                 return int(self._current(self._control) > self.attempt)
         return 0

@@ -5,7 +5,7 @@ Runs in the agent, after the fork server has been forked.
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed.elastic.agent.server import local_elastic_agent
@@ -28,6 +28,10 @@ from fsdplaunch.agent.worker_group import WorkerGroup
 from fsdplaunch.runtime.torch_internals.elastic import log_root
 
 __all__ = ["ChildFailedError", "RendezvousError", "SignalException", "run_elastic"]
+
+
+_NO_SECONDS = 1e-6
+"""Torch refuses 0."""
 
 
 class RunFolderLogs(LogsSpecs):
@@ -77,7 +81,8 @@ class WorkerGroupContext(PContext):
         return {worker.local_rank: worker.pid for worker in self._worker_group.workers}
 
     def _poll(self) -> RunProcsResult | None:
-        self._worker_group.look()
+        # Torch's agent sleeps between two looks; here it waits, and an end of a worker wakes it.
+        self._worker_group.look(self._worker_group.spec.launch.monitor_interval_seconds)
         if self._worker_group.stop.number is not None:
             return self._poll_stopping()
         if not self._worker_group.failed and self._worker_group.running:
@@ -154,10 +159,17 @@ def run_elastic(options: Sequence[str], worker_group: WorkerGroup, *, secret: st
         RendezvousError: The nodes did not find each other.
     """
     config = read_options(options)
+    config.monitor_interval = _NO_SECONDS
     config.logs_specs = RunFolderLogs(log_dir=str(worker_group.spec.run_dir))
     nodes_vary = config.max_nodes > config.min_nodes
     membership = Membership(worker_group) if nodes_vary else None
-    agreed = use_own_rendezvous(config, worker_group, secret)
+
+    def leave() -> None:
+        leave_when_over(worker_group)
+        if membership is not None:
+            membership.leave_when_changed()
+
+    agreed = use_own_rendezvous(config, worker_group, secret, leave)
 
     def start_processes(name: str, envs: dict[int, dict[str, str]], logs_specs: LogsSpecs, **_: Any) -> PContext:
         if agreed is not None:  # torch counts the failures of this node; workers of older torch share keys by it
@@ -180,10 +192,18 @@ def run_elastic(options: Sequence[str], worker_group: WorkerGroup, *, secret: st
     elastic_launch(config, "worker")()
 
 
-def use_own_rendezvous(config: LaunchConfig, worker_group: WorkerGroup, secret: str) -> AgreedRendezvous | None:
+def use_own_rendezvous(
+    config: LaunchConfig, worker_group: WorkerGroup, secret: str, leave: Callable[[], None]
+) -> AgreedRendezvous | None:
     """Put a rendezvous of ours in the place of torch's, which listens on all addresses and reads pickles.
 
     Torch's own stays where nodes are started by torchrun (launch.meeting is false): they know no other.
+
+    Args:
+        config: torchrun's options.
+        worker_group: This node's workers.
+        secret: The run's.
+        leave: Raises when there is nothing to wait for any more.
 
     Returns:
         The one for a fixed number of nodes; None where the number may change, and where torch's stays.
@@ -193,12 +213,10 @@ def use_own_rendezvous(config: LaunchConfig, worker_group: WorkerGroup, secret: 
     if config.max_nodes > config.min_nodes:
         config.rdzv_backend = signed_state.BACKEND
         rendezvous_handler_registry.register(
-            signed_state.BACKEND, lambda params: signed_state.elastic_rendezvous(params, secret)
+            signed_state.BACKEND, lambda params: signed_state.elastic_rendezvous(params, secret, leave)
         )
         return None
-    handler = AgreedRendezvous(
-        _agreed_nodes(config, worker_group.spec.node or 0, secret), lambda: leave_when_over(worker_group)
-    )
+    handler = AgreedRendezvous(_agreed_nodes(config, worker_group.spec.node or 0, secret), leave)
     config.rdzv_backend = BACKEND
     rendezvous_handler_registry.register(BACKEND, lambda _params: handler)
     return handler

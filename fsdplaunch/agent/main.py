@@ -18,6 +18,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -25,25 +26,27 @@ from types import FrameType
 from fsdplaunch.agent.fork_server.child import WorkerRequest
 from fsdplaunch.agent.fork_server.client import ForkServer
 from fsdplaunch.agent.fork_server.fast_exit import noting_status, register_last, skip_shared_destructors
+from fsdplaunch.agent.fork_server.server import Released
 from fsdplaunch.agent.output import OutputRelay
 from fsdplaunch.agent.stop_request import ORPHAN_SECONDS, StopRequest, stop_status
+from fsdplaunch.agent.warm.child import AgentRequest
+from fsdplaunch.agent.warm.import_record import ImportRecord
+from fsdplaunch.agent.warm.stay import stay_warm
 from fsdplaunch.agent.worker_group import WorkerGroup
-from fsdplaunch.agent.worker_spec import WorkerSpec, is_warm, make_worker_spec
+from fsdplaunch.agent.worker_spec import WorkerSpec, make_worker_spec
 from fsdplaunch.config.environment import RUN_DIR, decode
-from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.world_size import node_range
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE
-from fsdplaunch.launch.entry_points import BOOTSTRAP, PRELOADED
+from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP
+from fsdplaunch.launch.preloaded import preload_lists
 from fsdplaunch.launch.report.root_cause import failure_status, signal_name
 from fsdplaunch.launch.standard_streams import open_missing_streams
 from fsdplaunch.launch.worker_env import LAUNCHER
-from fsdplaunch.parent_death import die_with_parent, take_lifeline
+from fsdplaunch.parent_death import Launcher, take_lifeline
 from fsdplaunch.private_dir import make_private_dir, remove_private_dir
 from fsdplaunch.probe.cgroup_limits import memory_kills, usable_memory
 from fsdplaunch.run_dir import AGENT_LOG, agent_record, write_json
 from fsdplaunch.run_secret import leave_outer_run, take_secret
-
-_TORCH = ("torch", "torch.distributed")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -53,30 +56,69 @@ def main(argv: Sequence[str]) -> None:
         argv: torchrun's options, each in one word, and then the workers' command.
     """
     register_last()
+    run_agent(argv)
+
+
+def run_agent(argv: Sequence[str], imported: ImportRecord | None = None) -> None:
+    """Be the agent, or what is forked from it.
+
+    Args:
+        argv: As in `main`.
+        imported: What a warm interpreter that this process was forked from has imported.
+    """
     is_reported = LAUNCHER in os.environ
-    launcher = int(os.environ.pop(LAUNCHER, os.getppid()))
+    pid = int(os.environ.pop(LAUNCHER, os.getppid()))
     secret, lifeline = take_secret(os.environ), take_lifeline()
-    die_with_parent(signal.SIGTERM, parent=launcher)
+    launcher = Launcher(pid, lifeline)
+    # Until there are workers, and a fork server that ends this process when it is stuck.
+    launcher.end_with(signal.SIGKILL)
     open_missing_streams()
     config = decode()
     options, command = split(argv)
     leave_outer_run(os.environ)
     if node_range(config)[1] == 1:
         make_private_dir(os.environ)  # before the fork: the fork server removes it where this process is killed
-    fork_server = ForkServer(lifeline)
+    keep_seconds = config.launch.keep_warm_seconds if imported is None else 0.0
+    record = ImportRecord() if keep_seconds else None
+    fork_server = ForkServer(
+        lifeline,
+        noting=record.noting if record is not None else nullcontext,
+        imported=imported.give_again if imported is not None else lambda: None,
+    )
     # `start` returns once here, with None, and once more in every worker that is forked later, with its request.
     # Everything below runs in the agent only. A worker goes on from this line, with the memory that the agent had
     # at it: torch imported, no thread, no socket, no CUDA.
-    if (request := fork_server.start(*preload_lists(config, command))) is not None:
-        run_worker(request)
+    modules = preload_lists(config, command)
+    if (request := fork_server.start(*modules)) is not None:
+        be_forked(request, record, modules)
         return
+    launcher.end_with(signal.SIGTERM)
     # Nothing that torch started in this process is needed any more, and taking it apart takes time.
     run_dir = Path(os.environ[RUN_DIR])
     run_dir.mkdir(parents=True, exist_ok=True)
     workers = next(int(word.partition("=")[2]) for word in options if word.startswith("--nproc-per-node="))
     spec = make_worker_spec(config, command, run_dir=run_dir, workers=workers, is_reported=is_reported)
     spec = replace(spec, secret=secret)
-    os._exit(run_workers(fork_server, spec, options, launcher=launcher))
+    os._exit(
+        run_workers(
+            fork_server, spec, options, launcher=launcher, keep_seconds=keep_seconds, is_warm=imported is not None
+        )
+    )
+
+
+def be_forked(
+    request: WorkerRequest | Released, record: ImportRecord | None, modules: Sequence[Sequence[str]]
+) -> None:
+    """Be the worker that this process was forked to be; or, a fork server that was let go, wait for launches."""
+    if isinstance(request, WorkerRequest):
+        run_worker(request)
+    elif record is not None:
+        run_forked_agent(stay_warm(record, modules, request.seconds))
+
+
+def run_forked_agent(request: AgentRequest) -> None:
+    """Be the agent that this process was forked from a warm interpreter to be."""
+    run_agent(request.argv[request.argv.index(str(AGENT)) + 1 :], request.record)
 
 
 def run_worker(request: WorkerRequest) -> None:
@@ -94,29 +136,31 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(argv[:count]), list(argv[count:])
 
 
-def preload_lists(config: Config, command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what to import before the fork server is forked, and in it."""
-    if not is_warm(config, command):
-        return (), ()
-    sharding = PRELOADED if config.distributed_type == "FSDP" else ()
-    return _TORCH, (BOOTSTRAP, *sharding, *config.launch.preload)
-
-
-def run_workers(fork_server: ForkServer, spec: WorkerSpec, options: list[str], *, launcher: int) -> int:
+def run_workers(
+    fork_server: ForkServer,
+    spec: WorkerSpec,
+    options: list[str],
+    *,
+    launcher: Launcher,
+    keep_seconds: float,
+    is_warm: bool,
+) -> int:
     """Run the workers to their end and return the status to exit with.
 
     Args:
         fork_server: Where they come from.
         spec: What they are to do.
         options: torchrun's.
-        launcher: Process id of our parent.
+        launcher: Ours.
+        keep_seconds: How long the interpreter is to stay for the next launch.
+        is_warm: This process comes from one that has stayed.
     """
     relay = OutputRelay(_take_over_output(spec.run_dir / AGENT_LOG))
     worker_group = WorkerGroup(spec, fork_server, relay, StopRequest(spec.launch.shutdown_grace_seconds))
-    record = AgentRecord(worker_group)
+    record = AgentRecord(worker_group, is_warm=is_warm)
     code = _run(worker_group, options, record, launcher=launcher)
     worker_group.finish()
-    fork_server.close()
+    fork_server.close(keep_seconds=0.0 if launcher.is_gone() else keep_seconds)
     remove_private_dir(os.environ)
     record.write(code)
     return code
@@ -125,7 +169,8 @@ def run_workers(fork_server: ForkServer, spec: WorkerSpec, options: list[str], *
 class AgentRecord:
     """What this agent has to tell, in a file."""
 
-    def __init__(self, worker_group: WorkerGroup) -> None:
+    def __init__(self, worker_group: WorkerGroup, *, is_warm: bool) -> None:
+        self._is_warm = is_warm
         self._path = agent_record(worker_group.spec.run_dir)
         self._worker_group = worker_group
         self._start = time.time_ns()
@@ -140,6 +185,7 @@ class AgentRecord:
             {
                 "exit_code": code,
                 "host": socket.gethostname(),
+                "warm": self._is_warm,
                 "memory_limit": usable_memory(),
                 "memory_kills": memory_kills() - self._kills,
                 "started_ns": self._start,
@@ -153,7 +199,7 @@ class AgentRecord:
         )
 
 
-def _run(worker_group: WorkerGroup, options: list[str], record: AgentRecord, *, launcher: int) -> int:
+def _run(worker_group: WorkerGroup, options: list[str], record: AgentRecord, *, launcher: Launcher) -> int:
     from fsdplaunch.agent import elastic_agent  # a signal during this import just ends the process
 
     try:
@@ -188,14 +234,14 @@ def _stop_status(worker_group: WorkerGroup) -> int:
     return _failure_status(worker_group) if status is None else status
 
 
-def _handle_signals(worker_group: WorkerGroup, launcher: int) -> None:
+def _handle_signals(worker_group: WorkerGroup, launcher: Launcher) -> None:
     """Pass signals on to the workers; torch's agent goes on watching them."""
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if worker_group.is_done:
             worker_group.is_released = True
         elif worker_group.stop.request(number):
-            if os.getppid() != launcher:
+            if launcher.is_gone():
                 worker_group.stop.grace = min(worker_group.stop.grace, ORPHAN_SECONDS)
             worker_group.send(number)
             if not worker_group.running:
@@ -212,7 +258,7 @@ def _handle_signals(worker_group: WorkerGroup, launcher: int) -> None:
 def _take_over_output(log: Path) -> dict[str, int]:
     """Keep the terminal for the workers' output; what torch has to say, in Python and below, goes to a file."""
     screens = {"stdout": os.dup(1), "stderr": os.dup(2)}
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     for place in (1, 2):
         os.dup2(file, place)
     os.close(file)

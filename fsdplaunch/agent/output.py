@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdplaunch.agent.output_filter import OutputFilter
+from fsdplaunch.terminal_text import printable
 
 CHUNK = 1 << 16
 LONGEST_LINE = 1 << 16
@@ -78,7 +79,7 @@ class OutputRelay:
         """Write a line of our own to the error output, not into the middle of a shown line."""
         with self._lock:
             self._break_line(None)
-            write_all(self.screens["stderr"], f"fsdplaunch: {text}\n".encode())
+            write_all(self.screens["stderr"], f"fsdplaunch: {printable(text)}\n".encode())
 
     def drain(self, seconds: float, *, failed: bool, until: Callable[[], bool] = lambda: False) -> None:
         """Wait until every stream has ended, or until nothing has come for `seconds`; then let go of them.
@@ -195,7 +196,7 @@ def write_all(descriptor: int, data: bytes) -> None:
 def open_log(path: Path) -> int:
     """Open a rank's log file for appending."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
 
 def open_way(screen: int) -> tuple[int, int, bool]:

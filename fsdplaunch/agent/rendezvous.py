@@ -9,6 +9,7 @@ import socket
 import time
 from typing import Any
 
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from fsdplaunch.agent.worker_group import WorkerGroup
@@ -95,6 +96,16 @@ class Membership:
             return waiting
 
         _Handler.num_nodes_waiting = num_nodes_waiting
+
+    def leave_when_changed(self) -> None:
+        """End a wait for the other nodes that begins when this one is done: one that has gone does not answer.
+
+        Raises:
+            RendezvousError: The launcher has seen a node go since this one's workers began.
+        """
+        if self._worker_group.is_done and self._reported() > self._seen:
+            msg = "a node has gone while this one was done"
+            raise RendezvousError(msg)
 
     def _reported(self) -> int:
         """Return how often the launcher has seen a node go."""

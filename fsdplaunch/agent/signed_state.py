@@ -4,15 +4,21 @@ The store listens on node 0's address, and the key of the state is one that only
 """
 
 import hmac
+from collections.abc import Callable
 from datetime import timedelta
 from hashlib import sha256
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousInfo,
+    RendezvousStateError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from fsdplaunch.agent.agreed_rendezvous import WatchedStore
 from fsdplaunch.run_secret import proof
 from fsdplaunch.runtime.collectives.stores import TCPStore, serving_store
 
@@ -64,12 +70,58 @@ class SignedBackend(C10dRendezvousBackend):
         return state
 
 
-def elastic_rendezvous(params: RendezvousParameters, secret: str) -> RendezvousHandler:
+class WatchedRendezvous(RendezvousHandler):
+    """Torch's dynamic rendezvous, but that waiting in its store ends when the run is to end."""
+
+    def __init__(self, handler: RendezvousHandler, is_stopped: Callable[[], None]) -> None:
+        self._handler, self._is_stopped = handler, is_stopped
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Return what torch's says."""
+        return self._handler.use_agent_store
+
+    def get_backend(self) -> str:
+        """Return the name under which torch's agent asks for this."""
+        return self._handler.get_backend()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the others, as torch does, and wrap the store they meet in."""
+        found = self._handler.next_rendezvous()
+        watched: Any = WatchedStore(found.store, self._is_stopped)
+        place: Any = found.bootstrap_store_info
+        return RendezvousInfo(watched, found.rank, found.world_size, place)
+
+    def is_closed(self) -> bool:
+        """Return whether the nodes have ended the run."""
+        return self._handler.is_closed()
+
+    def set_closed(self) -> None:
+        """Have the nodes end the run."""
+        self._handler.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many nodes wait to join."""
+        return self._handler.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        """Return the run's name."""
+        return self._handler.get_run_id()
+
+    def shutdown(self) -> bool:
+        """Close what was opened."""
+        return self._handler.shutdown()
+
+
+def elastic_rendezvous(
+    params: RendezvousParameters, secret: str, is_stopped: Callable[[], None]
+) -> RendezvousHandler:
     """Return torch's dynamic rendezvous over a signed state.
 
     Args:
         params: As torch's agent has them.
         secret: The run's.
+        is_stopped: Raises when the run is to end; called while this node waits for others that may be gone.
 
     Raises:
         RendezvousConnectionError: Node 0's store cannot be reached, or cannot listen.
@@ -87,4 +139,5 @@ def elastic_rendezvous(params: RendezvousParameters, secret: str) -> RendezvousH
             f"the store at {params.endpoint} cannot be {'opened' if params.get_as_bool('is_host') else 'reached'}"
         )
         raise RendezvousConnectionError(msg) from error
-    return create_handler(store, SignedBackend(store, params.run_id, secret), params)
+    handler = create_handler(store, SignedBackend(store, params.run_id, secret), params)
+    return WatchedRendezvous(handler, is_stopped)

@@ -169,10 +169,14 @@ class WorkerGroup:
         )
         return theirs
 
-    def look(self) -> None:
-        """Take note of workers that have ended; does not wait."""
+    def look(self, seconds: float = 0.0) -> None:
+        """Take note of workers that have ended.
+
+        Args:
+            seconds: How long to wait for one.
+        """
         by_pid = {worker.pid: worker for worker in self.workers}
-        for ended in self._fork_server.ended():
+        for ended in self._fork_server.ended(seconds):
             if ended.pid in by_pid:
                 by_pid[ended.pid].ended = ended
         if stalled := self._watchdog.look():

@@ -9,8 +9,7 @@ from pathlib import Path
 from fsdplaunch.agent.output_selection import is_shown
 from fsdplaunch.config.schema.config import Config, LaunchSection
 from fsdplaunch.launch.entry_points import BOOTSTRAP
-
-_BOOTSTRAP = ("-m", BOOTSTRAP)
+from fsdplaunch.launch.preloaded import is_forked, is_python
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,7 @@ def make_worker_spec(
         is_reported: A launcher waits that will report the failure.
     """
     rest = tuple(command[2:]) if is_python(command) else tuple(command)
-    warm = is_warm(config, command)
+    warm = is_forked(config, command)
     return WorkerSpec(
         run_dir=run_dir,
         launch=config.launch,
@@ -75,19 +74,9 @@ def make_worker_spec(
     )
 
 
-def is_python(command: Sequence[str]) -> bool:
-    """Return whether workers run the bootstrap, and not a program of its own."""
-    return tuple(command[:2]) == _BOOTSTRAP
-
-
-def is_warm(config: Config, command: Sequence[str]) -> bool:
-    """Return whether workers are to be forked from a preloaded interpreter."""
-    return bool(config.launch.preload) and is_python(command)
-
-
 def python_command(arguments: Sequence[str]) -> tuple[str, ...]:
     """Return the command line that runs the bootstrap in an interpreter of its own."""
-    return (sys.executable, "-u", *_BOOTSTRAP, *arguments)
+    return (sys.executable, "-u", "-m", BOOTSTRAP, *arguments)
 
 
 def _own_gpus(workers: int) -> dict[int, dict[str, str]]:

@@ -6,9 +6,12 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 
 from fsdplaunch.byte_sizes import size_words
+from fsdplaunch.checkpoint.folder_lock import FolderLock
+from fsdplaunch.checkpoint.regular_file import real_path
 from fsdplaunch.checkpoint.rename_exchange import rename_exchange
 from fsdplaunch.errors import CheckpointError, UsageError
 
@@ -32,11 +35,11 @@ def check_output(
     Raises:
         UsageError: When it holds such files, or lies in, above or on a source.
     """
-    target = output.resolve()
+    target = real_path(output)
     if output.suffix in {".safetensors", ".bin"}:
         msg = f"{output} looks like a file; the output is a folder"
         raise UsageError(msg, hint=f"use {output.parent}")
-    for source in {path.resolve() for path in sources}:
+    for source in {real_path(path) for path in sources}:
         if target == source or target.is_relative_to(source) or source.is_relative_to(target):
             relation = "is" if target == source else "lies inside" if target.is_relative_to(source) else "contains"
             msg = f"the output {output} {relation} the checkpoint {source}"
@@ -136,14 +139,18 @@ def atomic_output(target: Path, *, overwrite: bool, replaced: re.Pattern[str] = 
     new_parents = [parent for parent in target.parents if not parent.exists()]
     prefix = _prefix(target) + f"{os.getpid()}-"
     partial = target.parent / (prefix + os.urandom(4).hex())
+    lock = FolderLock(target, target.parent / f".{short_name(target)}.partial-lock")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
         _remove_leftovers(target)
         partial.mkdir()
         yield partial
-        _publish(partial, target, overwrite=overwrite, replaced=replaced)
+        publish_folder(partial, target, overwrite=overwrite, replaced=replaced)
+        lock.release()
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        lock.release()
         with suppress(OSError):
             for parent in new_parents:
                 parent.rmdir()
@@ -162,8 +169,12 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _publish(partial: Path, target: Path, *, overwrite: bool, replaced: re.Pattern[str]) -> None:
-    """Rename the finished folder into place, keeping other files of a folder that is overwritten."""
+def publish_folder(partial: Path, target: Path, *, overwrite: bool, replaced: re.Pattern[str] = WEIGHTS) -> None:
+    """Rename the finished folder into place, keeping other files of a folder that is overwritten.
+
+    Raises:
+        UsageError: When `target` has come to hold what may not be replaced.
+    """
     sync_folder(partial)
     _check_free(
         target, target, overwrite=overwrite, replaced=replaced
@@ -207,9 +218,9 @@ def swap_folders(partial: Path, target: Path, aside: Path) -> None:
         target: The old one.
         aside: Where the old one waits on file systems that cannot exchange two folders.
     """
-    shutil.rmtree(aside, ignore_errors=True)
+    _discard(aside)
     if rename_exchange(partial, target):
-        shutil.rmtree(partial, ignore_errors=True)
+        _discard(partial)
         return
     target.rename(aside)
     try:
@@ -217,12 +228,26 @@ def swap_folders(partial: Path, target: Path, aside: Path) -> None:
     except BaseException:
         aside.rename(target)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    _discard(aside)
+
+
+def _discard(path: Path) -> None:
+    """Remove a folder as far as that goes; of a link the link alone."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _prefix(target: Path) -> str:
     """Return the start of the hidden names for this output, made on this node."""
     return f".{target.name[:_NAME_PART]}.partial-{_host()}-"
+
+
+def short_name(target: Path) -> str:
+    """Return a name of its own for each output, short enough to add to."""
+    name = target.name
+    return name if len(name) <= _NAME_PART else f"{name[:_NAME_PART]}-{sha256(name.encode()).hexdigest()[:16]}"
 
 
 def _host() -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.checkpoint.regular_file import read_regular
+from fsdplaunch.json_text import parse_json
 
 MANIFEST_NAME = "fsdplaunch.json"
 MAX_JSON = 64 * 2**20
@@ -32,8 +33,8 @@ def model_entry(folder: Path, number: int) -> dict[str, Any]:
 def read_json(path: Path) -> Any:
     """Return what a file of reasonable size holds; None when it cannot be read."""
     try:
-        return json.loads(read_regular(path, MAX_JSON))
-    except (ValueError, RecursionError):
+        return parse_json(read_regular(path, MAX_JSON))
+    except ValueError:
         return None
 
 

@@ -13,6 +13,7 @@ from fsdplaunch.checkpoint.dtypes import DTYPES, Dtype
 from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
 from fsdplaunch.checkpoint.regular_file import open_regular, read_regular
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.json_text import JsonError, parse_json
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -144,9 +145,10 @@ def read_header(path: Path) -> FileHeader:
             raise InvalidFileError(msg)
         text = file.read(length)
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError):
-        header = None
+        header = parse_json(text)
+    except JsonError as problem:
+        msg = f"it has no safetensors header: {short(str(problem))[1:-1]}"
+        raise InvalidFileError(msg) from None
     metadata = header.pop("__metadata__", None) or {} if type(header) is dict else None
     if type(header) is not dict or type(metadata) is not dict:
         msg = "it has no safetensors header"
@@ -198,11 +200,12 @@ def read_weight_map(path: Path) -> dict[str, str]:
         InvalidFileError: It is no such index.
     """
     try:
-        listed = json.loads(read_regular(path, MAX_INDEX))["weight_map"]
+        listed = parse_json(read_regular(path, MAX_INDEX))["weight_map"]
     except InvalidFileError:
         raise
-    except (ValueError, TypeError, KeyError, RecursionError):
-        msg = "it is no index of weight files"
+    except (ValueError, TypeError, KeyError) as problem:
+        why = f": {short(str(problem))[1:-1]}" if isinstance(problem, JsonError) else ""
+        msg = f"it is no index of weight files{why}"
         raise InvalidFileError(msg) from None
     if type(listed) is not dict or not listed or not all(type(name) is str for name in listed.values()):
         msg = "its weight_map is not a table of file names"

@@ -1,19 +1,23 @@
 """The command line: its commands, and what an error looks like."""
 
+import errno
+import io
 import os
+import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fsdplaunch import __version__
 from fsdplaunch.cli.output import Output
-from fsdplaunch.cli.signatures import checks, launch
+from fsdplaunch.cli.signatures import checks, launch, tune
 from fsdplaunch.cli.signatures.config import config_app, to_fsdp2
 from fsdplaunch.cli.signatures.options import group
 from fsdplaunch.cli.signatures.runs import runs_app
+from fsdplaunch.cli.signatures.warm import WARM_EPILOG, warm
 from fsdplaunch.cli.signatures.weights import merge_weights
-from fsdplaunch.errors import LaunchError
+from fsdplaunch.errors import LaunchError, UsageError
 from fsdplaunch.terminal_text import shortened, text_of
 
 # What follows SCRIPT belongs to the script.
@@ -22,6 +26,14 @@ SCRIPT_SETTINGS = {
     "allow_interspersed_args": False,
     "help_option_names": ["--help", "-h"],
 }
+
+# What typer raises for a command line; it has no public name for the root of them.
+_WrongUsageError: type[Exception] = next(
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
+)
+
+_WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
+_LONGEST_NAME = 300
 
 app = group(
     "Launch, shard, checkpoint and merge PyTorch FSDP training.",
@@ -37,6 +49,8 @@ app.command("merge-weights")(merge_weights)
 app.command("estimate", epilog=checks.ESTIMATE_EPILOG)(checks.estimate)
 app.command("doctor")(checks.doctor)
 app.command("check", epilog=checks.CHECK_EPILOG, context_settings=SCRIPT_SETTINGS)(checks.check)
+app.command("warm", epilog=WARM_EPILOG)(warm)
+app.command("tune", epilog=tune.EPILOG, context_settings=SCRIPT_SETTINGS)(tune.tune)
 app.command("env", hidden=True)(checks.env)
 app.command("test", hidden=True, epilog=checks.CHECK_EPILOG, context_settings=SCRIPT_SETTINGS)(checks.test)
 
@@ -50,19 +64,38 @@ def run(argv: list[str]) -> int:
     Returns:
         The exit status.
     """
+    sys.unraisablehook = _interrupt_again
     try:
-        app(args=launch.expanded(argv), prog_name="fsdplaunch")
+        status = app(args=launch.expanded(argv), prog_name="fsdplaunch", standalone_mode=False)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         return 130
+    except _WrongUsageError as error:
+        return _show(error)
     except BrokenPipeError:
         # The reader of our output has gone (| head): end quietly, and keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
         return _refuse(error)
-    return 0
+    return status if isinstance(status, int) else 0
+
+
+def _show(error: Any) -> int:
+    """Print what typer says of a command line, with what was written there made safe; return its status."""
+    said = io.StringIO()
+    error.show(file=said)
+    Output().say(said.getvalue().rstrip("\n"))
+    return int(error.exit_code)
+
+
+def _interrupt_again(lost: "sys.UnraisableHookArgs") -> None:
+    """Repeat a Ctrl-C that came where Python raises nothing, as in a finalizer: it would be shown, and be lost."""
+    if issubclass(lost.exc_type, KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    else:
+        sys.__unraisablehook__(lost)
 
 
 def _refuse(error: Exception) -> int:
@@ -70,7 +103,9 @@ def _refuse(error: Exception) -> int:
     if os.environ.get("FSDPLAUNCH_TRACEBACK"):
         raise error
     if isinstance(error, OSError):
-        error = LaunchError(f"{error.strerror}: {error.filename}" if error.filename else str(error))
+        kind = UsageError if error.errno in _WRONG_PATH else LaunchError
+        name = shortened(str(error.filename), _LONGEST_NAME)
+        error = kind(f"{error.strerror}: {name}" if error.filename else str(error))
     if not isinstance(error, LaunchError):
         hint = "this is a bug in fsdplaunch; FSDPLAUNCH_TRACEBACK=1 shows where"
         error = LaunchError(f"{type(error).__name__}: {shortened(text_of(error))}", hint=hint)
@@ -86,8 +121,10 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[
+    version: Annotated[  # noqa: ARG001  (acts in its callback)
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version")
     ] = False,
 ) -> None:
-    """Take the options before any command."""
+    """Take the options before any command, which a Ctrl-C does not end before it has cleared up."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # so `main` has it until here
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from fsdplaunch.launch.comparison.records import RunFacts, StepFacts, read_run
 from fsdplaunch.launch.comparison.verdict import Verdict, added_up, compare
 from fsdplaunch.launch.entry_points import PLAIN_RUN
 from fsdplaunch.launch.plan import LaunchPlan
+from fsdplaunch.parent_death import ended_with_us
 
 EXIT_EQUAL, EXIT_DIFFERENT = 0, 1
 _OURS = ("FSDP", "ACCELERATE_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
@@ -59,12 +61,18 @@ def run_plain(plan: LaunchPlan, out: Output) -> None:
         *target.arguments,
     ]
     out.say(f"  first {target.name} in one process, then over {plan.workers} workers")
+    environ = _plain_environ(plan, os.environ)
     status = subprocess.run(
-        command, env=_plain_environ(plan, os.environ), stdout=sys.stderr, check=False
+        command,
+        env=environ,
+        stdout=sys.stderr,
+        check=False,
+        preexec_fn=ended_with_us(),
     ).returncode
     if status:
         msg = f"{target.name} failed in one process, with exit code {status}: there is nothing to compare with"
-        hint = f"run python {'-m ' if target.is_module else ''}{target.name} until it works; its output is above"
+        again = shlex.join(["python", *(["-m"] if target.is_module else []), target.name])
+        hint = f"run {again} until it works; its output is above"
         raise LaunchError(msg, hint=hint)
     if read_run(folder, 0) is None:
         raise no_step(plan, workers=1)

@@ -1,6 +1,7 @@
 """`fsdplaunch config`: find out what the file shall say, by asking or from options, and write it."""
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,8 +25,9 @@ def write_config(
     overwrite: bool,
     as_json: bool,
     out: Output,
+    script: str | None = None,
 ) -> int:
-    """Write a configuration file, asking for what options do not say.
+    """Write a configuration file, asking for what options do not say; then offer to measure a script with it.
 
     Raises:
         LaunchError: Nothing was written.
@@ -34,6 +36,7 @@ def write_config(
     from fsdplaunch.wizard.review import closing_words
     from fsdplaunch.wizard.run import describe_facts, read_facts, run_wizard
 
+    words = script_words(script)
     start_from = starting_point(preset, source)
     if source is not None:
         tell_ineffective_keys(source, out)
@@ -58,7 +61,50 @@ def write_config(
     if as_json:
         out.json({"path": str(result.path), "answers": dict(result.answers), "notes": list(result.notes)})
     out.say(closing_words(result.path, result.command))
+    if words and not yes and can_ask(no_input=no_input or as_json):
+        return _offer_to_measure(words, result.path, out)
     return 0
+
+
+def script_words(text: str | None) -> list[str]:
+    """Return `--script`'s script and its arguments; none where it was left out.
+
+    Raises:
+        UsageError: It is no command line, or there is no such script.
+    """
+    from fsdplaunch.cli.launch.single_node import check_script
+
+    try:
+        words = shlex.split(text or "")
+    except ValueError as error:
+        msg = f"--script {text!r}: {str(error).lower()}"
+        raise UsageError(msg, hint="write it as --script 'train.py --lr 3e-4'") from error
+    if words:
+        check_script(words[0])
+    return words
+
+
+def _offer_to_measure(words: Sequence[str], path: Path, out: Output) -> int:
+    """Ask whether to measure the script now, and do; the file that was written then says what was best."""
+    from fsdplaunch.wizard.prompts import Prompts
+    from fsdplaunch.wizard.questions.question import Choice
+
+    choices = [
+        Choice(value="yes", title="Yes", consequence=f"fsdplaunch tune; {path} then says what was fastest"),
+        Choice(value="no", title="No", consequence="at any time: fsdplaunch tune"),
+    ]
+    try:
+        answer = Prompts().select(f"Measure {words[0]}? About 3 minutes.", choices, default="no")
+    except KeyboardInterrupt:
+        return 0
+    if answer != "yes":
+        return 0
+    from fsdplaunch.cli.tune.command import tune
+    from fsdplaunch.cli.tune.report import TuneOutputs
+    from fsdplaunch.cli.tune.request import TuneRequest
+
+    request = TuneRequest(script=words[0], arguments=tuple(words[1:]), file=str(path))
+    return tune(request, resume=None, outputs=TuneOutputs(write=path, overwrite=True), out=out)
 
 
 def starting_point(preset: str | None, source: Path | None) -> Path | None:

@@ -1,10 +1,8 @@
 """`fsdplaunch estimate`: will it fit, and what to change if not. Torch, if needed, has a process of its own."""
 
-import atexit
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,11 +16,13 @@ from fsdplaunch.estimate.hf_config import DescribedModel, describe, read_archite
 from fsdplaunch.estimate.json_file import read_json_file
 from fsdplaunch.estimate.model_sizes import read_sizes
 from fsdplaunch.estimate.report import Report, make_report
-from fsdplaunch.estimate.sized_llama import llama_of
+from fsdplaunch.estimate.sized_llama import MOST_PARAMETERS, llama_of
 from fsdplaunch.estimate.training_setup import TrainingSetup, ranks_of, training_setup
+from fsdplaunch.private_dir import make_process_dir
 from fsdplaunch.probe.hardware import Hardware, read_hardware
 from fsdplaunch.probe.hub_models import hub_folder, is_hub_name
 from fsdplaunch.probe.model_folder import find_model, parse_count, short_count, weight_files
+from fsdplaunch.terminal_text import printable, quoted
 
 LENGTH = 2048
 
@@ -81,7 +81,7 @@ def estimate(
     if wanted.html is not None:
         from fsdplaunch.estimate.html_report import html_report
 
-        write_text_atomically(wanted.html, html_report(report))
+        write_text_atomically(wanted.html, printable(html_report(report)))
     if as_json:
         out.json(report.to_dict())
     else:
@@ -134,10 +134,12 @@ def _sized(text: str) -> _Source | None:
         parameters = parse_count(text)
     except ValueError:
         return None
+    if parameters > MOST_PARAMETERS:
+        msg = f"{quoted(text)} is larger than the largest llama that is estimated, of {MOST_PARAMETERS // 10**12}t"
+        raise UsageError(msg, hint="describe the model: CONFIG.json or SCRIPT.py:FUNCTION")
     config = llama_of(parameters)
     described = describe(config, source=f"a llama of {text}")
-    folder = Path(tempfile.mkdtemp(prefix="fsdplaunch-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = make_process_dir()
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     shape = f"{config['num_hidden_layers']} blocks of width {config['hidden_size']}"
     notes = (f"{text} is estimated as a llama of {short_count(described.sizes.parameters)} parameters, {shape}",)
@@ -173,7 +175,8 @@ def _described(described: DescribedModel) -> MemoryCase:
 def _is_known(path: Path) -> bool:
     from fsdplaunch.estimate.families import FAMILIES
 
-    return read_json_file(path).get("model_type") in FAMILIES
+    kind = read_json_file(path).get("model_type")
+    return isinstance(kind, str) and kind in FAMILIES
 
 
 def _report(

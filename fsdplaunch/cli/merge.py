@@ -1,6 +1,7 @@
 """`fsdplaunch merge-weights`: show what will be merged, show progress, say what came of it."""
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,10 +12,15 @@ from typing import Any, NoReturn
 
 from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, MergeResult, MergeStart, merge, prepare_merge
+from fsdplaunch.checkpoint.merge.parallel.shares import files_of_part
+from fsdplaunch.checkpoint.merge.plan import MergePlan, PlannedFile
 from fsdplaunch.checkpoint.readers.find import AmbiguousError, find_model, find_optimizer
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.progress import byte_progress
 from fsdplaunch.errors import UsageError
+from fsdplaunch.name_lists import listed
+
+_PART = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
 
 
 @contextmanager
@@ -69,7 +75,7 @@ def _asked(problem: AmbiguousError, out: Output) -> Path:
         out.say(f"  {number}  {path}")
     out.ask(f"which one? [1-{len(problem.candidates)}] ")
     answer = sys.stdin.readline().strip()
-    if not answer.isdecimal() or not 1 <= int(answer) <= len(problem.candidates):
+    if not re.fullmatch(r"[0-9]{1,4}", answer) or not 1 <= int(answer) <= len(problem.candidates):
         raise problem
     return problem.candidates[int(answer) - 1]
 
@@ -85,6 +91,19 @@ def parse_rename(text: str) -> tuple[str, str]:
         msg = f"--rename {text!r} is not OLD=NEW"
         raise UsageError(msg, hint="write it as --rename model.language_model=model")
     return old, new
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """Read `N/M`, part N of M.
+
+    Raises:
+        UsageError: It is something else.
+    """
+    found = _PART.fullmatch(text)
+    if found is None:
+        msg = f"--parts {text!r} is not N/M"
+        raise UsageError(msg, hint="write part 2 of 8 as --parts 2/8")
+    return int(found[1]), int(found[2])
 
 
 def merge_command(
@@ -106,7 +125,8 @@ def merge_command(
     if as_json:
         out.json(result_as_data(result))
         return
-    for line in result_lines(result, checkpoint):
+    lines = result_lines(result, checkpoint) if result.is_in_place else part_lines(result, options)
+    for line in lines:
         out.say(line)
     for path in result.files:
         out.data(str(path))
@@ -128,8 +148,26 @@ def show_plan(checkpoint: Path, output: Path, *, options: MergeOptions, as_json:
         out.json(prepared.to_dict())
         return
     out.say(f"{prepared.folder}: {size_words(prepared.plan.nbytes)}, nothing written")
-    for file in prepared.plan.files:
+    for file in shown_files(prepared.plan, options):
         out.data(f"{file.name}  {size_words(file.nbytes)}  {len(file.tensors)} tensors")
+
+
+def shown_files(plan: MergePlan, options: MergeOptions) -> tuple[PlannedFile, ...]:
+    """Return the files that a merge with these options writes: all, or those of its part."""
+    return plan.files if options.part is None else files_of_part(plan.files, *options.part)
+
+
+def part_lines(result: MergeResult, options: MergeOptions) -> list[str]:
+    """Say what a part wrote that was not the last, and what the output waits for."""
+    number, count = options.part or (1, 1)
+    lines = [f"part {number} of {count} has nothing to write: the output has fewer files"]
+    if result.tensors:
+        size = f"{size_words(result.nbytes)} in {result.seconds:.1f} s"
+        lines = [f"part {number} of {count}: {result.tensors} tensors, {size}"]
+    if result.waiting:
+        shown = listed([str(each) for each in result.waiting], 5)
+        return [*lines, f"{result.output} appears when all parts are written; not yet: {shown}"]
+    return [*lines, f"all parts are written; another process puts {result.output} in place"]
 
 
 def result_as_data(result: MergeResult) -> dict[str, Any]:
@@ -150,6 +188,8 @@ def result_as_data(result: MergeResult) -> dict[str, Any]:
         "verified": result.verified,
         "unchecked_bytes": result.unchecked,
         "removed": result.removed,
+        "in_place": result.is_in_place,
+        "waiting_for_parts": list(result.waiting),
     }
 
 

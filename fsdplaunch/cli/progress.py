@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.cli.output import Output
+from fsdplaunch.terminal_text import one_line
 
 LINE_SECONDS = 10.0
 
@@ -34,7 +35,7 @@ def _live() -> Iterator[Update]:
         BarColumn(),
         TextColumn("{task.fields[amount]}"),
         TimeRemainingColumn(compact=True),
-        TextColumn("{task.fields[item]}"),
+        TextColumn("{task.fields[item]}", markup=False),
     )
     tasks: dict[str, tuple[TaskID, float]] = {}
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
@@ -45,7 +46,7 @@ def _live() -> Iterator[Update]:
             task, start = tasks[phase]
             rate = done / max(time.monotonic() - start, 1e-3)
             amount = f"{size_words(done)} of {size_words(total)}, {size_words(rate)}/s"
-            bars.update(task, completed=done, amount=amount, item=item)
+            bars.update(task, completed=done, amount=amount, item=one_line(item))
 
         yield update
 

@@ -2,6 +2,9 @@
 
 from fsdplaunch.config.schema.parsers import check_digits
 from fsdplaunch.errors import UsageError
+from fsdplaunch.terminal_text import quoted
+
+_MOST = 2**60
 
 UNITS = {
     "": 1,
@@ -29,7 +32,7 @@ def parse_size(text: str, *, option: str = "--max-shard-size") -> int:
         size = int(float(digits) * UNITS[word[len(digits) :]])
     except (ValueError, KeyError, OverflowError):
         size = 0
-    if size <= 0:
-        msg = f"{option} {text!r} is not a size"
+    if not 0 < size <= _MOST:
+        msg = f"{option} {quoted(text)} is not a size"
         raise UsageError(msg, hint="write it as 5GB, 500MB or 2GiB")
     return size

@@ -12,6 +12,8 @@ from typing import Any
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.walk import Path, all_keys, build_config, keys_by_path, value_at
+from fsdplaunch.config.world_size import has_one_axis
+from fsdplaunch.config.xla import uses_xla
 from fsdplaunch.errors import UsageError
 
 RUN_DIR = "FSDPLAUNCH_RUN_DIR"
@@ -23,6 +25,12 @@ REHEARSAL_STEPS = "FSDPLAUNCH_REHEARSAL_STEPS"
 
 COMPARE_DIR = "FSDPLAUNCH_COMPARE_DIR"
 """Contract variable, not a key: where each process of `fsdplaunch check --compare` writes what it computed."""
+MEASURE_STEPS = "FSDPLAUNCH_MEASURE_STEPS"
+"""Contract variable, not a key: end the script after so many optimizer steps, and write down what they took."""
+MEASURE_SCRATCH = "FSDPLAUNCH_MEASURE_SCRATCH"
+"""Contract variable, not a key: the folder that a measured script may write to."""
+MEASURE_SOURCE = "FSDPLAUNCH_MEASURE_SOURCE"
+"""Contract variable, not a key: the user's folder, in which a measured script writes nothing."""
 
 
 def encode(config: Config) -> dict[str, str]:
@@ -37,6 +45,7 @@ def encode(config: Config) -> dict[str, str]:
     for spec in all_keys():
         value = value_at(config, spec.path)
         unread = spec.key.unread or version not in spec.key.versions or value in ((), {})
+        unread = unread or (spec.name.startswith("xla") and not uses_xla(config))
         if value is None or (unread and value == spec.default):
             continue
         env[spec.env] = spec.key.kind.write(value)
@@ -45,11 +54,12 @@ def encode(config: Config) -> dict[str, str]:
 
 def _switches(config: Config) -> dict[str, str]:
     """Return the on/off variables accelerate and transformers look at before they read any other."""
-    switches = {}
+    switches: dict[str, str] = {}
+    if uses_xla(config):  # it shards in its own way, and has no mesh of theirs
+        return switches
     if config.distributed_type == "FSDP":
         switches["ACCELERATE_USE_FSDP"] = "true"
-    mesh = config.parallelism_config
-    if (mesh.parallelism_config_dp_replicate_size, mesh.parallelism_config_dp_shard_size) != (1, None):
+    if not has_one_axis(config):
         switches["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     return switches
 

@@ -9,6 +9,7 @@ from typing import Any, get_args
 from fsdplaunch.config.schema.config import Config, FsdpConfig, ParallelismConfig, PrecisionSection
 from fsdplaunch.config.schema.kinds import DtypeName, StrategyName, WrapName
 from fsdplaunch.config.schema.walk import KeySpec, all_keys, value_at
+from fsdplaunch.config.xla import runs_spmd, uses_xla
 
 REST = -1
 """A mesh size that means: what the other sizes leave."""
@@ -24,7 +25,7 @@ def resolve(config: Config) -> Config:
         config: As read; None where a key is not set.
     """
     version = config.fsdp_config.fsdp_version or default_version(config)
-    config = _one_worker(config)
+    config = _one_worker(_processes_of_xla(config))
     fill = _version_1 if version == 1 else _version_2
     fsdp = replace(config.fsdp_config, fsdp_version=version, **fill(config.fsdp_config))
     if fsdp.fsdp_cpu_ram_efficient_loading is None:
@@ -39,6 +40,22 @@ def _one_worker(config: Config) -> Config:
     if config.distributed_type != "NO" or config.num_machines > 1 or config.launch.workers_per_node is not None:
         return config
     return replace(config, num_processes=1)
+
+
+def _processes_of_xla(config: Config) -> Config:
+    """Take num_processes for the devices of a CPU: PyTorch/XLA's processes are as many as hosts or TPU chips."""
+    if not uses_xla(config):
+        return config
+    configured, per_node = config.num_processes, config.launch.workers_per_node
+    spmd = runs_spmd(config)
+    of_cpu = (configured if isinstance(configured, int) else 2) if spmd else 1
+    fixed = per_node if isinstance(per_node, int) else 1 if spmd else None
+    section = replace(
+        config.xla,
+        processes_per_host=config.xla.processes_per_host or fixed,
+        cpu_devices=config.xla.cpu_devices or of_cpu,
+    )
+    return replace(config, xla=section, num_processes="auto", launch=replace(config.launch, workers_per_node=None))
 
 
 def default_version(config: Config) -> int:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from fsdplaunch.doctor.facts import TorchFacts
+from fsdplaunch.parent_death import ended_with_us
 
 TIMEOUT_SECONDS = 120
 _CODE = """
@@ -33,7 +34,12 @@ def probe_torch(python: str = sys.executable) -> TorchFacts:
     """
     try:
         done = subprocess.run(
-            [python, "-c", _CODE], capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+            [python, "-c", _CODE],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+            preexec_fn=ended_with_us(),
         )
     except subprocess.TimeoutExpired:
         return TorchFacts(error=f"importing it takes longer than {TIMEOUT_SECONDS} s")

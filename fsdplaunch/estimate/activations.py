@@ -3,7 +3,7 @@
 An approximation that holds for the families of `architecture`; the exact way is to trace the step.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdplaunch.estimate.families.parts import ActivationShape
 from fsdplaunch.estimate.training_setup import TrainingSetup
@@ -35,16 +35,23 @@ def activations_of(shape: ActivationShape, setup: TrainingSetup, width: int) -> 
 
     Args:
         shape: The model's.
-        setup: Says batch, length and checkpointing.
+        setup: Says batch, length, checkpointing, and how many ranks split layers and sequences.
         width: Bytes per element of the computation.
     """
-    tokens = setup.tokens
-    block = round(tokens * _per_token(shape, width)) + _weights(shape, setup, width)
+    tokens, inside = setup.tokens, setup.tokens // setup.context
+    split = replace(
+        shape,
+        heads=shape.heads // setup.tensor,
+        keys=shape.keys // setup.tensor,
+        ffn=shape.ffn // setup.tensor,
+        eager=shape.eager // (setup.tensor * setup.context),
+    )
+    block = round(inside * _per_token(split, width)) + _weights(split, setup, width)
     entry = tokens * shape.hidden * width
     if not setup.checkpointing:
         kept = shape.layers * block
     else:
-        kept = 0 if setup.checkpoint_offload else shape.layers * entry
+        kept = 0 if setup.checkpoint_offload else shape.layers * entry // setup.context
     scores = tokens * shape.vocab
     wide = _FP32 if shape.upcasts else width  # the dtype that the loss is computed in
     capped = width if shape.capped else 0

@@ -92,12 +92,12 @@ def _candidates(case: MemoryCase, yours: TrainingSetup) -> Iterator[tuple[str, s
             "one more gather per block and step",
             replace(yours, keeps=0, strategy=yours.strategy.replace("SHARD_GRAD_OP", "FULL_SHARD")),
         )
-    if yours.shards < yours.world:
+    if yours.shards < yours.spread:
         yield (
-            f"shard over all {yours.world} ranks",
+            f"shard over all {yours.spread} ranks",
             "fsdp_sharding_strategy=FULL_SHARD",
             "gathers cross nodes" if yours.world > yours.per_node else "gathers in forward and backward",
-            replace(yours, shards=yours.world, strategy="FULL_SHARD", keeps=0),
+            replace(yours, shards=yours.spread, strategy="FULL_SHARD", keeps=0),
         )
     compute = yours.widths(case.sizes)[1]
     if compute > 2:  # noqa: PLR2004
@@ -131,8 +131,9 @@ def resized(yours: TrainingSetup, world: int) -> TrainingSetup:
     """Return the same run with another number of ranks, sharded in the same way."""
     inside = yours.strategy.startswith("HYBRID")
     per_node = min(yours.per_node, world)
-    shards = 1 if yours.strategy == "NO_SHARD" else per_node if inside else max(1, world // yours.replicas)
-    return replace(yours, world=max(world, shards), per_node=per_node, shards=min(shards, world))
+    spread = max(1, world // yours.tensor)
+    shards = 1 if yours.strategy == "NO_SHARD" else per_node if inside else max(1, spread // yours.replicas)
+    return replace(yours, world=max(world, shards), per_node=per_node, shards=min(shards, spread))
 
 
 def fewest_ranks(case: MemoryCase, yours: TrainingSetup, memory: int) -> int | None:
@@ -150,7 +151,9 @@ def fewest_ranks(case: MemoryCase, yours: TrainingSetup, memory: int) -> int | N
     single = replace(yours, shards=1, world=1)  # one replica; more replicas change nothing per rank
 
     def at(ranks: int) -> bool:
-        spread = replace(single, world=ranks, shards=ranks, per_node=min(ranks, yours.per_node))
+        if ranks % (yours.tensor * yours.context):
+            return False
+        spread = replace(single, world=ranks, shards=ranks // yours.tensor, per_node=min(ranks, yours.per_node))
         return _fits(case, spread, memory)
 
     inside = next((ranks for ranks in range(1, yours.per_node + 1) if at(ranks)), None)

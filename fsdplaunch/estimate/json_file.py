@@ -1,10 +1,12 @@
 """Read a JSON mapping that somebody named, with one clear error for each way it can be wrong."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from fsdplaunch.checkpoint.invalid_file import InvalidFileError
+from fsdplaunch.checkpoint.regular_file import read_regular
 from fsdplaunch.errors import UsageError
+from fsdplaunch.json_text import JsonError, parse_json
 
 LIMIT = 64 * 1024 * 1024
 
@@ -19,14 +21,12 @@ def read_json_file(path: Path) -> dict[str, Any]:
         UsageError: There is no such file, or it holds something else.
     """
     try:
-        if path.stat().st_size > LIMIT:
-            msg = f"{path} is larger than {LIMIT} bytes"
-            raise UsageError(msg)
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        msg = f"{path} cannot be read: {(error.strerror or '').lower()}"
+        found = parse_json(read_regular(path, LIMIT))
+    except InvalidFileError as error:
+        reason = str(error).removeprefix("it cannot be opened: ")
+        msg = f"{path} cannot be read: {reason[:1].lower()}{reason[1:]}"
         raise UsageError(msg) from None
-    except (ValueError, RecursionError) as error:
+    except JsonError as error:
         msg = f"{path} is no JSON: {error}"
         raise UsageError(msg) from None
     if not isinstance(found, dict):

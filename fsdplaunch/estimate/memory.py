@@ -79,6 +79,7 @@ def memory_need(sizes: ModelSizes, shape: ActivationShape | None, setup: Trainin
         setup: The run.
     """
     root, blocks = split_into_units(sizes, setup)
+    root, blocks = root.split(setup.tensor), tuple(unit.split(setup.tensor) for unit in blocks)
     kept = _kept(sizes, root, blocks, setup)
     _, compute, reduce = setup.widths(sizes)
     acts = activations_of(shape, setup, compute) if shape else Activations(block=0, kept=0, logits=0, loss=0)

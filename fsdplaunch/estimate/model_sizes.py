@@ -26,6 +26,14 @@ class TensorSize:
         """Return number of elements."""
         return prod(self.shape)
 
+    def split(self, ranks: int) -> "TensorSize":
+        """Return what one of the ranks that split a layer has: a part of a matrix, all of a vector."""
+        for dim, size in enumerate(self.shape) if len(self.shape) > 1 else ():
+            if size % ranks == 0:
+                shape = (*self.shape[:dim], size // ranks, *self.shape[dim + 1 :])
+                return TensorSize(shape=shape, itemsize=self.itemsize)
+        return self
+
     def share(self, ranks: int) -> int:
         """Return elements that the first of `ranks` ranks holds: whole rows of the first dimension, rounded up."""
         rows = self.shape[0] if self.shape else 1
@@ -55,6 +63,11 @@ class UnitSize:
     def rows(self) -> int:
         """Return the longest first dimension: more ranks than this leave some without a shard."""
         return max((tensor.shape[0] for tensor, _ in self.tensors if tensor.shape), default=1)
+
+    def split(self, ranks: int) -> "UnitSize":
+        """Return what one of the ranks that split its layers has of it."""
+        tensors = tuple((tensor.split(ranks), number) for tensor, number in self.tensors)
+        return self if ranks == 1 else UnitSize(name=self.name, count=self.count, tensors=tensors)
 
     def share(self, ranks: int, *, flat: bool = False) -> int:
         """Return elements of one unit that a rank holds; flat: cut anywhere, as FSDP1 does."""

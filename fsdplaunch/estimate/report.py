@@ -1,6 +1,6 @@
 """Everything an estimate says, as plain values: computed once, then shown as text, as JSON or as a page."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,6 +216,8 @@ def make_report(
 def name_of(setup: TrainingSetup) -> str:
     """Return a way to shard in a few words: `HYBRID_SHARD 2 x 8, offload`."""
     layout = f" {setup.replicas} x {setup.shards}" if setup.replicas > 1 and setup.shards > 1 else ""
+    layout += f", layers over {setup.tensor}" if setup.tensor > 1 else ""
+    layout += f", sequences over {setup.context}" if setup.context > 1 else ""
     return f"{setup.strategy}{layout}{', offload' if setup.offload else ''}"
 
 
@@ -240,7 +242,22 @@ def _own_notes(case: MemoryCase, need: MemoryNeed, host_memory: int | None) -> l
     rows = max((unit.rows for unit in (case.sizes.root, *case.sizes.blocks)), default=1)
     if setup.shards > rows and setup.version != 1:
         notes.append(f"no tensor has {setup.shards} rows: some ranks hold nothing")
-    return notes
+    return [*notes, *_exchanges(case, setup)]
+
+
+def _exchanges(case: MemoryCase, setup: TrainingSetup) -> Iterator[str]:
+    """Yield what ranks that split layers or sequences exchange in one step, beside what FSDP does."""
+    shape = case.shape
+    if shape is None:
+        return
+    width = setup.widths(case.sizes)[1]
+    if setup.tensor > 1:
+        amount = 4 * shape.layers * setup.tokens // setup.context * shape.hidden * width
+        yield f"the {setup.tensor} ranks that split layers add up {amount / GIB:.2f} GiB of activations per step"
+    if setup.context > 1:
+        each = 2 * (shape.heads + shape.keys) // setup.tensor
+        amount = 2 * shape.layers * setup.tokens // setup.context * each * width
+        yield f"the {setup.context} ranks that split sequences exchange {amount / GIB:.2f} GiB each per step"
 
 
 def moment_words(need: MemoryNeed) -> str:

@@ -5,6 +5,8 @@ from typing import Any
 _WORDS = 32_000
 _HEAD = 128
 _STEP = 256
+MOST_PARAMETERS = 4 * 10**12
+"""What the largest of these shapes comes to."""
 
 
 def llama_of(parameters: int) -> dict[str, Any]:

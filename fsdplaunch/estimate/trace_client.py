@@ -4,16 +4,17 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fsdplaunch.config.environment import encode
 from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.world_size import mesh_sizes
 from fsdplaunch.errors import LaunchError, UsageError
 from fsdplaunch.estimate.model_sizes import ModelSizes, TensorSize, model_sizes
+from fsdplaunch.parent_death import ended_with_us
+from fsdplaunch.private_dir import make_process_dir
 
 _HOST_PARTS = ("parameters", "gradients", "optimizer")
 _MARK = "fsdplaunch: "
@@ -78,13 +79,18 @@ def trace_step(
     if config.fsdp_config.fsdp_version == 1:
         msg = "the exact estimate covers FSDP2 only: torch's memory tracker does not know FSDP1"
         raise UsageError(msg, hint="leave --exact out, or set fsdp_version to 2")
+    sizes = mesh_sizes(config, world)
+    if sizes.tensor * sizes.context > 1:
+        msg = "the exact estimate follows neither split layers nor split sequences"
+        raise UsageError(msg, hint="leave --exact out, or set tp_size and cp_size to 1")
     request = {
         "source": source, "function": function, "world": world, "per_node": per_node, "batch_size": batch_size,
         "length": length, "optimizer": optimizer,
     }  # fmt: skip
     answer, errors = _ask(request, config)
     tensors = {name: TensorSize(tuple(shape), width) for name, (shape, width) in answer["tensors"].items()}
-    sizes = model_sizes(tensors, f"{source}:{function}" if function else source, prefixes=tuple(answer["units"]))
+    where = f"{source}:{function}" if function else source
+    model = model_sizes(tensors, where, prefixes=tuple(answer["units"]))
     parts, host = dict(answer["parts"]), 0
     if config.fsdp_config.fsdp_offload_params:
         host = sum(parts.pop(name) for name in _HOST_PARTS)
@@ -95,7 +101,7 @@ def trace_step(
         phase=answer["peak"]["phase"],
         module=answer["peak"]["module"],
         course=tuple((phase, total - host) for phase, total in answer["course"]),
-        sizes=sizes,
+        sizes=model,
         messages=tuple(line.removeprefix(_MARK) for line in errors if line.startswith(_MARK)),
         seconds=answer["seconds"],
     )
@@ -105,15 +111,23 @@ def _ask(request: Mapping[str, Any], config: Config) -> tuple[dict[str, Any], li
     """Run the tracing process; return its answer and the lines it wrote."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("FSDP", "ACCELERATE_"))}
     environ |= encode(config) | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with tempfile.TemporaryDirectory(prefix="fsdplaunch-") as folder:
-        request_file, answer_file = Path(folder) / "request.json", Path(folder) / "answer.json"
-        request_file.write_text(json.dumps(request), encoding="utf-8")
-        command = [sys.executable, "-m", "fsdplaunch.estimate.trace_step", str(request_file), str(answer_file)]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", check=False)
-        lines = done.stderr.splitlines()
-        if not answer_file.is_file():
-            raise _died(done.returncode, lines)
-        answer = json.loads(answer_file.read_text(encoding="utf-8"))
+    folder = make_process_dir()
+    request_file, answer_file = folder / "request.json", folder / "answer.json"
+    request_file.write_text(json.dumps(request), encoding="utf-8")
+    command = [sys.executable, "-m", "fsdplaunch.estimate.trace_step", str(request_file), str(answer_file)]
+    done = subprocess.run(
+        command,
+        env=environ,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        preexec_fn=ended_with_us(),
+    )
+    lines = done.stderr.splitlines()
+    if not answer_file.is_file():
+        raise _died(done.returncode, lines)
+    answer = json.loads(answer_file.read_text(encoding="utf-8"))
     if "error" in answer:
         raise UsageError(answer["error"], hint=answer["hint"])
     return answer, lines

@@ -18,7 +18,9 @@ class TrainingSetup:
         strategy: Name of the sharding strategy, for people.
         world: Ranks over all nodes.
         per_node: Ranks on each node.
-        shards: Ranks that one replica of the model is sharded over.
+        shards: Ranks that one replica of the model is sharded over; those that split sequences count, too.
+        tensor: Ranks that split each layer.
+        context: Ranks that split each sequence.
         keeps: After forward gathered parameters are freed (0), kept (1), or kept split over so many ranks.
         version: Of FSDP.
         master: Bytes per element of what is kept; 0 for the model's own.
@@ -40,6 +42,8 @@ class TrainingSetup:
     world: int
     per_node: int
     shards: int
+    tensor: int = 1
+    context: int = 1
     keeps: int = 0
     version: int = 2
     master: int = 0
@@ -59,7 +63,12 @@ class TrainingSetup:
     @property
     def replicas(self) -> int:
         """Return the replicas of the model over all nodes."""
-        return self.world // self.shards
+        return self.spread // self.shards
+
+    @property
+    def spread(self) -> int:
+        """Return the most ranks that one replica can be sharded over; those that split layers count once."""
+        return max(self.world // self.tensor, 1)
 
     @property
     def tokens(self) -> int:
@@ -105,6 +114,8 @@ def training_setup(
         world=world,
         per_node=per_node,
         shards=shard_ranks(config, world, per_node),
+        tensor=mesh_sizes(config, world).tensor,
+        context=mesh_sizes(config, world).context,
         keeps=keeps,
         version=fsdp.fsdp_version or 2,
         master=ITEMSIZES.get(precision.master or "", 0),
@@ -132,10 +143,10 @@ def shard_ranks(config: Config, world: int, per_node: int) -> int:
     strategy = config.fsdp_config.fsdp_sharding_strategy or "FULL_SHARD"
     if strategy == "NO_SHARD":
         return 1
-    replicas, shards = mesh_sizes(config, world)
-    if strategy.startswith("HYBRID") and replicas == 1 and world > per_node:
-        return per_node
-    return shards
+    sizes = mesh_sizes(config, world)
+    if strategy.startswith("HYBRID") and sizes.replicas == 1 and world > per_node:
+        return max(per_node // sizes.tensor, 1)
+    return sizes.shards * sizes.context
 
 
 def ranks_of(config: Config, *, gpus: int, given: int | None) -> tuple[int, int]:
@@ -164,12 +175,12 @@ def alternatives(yours: TrainingSetup) -> list[TrainingSetup]:
     """Return the other ways to shard the same run, the one that needs least communication last."""
     plain = replace(yours, offload=False)
     found = [
-        replace(plain, strategy="FULL_SHARD", shards=yours.world, keeps=0),
-        replace(plain, strategy="SHARD_GRAD_OP", shards=yours.world, keeps=1),
+        replace(plain, strategy="FULL_SHARD", shards=yours.spread, keeps=0),
+        replace(plain, strategy="SHARD_GRAD_OP", shards=yours.spread, keeps=1),
         replace(plain, strategy="NO_SHARD", shards=1, keeps=0),
     ]
     if yours.world > yours.per_node > 1:
-        inside = replace(plain, strategy="HYBRID_SHARD", shards=yours.per_node, keeps=0)
+        inside = replace(plain, strategy="HYBRID_SHARD", shards=max(yours.per_node // yours.tensor, 1), keeps=0)
         found.insert(2, inside)
         found.insert(3, replace(inside, strategy="HYBRID_SHARD_ZERO2", keeps=1))
     if yours.on_gpu:

@@ -12,10 +12,12 @@ from typing import Any
 
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.world_size import CPU_WORKERS
+from fsdplaunch.config.xla import uses_xla
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.agent_command import agent_command
 from fsdplaunch.launch.entry_points import BOOTSTRAP
 from fsdplaunch.launch.worker_env import worker_variables
+from fsdplaunch.launch.xla import is_on_cpu, xla_processes, xla_variables
 from fsdplaunch.probe.torch_version import NEWEST, Numbers
 from fsdplaunch.secret_names import HIDDEN, is_secret
 
@@ -55,7 +57,7 @@ class LaunchPlan:
         target: What every rank runs.
         workers: Worker processes on this node.
         nodes: Nodes that take part.
-        device: `cuda` or `cpu`.
+        device: `cuda`, `cpu`, or `xla` for whatever PyTorch/XLA computes on.
         gpus: The GPU of each local rank, by number or name; empty on CPU.
         config: The resolved configuration.
         notes: What the user should be told once.
@@ -113,6 +115,7 @@ class NodeFacts:
         cpus: Usable cores.
         python: The interpreter that workers run.
         torch_version: Of the torch it has, major and minor.
+        tpu_chips: TPU chips that are attached.
         port_holder: Who listens on the port the configuration names; None when it is free.
         environ: The caller's environment; a variable the user set is not overridden by a guess of ours.
     """
@@ -121,6 +124,7 @@ class NodeFacts:
     cpus: int
     python: str = sys.executable
     torch_version: Numbers = NEWEST
+    tpu_chips: int = 0
     port_holder: str | None = None
     environ: Mapping[str, str]
 
@@ -155,9 +159,12 @@ def build_plan(
     if target.is_module and not target.is_python:
         msg = "-m names a Python module, and --no-python says that there is no Python to run"
         raise UsageError(msg, hint="leave one of them out")
-    gpus = _chosen_gpus(config, node)
-    device = "cpu" if config.use_cpu or not gpus else "cuda"
-    workers = workers_on_node(config, gpus=len(gpus) if device == "cuda" else 0, cpus=node.cpus)
+    gpus = () if uses_xla(config) else _chosen_gpus(config, node)
+    device = "xla" if uses_xla(config) else "cpu" if config.use_cpu or not gpus else "cuda"
+    if device == "xla":
+        workers = xla_processes(config, environ=node.environ, chips=node.tpu_chips)
+    else:
+        workers = workers_on_node(config, gpus=len(gpus) if device == "cuda" else 0, cpus=node.cpus)
     if device == "cuda" and workers > len(gpus):
         msg = f"the configuration asks for {workers} workers on this node, but it has {len(gpus)} visible GPUs"
         raise MachineError(msg, hint="lower num_processes, or set use_cpu: true to run on CPU with gloo")
@@ -173,6 +180,8 @@ def build_plan(
         allow_unsharded=allow_unsharded,
         ranks=ranks,
     )
+    if device == "xla":
+        env |= xla_variables(config, environ=node.environ, chips=node.tpu_chips)
     return LaunchPlan(
         run_id=run_id,
         run_dir=run_dir,
@@ -241,6 +250,8 @@ def _with_a_free_port(config: Config, node: NodeFacts) -> Config:
 
 def _notes(config: Config, node: NodeFacts, target: LaunchTarget, device: str) -> list[str]:
     notes = []
+    if device == "xla" and not config.use_cpu and is_on_cpu(config, environ=node.environ, chips=node.tpu_chips):
+        notes.append("no TPU is attached: running PyTorch/XLA on CPU")
     if device == "cpu" and not config.use_cpu:
         notes.append("no GPU is visible: running on CPU with gloo")
     if config.num_machines == 1 and node.port_holder is not None:

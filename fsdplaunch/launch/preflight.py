@@ -14,11 +14,12 @@ from pathlib import Path
 
 from fsdplaunch.byte_sizes import GIB, MIB
 from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.xla import uses_xla
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.launch.finding import Finding
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
 from fsdplaunch.launch.ports import describe_process, find_holder, join_port, opens_port
-from fsdplaunch.probe import torch_version
+from fsdplaunch.probe import torch_version, torch_xla_version
 from fsdplaunch.probe.gpus import Gpu
 
 LITTLE_SPACE = GIB
@@ -39,6 +40,7 @@ def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
     return [
         *check_target(plan.target),
         *check_torch(),
+        *(check_torch_xla() if uses_xla(config) else ()),
         *check_gpus(config, gpus, plan.gpus),
         *check_space(folders),
         *check_weights(config),
@@ -107,6 +109,12 @@ def check_torch() -> Iterator[Finding]:
         yield Finding(message=f"{sys.executable} has no torch", hint=hint)
     elif (found := torch_version.mismatch(version)) is not None:
         yield Finding(message=found.message, hint=found.hint, fatal=found.is_fatal)
+
+
+def check_torch_xla() -> Iterator[Finding]:
+    """Check that there is a torch_xla, and that it goes with the torch that is installed."""
+    if (problem := torch_xla_version.installed_problem()) is not None:
+        yield Finding(message=problem.message, hint=problem.hint)
 
 
 def check_gpus(config: Config, gpus: Sequence[Gpu], chosen: Sequence[str]) -> Iterator[Finding]:

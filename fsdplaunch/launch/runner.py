@@ -7,11 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from fsdplaunch.config.environment import ALLOW_UNSHARDED
 from fsdplaunch.config.write.render import render
+from fsdplaunch.config.xla import shards_models
+from fsdplaunch.launch.agent_process import AgentProcess, start_agent
 from fsdplaunch.launch.coordination.interfaces import RunControl
 from fsdplaunch.launch.coordination.run_control import attach, conclude_run
 from fsdplaunch.launch.plan import LaunchPlan
@@ -23,7 +26,7 @@ from fsdplaunch.launch.runs.registry import write_job
 from fsdplaunch.launch.secret_variables import without_secrets
 from fsdplaunch.launch.standard_streams import open_missing_streams
 from fsdplaunch.launch.worker_env import LAUNCHER
-from fsdplaunch.parent_death import LIFELINE
+from fsdplaunch.private_dir import remove_abandoned_dirs
 from fsdplaunch.run_dir import (
     AGENT_LOG,
     CONFIG,
@@ -43,6 +46,9 @@ from fsdplaunch.run_secret import SECRET
 
 PATIENCE = 2
 """Signals that are passed on before the agent is killed."""
+_LOOK_SECONDS = 0.5
+_AGENT_SECONDS = 5.0
+"""How long the agent may take beyond what it gives its workers."""
 
 
 def run_plan(
@@ -52,6 +58,8 @@ def run_plan(
     on_signal: Callable[[int, int], None] = lambda *_: None,
     control: RunControl | None = None,
     secret: str = "",
+    folder: Path | None = None,
+    is_over: Callable[[], bool] | None = None,
 ) -> RunResult:
     """Start the plan's agent and wait for its end.
 
@@ -64,6 +72,8 @@ def run_plan(
         on_signal: Called with each signal that is passed on, and how many there have been.
         control: The other nodes, which end together and report one cause; None when this one is alone.
         secret: The run's, where several nodes take part without `control`.
+        folder: Where the workers start; the current one when left out.
+        is_over: Called while the run goes on; where it says so the run is asked to end, and then killed.
     """
     open_missing_streams()
     _prepare_run_dir(plan)
@@ -71,31 +81,39 @@ def run_plan(
     environ = {**os.environ, **plan.env, LAUNCHER: str(os.getpid())}
     if secret := control.assignment.secret if control is not None else secret:
         environ[SECRET] = secret
-    # Nothing is ever written: that its other end closes, which no way of dying avoids, says that we have gone.
-    lifeline, held = os.pipe()
-    environ[LIFELINE] = str(lifeline)
-    # A Ctrl-C waits until the agent can answer it: its interpreter alone would print a traceback.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        agent = subprocess.Popen(
-            plan.argv, env=environ, stdout=output, start_new_session=True, pass_fds=[lifeline]
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    os.close(lifeline)
+    agent, held = start_agent(
+        plan, environ, output=output, folder=folder, lost_status=lambda: _recorded_status(plan)
+    )
     names = plan.config.launch.signals
     is_new = attach(control, agent, plan.run_dir, names).came if control is not None else lambda _number: True
     with _signals_passed_to(agent, names, on_signal, is_new) as received:
-        code = agent.wait()
+        code = _wait(agent, is_over, plan.config.launch.shutdown_grace_seconds)
         status, record = _read_record(plan, code, received)
         if control is not None:
             status, record = conclude_run(control, status, record)
     os.close(held)
+    if code < 0:  # it could not do so itself
+        remove_abandoned_dirs()
     result = _result(plan, status, record, round(time.monotonic() - start, 3))
     write_json(plan.run_dir / RESULT, result.to_dict())
     if result.failure is not None and result.failure.lost:
         (plan.run_dir / LOST).write_text("\n".join(result.failure.lost) + "\n", encoding="utf-8")
     return result
+
+
+def _wait(agent: AgentProcess, is_over: Callable[[], bool] | None, grace: float) -> int:
+    """Wait for the agent's end; where the run is over before, ask it to end, and kill it if it does not."""
+    while is_over is None or not is_over():
+        try:
+            return agent.wait(_LOOK_SECONDS if is_over else None)
+        except subprocess.TimeoutExpired:
+            continue
+    agent.send_signal(signal.SIGTERM)
+    try:
+        return agent.wait(grace + _AGENT_SECONDS)
+    except subprocess.TimeoutExpired:
+        agent.kill()
+        return agent.wait()
 
 
 def _prepare_run_dir(plan: LaunchPlan) -> None:
@@ -108,6 +126,11 @@ def _prepare_run_dir(plan: LaunchPlan) -> None:
     )
     if not plan.config.machine_rank or plan.nodes == 1:
         link_latest(plan.run_dir)
+
+
+def _recorded_status(plan: LaunchPlan) -> int:
+    """Return the status that the agent wrote down; one that wrote none was killed."""
+    return int(read_json(agent_record(plan.run_dir)).get("exit_code", -signal.SIGKILL))
 
 
 def _read_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> tuple[int, dict[str, Any]]:
@@ -139,7 +162,7 @@ def unsharded_ranks(plan: LaunchPlan, record: Mapping[str, Any]) -> list[int]:
 
     The bootstrap checks this itself when a script ends; the marker catches scripts that leave through os._exit.
     """
-    watched = plan.target.is_python and plan.config.distributed_type == "FSDP"
+    watched = plan.target.is_python and shards_models(plan.config)
     if not watched or ALLOW_UNSHARDED in plan.env or plan.config.launch.shard == "off":
         return []
     ranks = [worker["rank"] for attempt in record.get("attempts", [])[-1:] for worker in attempt["workers"]]
@@ -160,7 +183,7 @@ def with_unsharded_cause(record: Mapping[str, Any], plan: LaunchPlan, rank: int)
 
 @contextmanager
 def _signals_passed_to(
-    agent: subprocess.Popen[bytes],
+    agent: AgentProcess,
     names: Sequence[str],
     on_signal: Callable[[int, int], None],
     is_new: Callable[[int], bool],

@@ -6,6 +6,7 @@ from pathlib import Path
 from fsdplaunch.config.environment import ALLOW_UNSHARDED, RUN_DIR, encode
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.world_size import with_mesh
+from fsdplaunch.config.xla import uses_xla
 from fsdplaunch.launch.secret_variables import without_secrets
 from fsdplaunch.run_dir import FLIGHT_RECORDER
 
@@ -41,8 +42,11 @@ def worker_variables(
     """
     world = workers * config.num_machines if ranks is None else ranks
     # Sizes of meshes as numbers, which other libraries want; secrets once, as the variables they are.
-    env = encode(without_secrets(with_mesh(config, world))[0])
+    on_xla = uses_xla(config)
+    env = encode(without_secrets(config if on_xla else with_mesh(config, world))[0])
     env[RUN_DIR] = str(run_dir)
+    if on_xla:
+        env.pop("ACCELERATE_USE_CPU", None)  # PJRT_DEVICE says it; accelerate would do without PyTorch/XLA
     if allow_unsharded:
         env[ALLOW_UNSHARDED] = "1"
     if config.gpu_ids is not None and config.gpu_ids.strip().lower() != "all":

@@ -55,10 +55,22 @@ def memory_kills(root: Path = Path("/")) -> int:
     return 0
 
 
-def _installed_memory(root: Path) -> int | None:
+def memory_in(name: str, root: Path = Path("/")) -> int | None:
+    """Return one of the machine's sizes of memory, in bytes: `MemTotal`, `MemAvailable`; None if unknown.
+
+    Args:
+        name: What the kernel calls it in /proc/meminfo.
+        root: Where /proc is found.
+    """
     for line in read_text(root / "proc/meminfo").splitlines():
-        if line.startswith("MemTotal:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
+    return None
+
+
+def _installed_memory(root: Path) -> int | None:
+    if (installed := memory_in("MemTotal", root)) is not None:
+        return installed
     if "SC_PHYS_PAGES" in os.sysconf_names and root == Path("/"):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None

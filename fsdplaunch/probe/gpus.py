@@ -6,6 +6,7 @@ CUDA reads it: numbers or (shortened) UUIDs, up to the first one that names no G
 """
 
 import ctypes
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -185,7 +186,7 @@ def _select(present: tuple[Gpu, ...], wanted: str) -> tuple[tuple[Gpu, ...], str
 
 
 def _named(present: tuple[Gpu, ...], entry: str) -> Gpu | None:
-    if entry.isdecimal():
+    if re.fullmatch(r"[0-9]{1,6}", entry):
         return next((gpu for gpu in present if gpu.index == int(entry)), None)
     matches = [gpu for gpu in present if gpu.uuid and gpu.uuid.startswith(entry)]
     return matches[0] if len(matches) == 1 else None

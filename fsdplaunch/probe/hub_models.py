@@ -7,7 +7,6 @@ temporary folder, so that whatever reads a model folder reads them too.
 import json
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
@@ -15,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.errors import UsageError
+from fsdplaunch.private_dir import make_process_dir
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _OFF = frozenset({"1", "on", "true", "yes"})
-_KEPT: list[tempfile.TemporaryDirectory[str]] = []
-"""Folders made here; they go when the process ends."""
 
 
 def is_hub_name(text: str) -> bool:
@@ -84,9 +82,7 @@ def _fetched(name: str) -> Path:
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise _unreachable(name, f"it cannot be fetched: {reason[:200]}") from None
-    made = tempfile.TemporaryDirectory(prefix="fsdplaunch-")
-    _KEPT.append(made)
-    folder = Path(made.name)
+    folder = make_process_dir()
     (folder / "config.json").write_bytes(config.read_bytes())
     for file_name, found in headers.files_metadata.items():
         _write_header(folder / Path(file_name).name, found.tensors)

@@ -121,7 +121,7 @@ def parse_count(text: str) -> int:
     Raises:
         ValueError: It is none, or less than 1.
     """
-    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kmbt]?)", text.strip().lower())
+    match = re.fullmatch(r"([0-9][0-9_]{0,40}(?:\.[0-9]{1,40})?)\s*([kmbt]?)", text.strip().lower())
     number = round(float(match[1]) * _LETTERS[match[2]]) if match else 0
     if number < 1:
         raise ValueError(text)

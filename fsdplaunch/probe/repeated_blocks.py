@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 _FEWEST = 2
+_MOST_DIGITS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,8 @@ def _search(counts: dict[str, int], prefix: str) -> Iterator[RepeatedBlocks]:
     lists: dict[str, dict[int, dict[str, int]]] = defaultdict(lambda: defaultdict(dict))
     for name, count in counts.items():
         parts = name.split(".")
-        at = next((place for place, part in enumerate(parts[:-1]) if part.isdecimal()), None)
+        numbers = (place for place, part in enumerate(parts[:-1]) if part.isdecimal() and len(part) < _MOST_DIGITS)
+        at = next(numbers, None)
         if at is not None:
             lists[".".join(parts[:at])][int(parts[at])][".".join(parts[at + 1 :])] = count
     for place, members in lists.items():

@@ -140,6 +140,6 @@ def _count(environ: Mapping[str, str], *names: str) -> int | None:
     """Return the first of these variables that holds a whole number."""
     for name in names:
         text = environ.get(name, "").strip()
-        if text.isdecimal():
+        if re.fullmatch(r"[0-9]{1,18}", text):
             return int(text)
     return None

@@ -13,8 +13,9 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from fsdplaunch.config.environment import COMPARE_DIR, REHEARSAL_STEPS, decode
+from fsdplaunch.config.environment import COMPARE_DIR, MEASURE_STEPS, REHEARSAL_STEPS, decode
 from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.xla import shards_models, uses_xla
 from fsdplaunch.parent_death import die_with_parent
 from fsdplaunch.probe.torch_version import PRINTING_GLOO, installed_numbers
 from fsdplaunch.runtime.auto.dtensor.error_notes import explaining_mixtures
@@ -22,6 +23,7 @@ from fsdplaunch.runtime.failure import conclude
 from fsdplaunch.runtime.heartbeat import start_heartbeat
 from fsdplaunch.runtime.late_modules import (
     ABANDON_GROUP,
+    FINISH_MEASUREMENT,
     FINISH_RECORD,
     FINISH_SAVES,
     RANK0_SAVES_END,
@@ -58,7 +60,11 @@ def main(argv: list[str]) -> None:
 
 
 def _work(config: Config, target: ScriptTarget) -> None:
-    if config.distributed_type == "FSDP":
+    if uses_xla(config):
+        from fsdplaunch.runtime.xla.set_up import set_up_xla
+
+        set_up_xla(config)
+    elif config.distributed_type == "FSDP":
         _set_up(config, target)
     else:
         _set_up_replicas(config)
@@ -67,6 +73,10 @@ def _work(config: Config, target: ScriptTarget) -> None:
         hide_ranks()
     if steps := os.environ.get(REHEARSAL_STEPS):
         _rehearse(int(steps))
+    elif steps := os.environ.get(MEASURE_STEPS):
+        from fsdplaunch.runtime.measuring.measure import measure
+
+        measure(int(steps), config)
     try:
         with explaining_mixtures():
             run_target(target)
@@ -74,10 +84,11 @@ def _work(config: Config, target: ScriptTarget) -> None:
         if leaving.code not in (None, 0):
             raise
     call_if_imported(FINISH_RECORD)
+    call_if_imported(FINISH_MEASUREMENT)
     call_if_imported(FINISH_SAVES)  # a run whose last save failed has failed
     call_if_imported(REPORT_END)
     call_if_imported(RANK0_SAVES_END)
-    if config.distributed_type == "FSDP" and config.launch.shard != "off":
+    if shards_models(config) and config.launch.shard != "off":
         from fsdplaunch.runtime.sharding_watch import check_sharded
 
         check_sharded(os.path.basename(target.name))  # noqa: PTH119  (a module's name has no path)

@@ -10,12 +10,19 @@ WEIGHTS_USED = "fsdplaunch.runtime.loading.pretrained.weights_used"
 RANK0_SAVES_OPEN = "fsdplaunch.runtime.auto.state.rank0.pulling.is_open"
 RANK0_SAVES_END = "fsdplaunch.runtime.auto.state.rank0.pulling.note_end"
 RANK0_SAVES_CLOSE = "fsdplaunch.runtime.auto.state.rank0.pulling.close"
-FINISH_SAVES = "fsdplaunch.runtime.saving.save_job.finish_saves"
+WAIT_FOR_COPIES = "fsdplaunch.runtime.saving.background.background_save.wait_for_copies"
+FINISH_SAVES = "fsdplaunch.runtime.saving.background.background_save.finish_saves"
+
+XLA_TO_SAVE = "fsdplaunch.runtime.xla.saving.to_save"
+XLA_READ = "fsdplaunch.runtime.xla.saving.read"
+XLA_CLIP = "fsdplaunch.runtime.xla.gradients.clip_norm"
+XLA_NO_SYNC = "fsdplaunch.runtime.xla.gradients.unsynchronized"
 
 FINISH_RECORD = "fsdplaunch.runtime.comparison.record_run.finish"
+FINISH_MEASUREMENT = "fsdplaunch.runtime.measuring.measure.finish"
 
 
-def call_if_imported(function: str) -> Any:
+def call_if_imported(function: str, *arguments: Any) -> Any:
     """Call the function of this name and return what it does; None while nothing has imported its module."""
     module, _, name = function.rpartition(".")
-    return getattr(sys.modules[module], name)() if module in sys.modules else None
+    return getattr(sys.modules[module], name)(*arguments) if module in sys.modules else None

@@ -2,9 +2,12 @@
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from fsdplaunch.config.environment import RUN_DIR
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.world_size import has_one_axis, mesh_sizes
 from fsdplaunch.run_dir import rank_folder
 
 _RANK_VARIABLE = re.compile(
@@ -35,6 +38,29 @@ def rank() -> int:
 def world_size() -> int:
     """Return how many workers there are over all nodes; 1 when nothing started this one as one of many."""
     return int(rank_variable("WORLD_SIZE") or 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataRanks:
+    """This worker's number among those that read different data, and how many they are."""
+
+    rank: int
+    size: int
+
+
+def configured_data_ranks(config: Config, *, rank: int, size: int) -> DataRanks:
+    """Return a worker's number among those that read different data; those that split layers read the same.
+
+    Args:
+        config: Resolved.
+        rank: The worker's number among all.
+        size: How many workers there are.
+    """
+    if config.distributed_type != "FSDP" or has_one_axis(config):
+        return DataRanks(rank=rank, size=size)
+    sizes = mesh_sizes(config, size)
+    alike = sizes.context * sizes.tensor
+    return DataRanks(rank=rank // alike, size=size // alike)
 
 
 def own_folder() -> Path | None:

@@ -98,10 +98,11 @@ def broken_rule(question: Question, state: WizardState) -> str | None:
         question: The question just answered.
         state: With the answers up to this one.
     """
-    answered = {path for one in QUESTIONS[: QUESTIONS.index(question) + 1] for path in one.keys}
+    place = QUESTIONS.index(question) + 1
+    answered = {path for one in QUESTIONS[:place] for path in one.keys} | {*state.settings} | {VERSION}
+    open_ones = {path for one in QUESTIONS[place:] for path in one.keys} - answered
     for _, violation in find_violations(rule_context(build_config(compose(state)))):
-        if {*violation.about} & {*question.keys} and {*violation.about} <= answered | {*state.settings} | {
-            VERSION
-        }:
+        about = {*violation.about}
+        if about & {*question.keys} and not about & open_ones:
             return violation.message + (f" ({violation.hint})" if violation.hint else "")
     return None

@@ -14,6 +14,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bin
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import Output, create_output
 
+from fsdplaunch.terminal_text import one_line, printable
 from fsdplaunch.wizard.questions.question import Choice
 
 HOW_TO = "(Shift-Tab: back, ?: explain)"
@@ -64,7 +65,7 @@ class Prompts:
         start = next((choice for choice in shown if choice.value == default and not choice.disabled), None)
         how = "(type to search, Shift-Tab: back)" if filtered else HOW_TO
         question = questionary.select(
-            text,
+            printable(text),
             shown,
             default=start,
             instruction=how,
@@ -87,12 +88,12 @@ class Prompts:
         """
 
         def accepts(answer: str) -> bool | str:
-            return True if answer.strip() == "?" else problem(answer) or True
+            return True if answer.strip() == "?" else printable(problem(answer) or "") or True
 
         question = questionary.text(
-            text,
+            printable(text),
             default=default,
-            instruction=remark or None,
+            instruction=printable(remark) or None,
             validate=accepts,
             validate_while_typing=False,
             output=self._output,
@@ -122,7 +123,10 @@ class Prompts:
                 below = f"{choice.consequence}. {below}" if below else choice.consequence
         lines = textwrap.wrap(below, width - len("  Description: "))
         return questionary.Choice(
-            title, choice.value, disabled=choice.disabled, description="\n    ".join(lines) or None
+            one_line(title),
+            choice.value,
+            disabled=choice.disabled,
+            description=printable("\n    ".join(lines)) or None,
         )
 
 

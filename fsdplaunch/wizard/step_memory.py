@@ -1,5 +1,6 @@
 """What a full training step would need with the answers so far, where the model's folder says enough."""
 
+import shlex
 from collections.abc import Iterator
 
 from fsdplaunch.byte_sizes import GIB
@@ -47,5 +48,5 @@ def step_words(state: WizardState) -> Iterator[str]:
     fits = f" ({verdict})" if verdict != "unknown" else ""
     yield (
         f"One step of 1 x {setup.length} tokens per worker: {need.gpu / GIB:.1f}{limit} GiB per GPU{fits}; "
-        f"fsdplaunch estimate {model.folder} says more."
+        f"fsdplaunch estimate {shlex.quote(str(model.folder))} says more."
     )

@@ -1,14 +1,33 @@
-"""How meeting, plan and torch's rendezvous grow with the number of machines. Run by scripts/bench/rendezvous."""
+"""How the nodes of a run find each other and their ranks, by their number. Run by scripts/bench/rendezvous."""
 
+import argparse
+import gc
+import json
 import os
+import resource
+import signal
+import socket
+import struct
 import sys
-import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import protection
+from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import create_rdzv_handler
+
+from fsdplaunch.agent.agreed_rendezvous import AgreedNodes, AgreedRendezvous
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.launch.coordination import network
@@ -17,120 +36,213 @@ from fsdplaunch.launch.coordination.interfaces import JoinProgress
 from fsdplaunch.launch.coordination.join import config_texts
 from fsdplaunch.launch.coordination.node_client import NodeClient
 from fsdplaunch.launch.coordination.node_info import NodeInfo
+from fsdplaunch.launch.coordination.run_secrets import SecretSource
 from fsdplaunch.launch.coordination.server import JoinRequirements
-from fsdplaunch.launch.plan import LaunchTarget, NodeFacts, build_plan
 
 TEXTS = config_texts(resolve(Config(num_machines=2)))
+SECRET = "5e" * 32
 WORKERS = 8
-PATIENCE = 60
-"""Seconds that torch's rendezvous gets; its threads share one interpreter here, which real agents do not."""
+HOST = "127.0.0.1"
+PATIENCE = {"agreed": 300.0, "static": 300.0, "c10d": 60.0}
+"""Seconds that each way gets before it is given up."""
+_TCP_INFO_BYTES = struct.Struct("@120xQQ")
+"""Where the kernel's tcp_info has the bytes that were acknowledged and received."""
+
+
+@dataclass
+class Outcome:
+    """What one way took.
+
+    Attributes:
+        seconds: From the last arrival to the last node that knows its ranks.
+        cpu: Of node 0's processors.
+        sent: Bytes, by node 0.
+        received: Bytes, by node 0.
+    """
+
+    seconds: float
+    cpu: float
+    sent: int
+    received: int
 
 
 def silent(_text: str) -> None:
     pass
 
 
-def node_info(number: int, reachability_probe: network.ReachabilityProbe) -> NodeInfo:
-    return NodeInfo(
-        host=f"host{number}",
-        address="127.0.0.1",
-        workers=WORKERS,
-        config=TEXTS,
-        command=("train.py",),
-        probe=(reachability_probe.port, reachability_probe.word),
+def assign_ranks(rank: int, nodes: int, store: Any) -> None:
+    """Have torch's agent find its workers' ranks in the store, as it does before it starts them."""
+    spec = WorkerSpec(role="default", local_world_size=WORKERS, rdzv_handler=None, entrypoint="worker")
+    agent = LocalElasticAgent(spec, logs_specs=DefaultLogsSpecs())
+    workers = agent._assign_worker_ranks(store, rank, nodes, spec)
+    found = [worker.global_rank for worker in workers]
+    if found != list(range(rank * WORKERS, (rank + 1) * WORKERS)):
+        raise SystemExit(f"node {rank} found its workers' ranks to be {found}")
+
+
+def agreed(rank: int, nodes: int, ports: list[int], listener: socket.socket | None) -> None:
+    """Join as the launchers do, and then meet as the agents do: what `fsdplaunch launch` does for fixed nodes."""
+    probe = network.ReachabilityProbe(HOST)
+    info = NodeInfo(
+        **{"host": f"host{rank}", "address": HOST, "workers": WORKERS, "config": TEXTS, "rank": rank},
+        **{"command": ("train.py",), "probe": (probe.port, probe.word)},
     )
-
-
-def meet(count: int) -> tuple[float, float]:
-    """Seconds and processor seconds until every one of `count` launchers may start."""
-    listener = network.listen("127.0.0.1", 0)
-    port = int(listener.getsockname()[1])
-    reachability_probes = [network.ReachabilityProbe("127.0.0.1") for _ in range(count)]
-    requirements = JoinRequirements(run_id="bench", least=count, most=count, seconds=60, store_port=port + 1)
-    host = Coordinator(listener, node_info(0, reachability_probes[0]), requirements, silent)
-    done: list[Any] = []
-
-    def come(number: int) -> None:
-        client = NodeClient("127.0.0.1", port, seconds=60, grace=1, tell=silent)
-        client.connect(JoinProgress(say=silent))
-        done.append(client.join(node_info(number, reachability_probes[number]), JoinProgress(say=silent)))
-
-    threads = [threading.Thread(target=come, args=(number,)) for number in range(1, count)]
-    start, cpu = time.monotonic(), time.process_time()
-    for thread in threads:
-        thread.start()
-    host.gather(JoinProgress(say=silent))
-    for thread in threads:
-        thread.join()
-    spent = time.monotonic() - start, time.process_time() - cpu
-    ranks = sorted(assignment.rank for assignment in done)
-    if ranks != list(range(1, count)):
-        raise SystemExit(f"the machines were numbered {ranks}")
-    host.close()
-    for reachability_probe in reachability_probes:
-        reachability_probe.close()
-    return spent
-
-
-def plan(count: int) -> float:
-    """Seconds to make one machine's plan of a run on `count` machines."""
-    config = resolve(Config(num_machines=count, machine_rank=0, main_process_ip="10.0.0.1", use_cpu=True))
-    machine = NodeFacts(gpus=0, cpus=64, environ=dict(os.environ))
-    start = time.monotonic()
-    build_plan(
-        config, node=machine, target=LaunchTarget(name="train.py"), run_id="bench", run_dir=Path("/nowhere")
-    )
-    return time.monotonic() - start
-
-
-def rendezvous(count: int) -> float | None:
-    """Seconds until torch's own rendezvous has let every one of `count` agents go; None when it takes too long."""
-    from torch.distributed import TCPStore
-    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
-
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    server = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
-
-    def join() -> None:
-        store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=60))
-        backend = C10dRendezvousBackend(store, f"bench{count}")
-        handler = DynamicRendezvousHandler.from_backend(
-            f"bench{count}", store, backend, min_nodes=count, max_nodes=count, local_addr="127.0.0.1"
+    progress = JoinProgress(say=silent)
+    control: Coordinator | NodeClient
+    if listener is not None:
+        required = JoinRequirements(
+            run_id="bench", least=nodes, most=nodes, seconds=300, store_port=ports[1], secret=SECRET
         )
-        handler.next_rendezvous()
-        handler._stop_heartbeats()
+        control = Coordinator(listener, info, required, silent)
+        assignment = control.gather(progress)
+    else:
+        source = SecretSource(SECRET, Path("/nonexistent/.join"))
+        control = NodeClient(HOST, ports[0], secret=source, seconds=300, grace=1, tell=silent)
+        control.connect(progress)
+        assignment = control.join(info, progress)
+    control.start()
+    ours = AgreedNodes(run_id="bench", rank=assignment.rank, nodes=nodes, host=HOST, port=ports[1], secret=SECRET)
+    handler = AgreedRendezvous(ours)
+    met = handler.next_rendezvous()
+    assign_ranks(met.rank, met.world_size, met.store)
+    _kept.extend((probe, control, handler, met))
 
-    threads = [threading.Thread(target=join, daemon=True) for _ in range(count)]
-    start = time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, start + PATIENCE - time.monotonic()))
-    return None if any(thread.is_alive() for thread in threads) else time.monotonic() - start
+
+def static(rank: int, nodes: int, ports: list[int], _listener: socket.socket | None) -> None:
+    """Torch's static rendezvous alone, for which someone has numbered the nodes."""
+    endpoint = f"{HOST}:{ports[1]}"
+    parameters = RendezvousParameters("static", endpoint, "bench", nodes, nodes, rank=rank, timeout=300)
+    handler = create_rdzv_handler(parameters)
+    met = handler.next_rendezvous()
+    assign_ranks(met.rank, met.world_size, met.store)
+    _kept.extend((handler, met))
 
 
-def best(action: Callable[[], Any], times: int = 3) -> Any:
-    return min(action() for _ in range(times))
-
-
-def main(counts: list[int]) -> None:
-    print(
-        f"{'machines':>8}  {'workers':>7}  {'meeting s':>9}  {'of it CPU s':>11}  {'plan ms':>7}  {'torch s':>7}"
+def c10d(rank: int, nodes: int, ports: list[int], _listener: socket.socket | None) -> None:
+    """Torch's dynamic rendezvous alone."""
+    limit = timedelta(seconds=60)
+    store = TCPStore(HOST, ports[1], is_master=rank == 0, timeout=limit, wait_for_workers=False)
+    backend = C10dRendezvousBackend(store, "bench")
+    handler = DynamicRendezvousHandler.from_backend(
+        "bench", store, backend, min_nodes=nodes, max_nodes=nodes, local_addr=HOST
     )
-    for count in counts:
-        seconds, cpu = best(lambda count=count: meet(count))
-        planned = best(lambda count=count: plan(count)) * 1000
-        torch_seconds = rendezvous(count)
-        last = f"> {PATIENCE}" if torch_seconds is None else f"{torch_seconds:.2f}"
-        print(
-            f"{count:8}  {count * WORKERS:7}  {seconds:9.2f}  {cpu:11.2f}  {planned:7.1f}  {last:>7}",
-            flush=True,
-        )
+    met = handler.next_rendezvous()
+    assign_ranks(met.rank, met.world_size, met.store)
+    _kept.extend((handler, met))
+
+
+WAYS: dict[str, Callable[[int, int, list[int], socket.socket | None], None]] = {
+    "agreed": agreed,
+    "static": static,
+    "c10d": c10d,
+}
+_all_cpu: list[float] = []
+_kept: list[Any] = []
+"""What has to live until all are done."""
+
+
+def tcp_bytes() -> tuple[int, int]:
+    """Bytes sent and received over the TCP connections that this process has open."""
+    sent = received = 0
+    for entry in [path.name for path in Path("/proc/self/fd").iterdir()]:
+        with suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as end:
+            if end.family in (socket.AF_INET, socket.AF_INET6):
+                info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                acknowledged, got = _TCP_INFO_BYTES.unpack_from(info)
+                sent, received = sent + acknowledged, received + got
+    return sent, received
+
+
+def node(way: str, rank: int, nodes: int, ports: list[int], listener: Any, gate: int, report: int) -> None:
+    """Be one node: wait at the gate, arrive, and report when the ranks are known; then wait to be killed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what torch says of those that are killed before it
+    os.read(gate, 1)
+    before, arrived = time.process_time(), time.monotonic()
+    try:
+        WAYS[way](rank, nodes, ports, listener if rank == 0 else None)
+        known = time.monotonic()
+        cpu = time.process_time() - before
+        sent, received = tcp_bytes() if rank == 0 else (0, 0)
+        line = {"rank": rank, "arrived": arrived, "known": known, "cpu": cpu, "sent": sent, "received": received}
+    except BaseException as error:
+        line = {"rank": rank, "error": f"{type(error).__name__}: {error}"}
+    os.write(report, (json.dumps(line) + "\n").encode())
+    while True:
+        signal.pause()
+
+
+def run(way: str, nodes: int) -> Outcome | str:
+    """Fork the nodes, let them go at once, and gather what they report; a text says why there is nothing."""
+    listener = network.listen(HOST, 0)
+    spare = network.listen(HOST, 0)
+    ports = [listener.getsockname()[1], spare.getsockname()[1]]
+    spare.close()
+    gate, go = os.pipe()
+    reading, report = os.pipe()
+    children = []
+    for rank in range(nodes):
+        pid = os.fork()
+        if pid == 0:
+            os.close(go)
+            os.close(reading)
+            node(way, rank, nodes, ports, listener, gate, report)
+        children.append(pid)
+    listener.close()
+    os.close(report)
+    try:
+        os.write(go, b"x" * nodes)
+        return outcome(reading, nodes, PATIENCE[way])
+    finally:
+        for pid in reversed(children):  # node 0, which has the store, last
+            os.kill(pid, signal.SIGKILL)
+        used = [os.wait4(pid, 0)[2] for pid in children]
+        _all_cpu[:] = [sum(one.ru_utime + one.ru_stime for one in used)]
+        for end in (gate, go, reading):
+            os.close(end)
+
+
+def outcome(reading: int, nodes: int, patience: float) -> Outcome | str:
+    """Read the reports of all nodes."""
+    text, end = b"", time.monotonic() + patience
+    os.set_blocking(reading, False)
+    while (done := text.count(b"\n")) < nodes:
+        if time.monotonic() > end:
+            return f"> {patience:.0f} ({done} done)"
+        with suppress(BlockingIOError):
+            text += os.read(reading, 1 << 20)
+        time.sleep(0.01)
+    lines = [json.loads(line) for line in text.splitlines()]
+    if failed := next((line["error"] for line in lines if "error" in line), None):
+        return failed[:60]
+    first = next(line for line in lines if line["rank"] == 0)
+    seconds = max(line["known"] for line in lines) - max(line["arrived"] for line in lines)
+    return Outcome(seconds, first["cpu"], first["sent"], first["received"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("nodes", nargs="*", type=int, default=[2, 8, 32, 128])
+    parser.add_argument("--only", default=",".join(WAYS))
+    options = parser.parse_args()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    protection.show()
+    heads = ("seconds", "cpu s", "all cpu", "sent kB", "got kB")
+    print(f"{'nodes':>5}  {'workers':>7}  {'way':8}", *(f"{head:>8}" for head in heads))
+    gc.collect()
+    gc.freeze()  # children share its memory
+    for nodes in options.nodes or [2, 8, 32, 128]:
+        for way in options.only.split(","):
+            found = run(way, nodes)
+            if isinstance(found, str):
+                print(f"{nodes:5}  {nodes * WORKERS:7}  {way:8} {found}", flush=True)
+                continue
+            sizes = (found.sent / 1000, found.received / 1000)
+            numbers = (f"{number:8.2f}" for number in (found.seconds, found.cpu, _all_cpu[0], *sizes))
+            print(f"{nodes:5}  {nodes * WORKERS:7}  {way:8}", *numbers, flush=True)
 
 
 if __name__ == "__main__":
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    main([int(word) for word in sys.argv[1:]] or [2, 8, 32, 128])
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    main()
     sys.stdout.flush()
-    os._exit(0)  # threads of a rendezvous that was given up may still run

@@ -160,14 +160,13 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    device = (
-        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    )
     training, evaluation = read_text(args.data)
     model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     loader = DataLoader(training, batch_size=args.batch_size, shuffle=True, drop_last=True)
     model, optimizer, loader = fsdplaunch.prepare(model, optimizer, loader)
+    on_gpu = torch.cuda.is_available()  # offloaded parameters are in host memory, and compute on the GPU
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else next(model.parameters()).device
 
     main_rank = dist.get_rank() == 0
     training_state = {"model": model, "optimizer": optimizer, "loader": loader}

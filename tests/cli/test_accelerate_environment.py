@@ -10,6 +10,15 @@ from fsdplaunch.config.world_size import with_mesh, world_size
 
 HEAD = "compute_environment: LOCAL_MACHINE\ndistributed_type: {type}\nnum_machines: 1\nnum_processes: 4\n"
 FSDP = HEAD.format(type="FSDP") + "mixed_precision: bf16\nfsdp_config:\n"
+EIGHT = (
+    "compute_environment: LOCAL_MACHINE\ndebug: false\ndistributed_type: FSDP\ndowncast_bf16: 'no'\n"
+    "enable_cpu_affinity: false\nmachine_rank: 0\nmain_training_function: main\nmixed_precision: bf16\n"
+    "num_machines: 1\nnum_processes: 8\nrdzv_backend: static\nsame_network: true\ntpu_env: []\n"
+    "tpu_use_cluster: false\ntpu_use_sudo: false\nuse_cpu: false\nfsdp_config:\n"
+    "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_cpu_ram_efficient_loading: true\n"
+    "  fsdp_offload_params: false\n  fsdp_reshard_after_forward: true\n  fsdp_version: 2\n"
+)
+"""The keys of the example files that accelerate and TRL publish for meshes."""
 FILES = {
     "FSDP1": FSDP
     + "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer\n"
@@ -32,6 +41,21 @@ FILES = {
     "FSDP2, mesh": FSDP + "  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
     "  fsdp_state_dict_type: SHARDED_STATE_DICT\nparallelism_config:\n  parallelism_config_dp_replicate_size: 2\n"
     "  parallelism_config_dp_shard_size: 2\n",
+    "FSDP2, split layers": FSDP + "  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+    "  fsdp_state_dict_type: SHARDED_STATE_DICT\nparallelism_config:\n  parallelism_config_dp_shard_size: 2\n"
+    "  parallelism_config_tp_size: 2\n",
+    "FSDP2, split sequences": FSDP + "  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+    "  fsdp_state_dict_type: SHARDED_STATE_DICT\nparallelism_config:\n  parallelism_config_cp_size: 4\n"
+    "  parallelism_config_dp_shard_size: 1\n  parallelism_config_cp_comm_strategy: alltoall\n",
+    "a published mesh of three axes": EIGHT
+    + "  fsdp_state_dict_type: SHARDED_STATE_DICT\nparallelism_config:\n  parallelism_config_cp_size: 1\n"
+    "  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 2\n"
+    "  parallelism_config_tp_size: 2\n",
+    "published split sequences": EIGHT
+    + "  fsdp_state_dict_type: FULL_STATE_DICT\n  fsdp_activation_checkpointing: true\n"
+    "  fsdp_activation_checkpointing_offload: true\nparallelism_config:\n"
+    "  parallelism_config_dp_replicate_size: 1\n  parallelism_config_dp_shard_size: 1\n"
+    "  parallelism_config_tp_size: 1\n  parallelism_config_cp_size: 8\n",
     "old places": HEAD.format(type="FSDP")
     + "fp16: true\ndynamo_backend: 'NO'\nfsdp_config:\n  fsdp_version: 2\n  fsdp_auto_wrap_policy: NO_WRAP\n"
     "  fsdp_state_dict_type: FULL_STATE_DICT\n",
@@ -59,9 +83,6 @@ ONLY_THEIRS = {
     "CUDA_VISIBLE_DEVICES": "set by the plan, from the GPUs that are there",
     "FSDP_RESHARD_AFTER_FORWARD": "sent under FSDP1 too, where accelerate's plugin goes by the strategy",
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "sent under FSDP1 too, which has no such key",
-    "PARALLELISM_CONFIG_TP_SIZE": "1, which is what leaving it out means",
-    "PARALLELISM_CONFIG_CP_SIZE": "1, which is what leaving it out means",
-    "PARALLELISM_CONFIG_CP_BACKEND": "read only with a size of more than 1",
     "PARALLELISM_CONFIG_SP_SIZE": "1, which is what leaving it out means",
     "PARALLELISM_CONFIG_SP_BACKEND": "read only with a size of more than 1",
     **ONLY_UNDER_FSDP1,
@@ -73,6 +94,10 @@ ONLY_OURS = {
     "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "read only under fp8",
     "ACCELERATE_FP8_PAD_INNER_DIM": "read only under fp8",
     "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "read only with ACCELERATE_USE_PARALLELISM_CONFIG",
+    "PARALLELISM_CONFIG_TP_SIZE": "read only with ACCELERATE_USE_PARALLELISM_CONFIG",
+    "PARALLELISM_CONFIG_CP_SIZE": "read only with ACCELERATE_USE_PARALLELISM_CONFIG",
+    "PARALLELISM_CONFIG_CP_BACKEND": "read only with ACCELERATE_USE_PARALLELISM_CONFIG",
+    "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "read only with a cp_size of more than 1",
     "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE under FSDP1 where the file says none: units are gathered ahead",
 }
 OTHERWISE = {
@@ -99,6 +124,12 @@ def ours(path):
     return {name: text for name, text in made.items() if not name.startswith("FSDPLAUNCH_")}
 
 
+def sizes(variables):
+    """The mesh that accelerate makes of the variables; a size that is not there is 1."""
+    names = [f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")]
+    return [variables.get(name, "1") for name in names]
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_worker_sees_what_accelerate_sets(name, tmp_path, monkeypatch):
     for variable in [one for one in os.environ if one.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_"))]:
@@ -113,6 +144,9 @@ def test_a_worker_sees_what_accelerate_sets(name, tmp_path, monkeypatch):
     assert set(here) - set(there) <= set(ONLY_OURS)
     differing = {key for key in set(here) & set(there) if here[key].lower() != there[key].lower()}
     assert differing <= set(OTHERWISE)
+    if "ACCELERATE_USE_PARALLELISM_CONFIG" in there:
+        assert here["ACCELERATE_USE_PARALLELISM_CONFIG"] == there["ACCELERATE_USE_PARALLELISM_CONFIG"]
+        assert sizes(here) == sizes(there)
     if here.get("FSDP_VERSION") == "1":
         assert differing == set()
         assert not (set(there) - set(here)) & set(ONLY_UNDER_FSDP1)

@@ -104,7 +104,7 @@ def test_what_only_newer_versions_take_has_an_answer():
     assert answer_to(["--fp8_pad_inner_dim", "true"]) in ("taken", "noted")
     assert answer_to(["--megatron_lm_no_load_optim", "true"]).startswith("is read by Megatron-LM only")
     for text in ("dynamo_backend: NEURON\n", "distributed_type: MULTI_NEURON\n"):
-        assert "NEURON is not supported: fsdplaunch runs on NVIDIA GPUs and CPUs" in answer_to_file(text)
+        assert "NEURON is not supported: fsdplaunch runs on NVIDIA GPUs, CPUs and TPUs" in answer_to_file(text)
 
 
 def answer_to_file(text):
@@ -165,8 +165,18 @@ def test_every_value_of_its_enumerations_has_an_answer():
             word = value.value if isinstance(value, Enum) else value
             if word and isinstance(answer_to_file(template.format(word)), list):
                 taken.add(word)
-    assert {"FSDP", "MULTI_GPU", "NO", "bf16", "INDUCTOR", "HYBRID_SHARD", "LOCAL_STATE_DICT", "AO"} <= taken
-    assert not {"DEEPSPEED", "MEGATRON_LM", "XLA", "AMAZON_SAGEMAKER", "TE", "MULTI_XPU"} & taken
+    assert {
+        "FSDP",
+        "MULTI_GPU",
+        "NO",
+        "bf16",
+        "INDUCTOR",
+        "HYBRID_SHARD",
+        "LOCAL_STATE_DICT",
+        "AO",
+        "XLA",
+    } <= taken
+    assert not {"DEEPSPEED", "MEGATRON_LM", "AMAZON_SAGEMAKER", "TE", "MULTI_XPU"} & taken
 
 
 LINES = """

@@ -57,6 +57,10 @@ def test_merge_weights_copies_the_model_folder_and_names_tied_weights(cli, tmp_p
         (["--exclude", "*"], ["leave none of the 3 weights"]),
         (["--rename", "layers"], ["--rename 'layers' is not OLD=NEW", "--rename model.language_model=model"]),
         (["--rename", "nope=x"], ["--rename nope=x fits none"]),
+        (["--parts", "2"], ["--parts '2' is not N/M", "--parts 2/8"]),
+        (["--parts", "3/2"], ["part 3 of 2 is none of 1 to 10000 parts"]),
+        (["--jobs", "0"], ["jobs must be 1 to 256, got 0"]),
+        (["--jobs", "2", "--format", "torch"], ["jobs works only in a merge to safetensors"]),
         (["--dtype", "bf16", "--unsafe-serialization"], ["dtype works only in a merge to safetensors"]),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else None,
@@ -67,6 +71,31 @@ def test_wrong_merge_options_end_with_2_and_write_nothing(cli, checkpoint, tmp_p
     for text in said:
         assert text in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_parts_meet_in_one_output(cli, checkpoint, tmp_path):
+    options = ["--max-shard-size", "32"]
+    assert cli("merge-weights", "ckpt", "one", *options).returncode == 0
+    first = cli("merge-weights", "ckpt", "out", *options, "--parts", "1/2", "--json")
+    assert first.returncode == 0, first.stderr
+    told = json.loads(first.stdout)
+    assert (told["in_place"], told["waiting_for_parts"], told["files"]) == (False, [2], [])
+    assert not (tmp_path / "out").exists()
+    other = cli("merge-weights", "ckpt", "out", "--max-shard-size", "64", "--parts", "2/2")
+    assert other.returncode == 2
+    assert "is of another merge: with max_shard_size 32, this one has 64" in other.stderr
+    shown = cli("merge-weights", "ckpt", "out", *options, "--parts", "2/2", "--dry-run")
+    assert len(shown.stdout.splitlines()) == 1
+    last = cli("merge-weights", "ckpt", "out", *options, "--parts", "2/2", "--jobs", "2")
+    assert last.returncode == 0, last.stderr
+    assert "merged 3 tensors" in last.stderr
+    assert len(last.stdout.splitlines()) == 3
+    one, out = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "out"))
+    assert one == out
+    torch_part = cli("merge-weights", "ckpt", "t", "--format", "torch", "--parts", "2/2")
+    assert torch_part.returncode == 0
+    assert "part 2 of 2 has nothing to write" in torch_part.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "one", "out"]
 
 
 def test_dry_run_checks_the_output_and_writes_nothing(cli, checkpoint, tmp_path):

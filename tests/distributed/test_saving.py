@@ -54,6 +54,7 @@ def test_checkpoint_written_beside_training_is_of_the_moment_it_was_asked_for(
 def save_while_blocked(folder: str) -> tuple[bool, bool, bool]:
     """Whether the first save had returned unwritten, whether a second waited for it, whether both are there."""
     from fsdplaunch.runtime.saving import save_job
+    from fsdplaunch.runtime.saving.background import background_save
 
     model, optimizer = fresh()
     gate, original = threading.Event(), save_job.write_bytes
@@ -66,7 +67,7 @@ def save_while_blocked(folder: str) -> tuple[bool, bool, bool]:
         second = fsdplaunch.save_checkpoint(folder, model=model, optimizer=optimizer, step=2)
         waited = time.monotonic() - start > 0.8
         there = (first / "fsdplaunch.json").exists()
-        save_job.finish_saves()
+        background_save.finish_saves()
     finally:
         save_job.write_bytes = original
     return returned_unwritten, waited, there and (second / "fsdplaunch.json").exists()

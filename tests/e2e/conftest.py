@@ -56,6 +56,8 @@ def examples() -> Path:
 
 
 TIMEOUT = 120
+WARM = bool(os.environ.get("LAUNCH_TESTS_WARM"))
+"""Whether launches leave a warm interpreter, and later ones are forked from it: scripts/campaigns/warm sets it."""
 AT_A_TIME = 3
 
 
@@ -117,6 +119,7 @@ def begin(
         (folder / "t.py").write_text(text)
     environ = clean_environ() | popen.pop("env", {})
     defaults = ("--distributed-type", "MULTI_CPU", "--num-processes", "2") if plain else ()
+    defaults += ("--keep-warm", "600") if WARM else ()
     # -P: like the installed command, and unlike `python -m`, leave the current folder out of the module path.
     command = [sys.executable, "-P", "-m", "fsdplaunch", "launch", *defaults, *options]
     command += ["t.py", *arguments] if text is not None else arguments

@@ -9,6 +9,8 @@ import pytest
 
 from fsdplaunch.agent.fork_server.client import CLOSE_SECONDS
 from fsdplaunch.agent.stop_request import ORPHAN_SECONDS
+from scripts.campaigns.attack_classes.stores import descendants
+from tests.e2e.conftest import WARM
 
 SCRIPT = """
 import os, subprocess, sys, time
@@ -56,7 +58,7 @@ def kill(start, _folder, victim, preload):
     workers, fork_server = [int(word[0]) for word in words], int(words[0][1])
     children = [int(word[2]) for word in words]
     agent = parent_of(fork_server)
-    assert parent_of(agent) == run.pid
+    assert WARM or parent_of(agent) == run.pid
     if victim == "launcher of a stopped agent":
         os.kill(agent, signal.SIGSTOP)  # as one that is stuck in C, it answers no signal but SIGKILL
     pids = {"launcher": run.pid, "agent": agent, "fork server": fork_server}
@@ -86,6 +88,16 @@ def killed(side_by_side):
 )
 def test_no_process_outlives_a_killed(killed, case, code):
     assert killed[case].result() == code
+
+
+def test_agent_that_is_stuck_while_it_imports_torch_does_not_outlive_a_killed_launcher(start):
+    run = start(SCRIPT)
+    while len(family := descendants(run.pid)) < 2:
+        assert run.process.poll() is None
+    os.kill(family[1], signal.SIGSTOP)
+    os.kill(run.pid, signal.SIGKILL)
+    assert gone_within(family, 10)
+    assert run.end() == -9
 
 
 def test_failed_rank_takes_what_it_started_with_it(start):

@@ -7,7 +7,7 @@ import pytest
 
 from fsdplaunch.cli.output import Output
 from fsdplaunch.errors import LaunchError
-from fsdplaunch.terminal_text import MOST, printable, shortened, text_of
+from fsdplaunch.terminal_text import MOST, printable, shortened, tame, text_of
 
 
 def test_every_control_and_direction_mark_is_escaped_and_everything_else_stays():
@@ -64,3 +64,23 @@ def test_exceptions_without_a_text_and_with_too_much_of_it():
     assert text_of(ValueError("x")) == "x"
     assert shortened("x" * MOST) == "x" * MOST
     assert shortened("x" * 5_000_000) == "x" * MOST + "... (5000000 characters in all)"
+
+
+def test_output_of_programs_keeps_its_colours_and_loses_what_steers_the_terminal():
+    plain = "loss 1.0 \u20ac\r\x1b[32mgreen\x1b[0m\x1b[K\t\n".encode()
+    assert tame(plain) == plain
+    for hostile in (
+        "\x1b]0;title\x07",
+        "\x1b[2J",
+        "\x1b[5A",
+        "\x9b2J",
+        "\u202eabc",
+        "\x08",
+        "\x7f",
+        "\U000e0041",
+        "\x1bc",
+    ):
+        shown = tame(hostile.encode())
+        assert shown.isascii()
+        assert shown.decode().isprintable()
+        assert "\\x" in shown.decode()

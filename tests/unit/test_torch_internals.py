@@ -68,6 +68,7 @@ KNOWN = {
 GUESSED = ("getattr", "hasattr", "setattr", "delattr")
 NOT_TORCH = {
     "_no_split_modules": "transformers",
+    "_tp_plan": "transformers",
     "_init_weights": "transformers",
     "_keys_to_ignore_on_load_missing": "transformers",
     "_keys_to_ignore_on_load_unexpected": "transformers",

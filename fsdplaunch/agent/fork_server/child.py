@@ -60,9 +60,9 @@ def become_worker(request: WorkerRequest, *, streams: Sequence[int], parent: int
         os.sched_setaffinity(0, request.cpus)
     if request.execute:
         _execute(request)
-    _set_environ(request.environ)
-    _renew_streams()
-    _renew_randomness()
+    set_environ(request.environ)
+    renew_streams()
+    renew_randomness()
     sys.orig_argv = list(request.shown_as)
     show_as(request.shown_as)
     gc.enable()
@@ -81,14 +81,14 @@ def _execute(request: WorkerRequest) -> None:
         os._exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE)
 
 
-def _set_environ(environ: Mapping[str, str]) -> None:
+def set_environ(environ: Mapping[str, str]) -> None:
     """Replace the variables, in the C library too, where native code reads them."""
     for name in set(os.environ) - set(environ):
         del os.environ[name]
     os.environ.update(environ)
 
 
-def _renew_streams() -> None:
+def renew_streams() -> None:
     """Make the standard streams anew: the inherited ones remember what their descriptors were."""
     for name, place in (("stdout", 1), ("stderr", 2)):
         raw = io.FileIO(place, "w", closefd=False)
@@ -116,7 +116,7 @@ def _install(name: str, text: TextIO, mode: str) -> None:
     setattr(sys, f"__{name}__", text)
 
 
-def _renew_randomness() -> None:
+def renew_randomness() -> None:
     """Give each worker a state of its own, as separate interpreters have; torch's default seed is a constant."""
     random.seed()
     numpy_random = sys.modules.get("numpy.random")

@@ -12,14 +12,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from fsdplaunch.agent.fork_server.channel import Channel, open_channel
 from fsdplaunch.agent.fork_server.child import WorkerRequest
-from fsdplaunch.agent.fork_server.preload import fork, has_threads, import_all
-from fsdplaunch.agent.fork_server.server import ForkServerProcess, fresh_command
+from fsdplaunch.agent.fork_server.preload import Preloaded, fork, has_threads, import_all
+from fsdplaunch.agent.fork_server.server import ForkServerProcess, Released, fresh_command
+from fsdplaunch.channel import Channel, open_channel
+from fsdplaunch.launch.open_files import inherited_limit
 from fsdplaunch.launch.report.root_cause import signal_name
 
 CLOSE_SECONDS = 2.0
@@ -53,22 +55,30 @@ class ForkServer:
     _channel: Channel
     _pid: int
 
-    def __init__(self, lifeline: int | None = None) -> None:
+    def __init__(
+        self,
+        lifeline: int | None = None,
+        noting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        imported: Callable[[], None] = lambda: None,
+    ) -> None:
         """Begin with nothing started.
 
         Args:
             lifeline: The launcher's pipe, which the server watches.
+            noting: Notes what imports do, here and in the server.
+            imported: Does again what imports have done that were made before this process was forked.
         """
+        self._noting, self._imported = noting, imported
         self._lifeline = lifeline
         self._environ = dict(os.environ)
         self._obstacle: str | None = None
-        self._ready = False
+        self._ready = self._released = False
         self._ended: list[EndedWorker] = []
         self._started: list[int] = []
         self._running: set[int] = set()
         self.notes: tuple[str, ...] = ()
 
-    def start(self, first: Sequence[str], then: Sequence[str]) -> WorkerRequest | None:
+    def start(self, first: Sequence[str], then: Sequence[str]) -> WorkerRequest | Released | None:
         """Import modules here, fork the server, and let it import the rest while the caller goes on.
 
         Returns twice, in two different processes: in this one, once the server is forked; and again in every
@@ -79,7 +89,7 @@ class ForkServer:
             then: Modules that only the workers need.
 
         Returns:
-            None in this process; in a worker, its request.
+            None in this process; in a worker, its request; in the server, when `close` lets it go, that it did.
         """
         parent = os.getpid()
         interrupt = signal.getsignal(signal.SIGINT)
@@ -87,21 +97,27 @@ class ForkServer:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C while torch is imported needs no traceback
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has it wait until here
         gc.disable()
-        for name in first:
-            importlib.import_module(name)
+        self._imported()
+        with self._noting():
+            for name in first:
+                importlib.import_module(name)
         self._channel, there = open_channel()
         self._pid = fork()
         if self._pid == 0:
             self._channel.close()
             signal.signal(signal.SIGINT, interrupt)
             return ForkServerProcess(there, self._lifeline).serve(
-                lambda: import_all((*first, *then), before=self._environ), parent=parent
+                lambda: self._import_all((*first, *then)), parent=parent
             )
         gc.enable()
         there.close()
         if first and has_threads():
             self._obstacle = f"importing {first[-1]} started threads"
         return None
+
+    def _import_all(self, names: Sequence[str]) -> Preloaded:
+        with self._noting():
+            return import_all(names, before=self._environ)
 
     @property
     def obstacle(self) -> str | None:
@@ -126,7 +142,8 @@ class ForkServer:
         obstacle = f"what launch.preload names ended the interpreter ({how})"
         files = [file for file in (there.fileno(), self._lifeline) if file is not None]
         command = fresh_command(there.fileno(), self._lifeline, os.getpid(), obstacle=obstacle, notes=())
-        fresh = subprocess.Popen(command, env=dict(self._environ), pass_fds=files)
+        with inherited_limit():
+            fresh = subprocess.Popen(command, env=dict(self._environ), pass_fds=files)
         self._pid, fresh.returncode = fresh.pid, 0  # waited for by number, as the first one
         there.close()
 
@@ -156,10 +173,14 @@ class ForkServer:
         self._running.add(pid)
         return pid
 
-    def ended(self) -> list[EndedWorker]:
-        """Return the workers that have ended since the last call; does not wait."""
+    def ended(self, seconds: float = 0.0) -> list[EndedWorker]:
+        """Return the workers that have ended since the last call.
+
+        Args:
+            seconds: How long to wait for one.
+        """
         try:
-            while select.select([self._channel], [], [], 0)[0]:
+            while select.select([self._channel], [], [], 0.0 if self._ended else seconds)[0]:
                 self._take_message()
         except ForkServerGoneError:  # the kernel has killed its workers by now
             self._ended += [_killed(pid) for pid in self._running]
@@ -167,8 +188,14 @@ class ForkServer:
         done, self._ended = self._ended, []
         return done
 
-    def close(self) -> None:
-        """End the fork server, which kills what still runs in it."""
+    def close(self, *, keep_seconds: float = 0.0) -> None:
+        """End the fork server, which kills what still runs in it.
+
+        Args:
+            keep_seconds: Above 0, let it go instead, where it can be forked from.
+        """
+        if keep_seconds and self._ready and self._obstacle is None and self._release(keep_seconds):
+            return
         self._channel.close()
         patience = CLOSE_SECONDS if self._ready else 0.0  # it does not look at the channel while it imports
         end = time.monotonic() + patience
@@ -176,6 +203,18 @@ class ForkServer:
             if time.monotonic() > end:
                 os.kill(self._pid, signal.SIGKILL)
             time.sleep(0.005)
+
+    def _release(self, seconds: float) -> bool:
+        """Let the server go; return whether it has left the run's files behind."""
+        self._channel.limit_waiting(CLOSE_SECONDS)
+        try:
+            self._channel.send({"released": seconds})
+            while not self._released:
+                self._take_message()
+        except (OSError, ForkServerGoneError):
+            return False
+        self._channel.close()
+        return True
 
     def _take_message(self) -> None:
         try:
@@ -193,6 +232,8 @@ class ForkServer:
             self._ended.append(
                 EndedWorker(pid=message["ended"], code=code, time_ns=message["time_ns"], peak_bytes=peak)
             )
+        elif "released" in message:
+            self._released = True
         elif "started" in message:
             self._started.append(message["started"])
         else:

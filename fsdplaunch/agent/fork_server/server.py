@@ -18,21 +18,35 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-from fsdplaunch.agent.fork_server.channel import Channel
 from fsdplaunch.agent.fork_server.child import WorkerRequest, become_worker, show_as
 from fsdplaunch.agent.fork_server.fast_exit import share_modules
 from fsdplaunch.agent.fork_server.preload import Preloaded, fork, freeze
 from fsdplaunch.agent.stop_request import ORPHAN_SECONDS
+from fsdplaunch.channel import Channel
 from fsdplaunch.parent_death import die_with_parent, live_on
-from fsdplaunch.private_dir import remove_private_dir
+from fsdplaunch.private_dir import leave_private_dir, remove_private_dir
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that are the agent's to pass on to the workers. A scheduler may send them to every process of a job."""
 
 _AGENT_SECONDS = 3.0
 """How long the agent may take to end its workers, after their grace, once its launcher has gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """A fork server that its agent lets go at the end of the run: an interpreter with everything imported.
+
+    Attributes:
+        seconds: How long it may stay.
+        loaded: What came of the imports.
+    """
+
+    seconds: float
+    loaded: Preloaded
 
 
 class ForkServerProcess:
@@ -49,7 +63,7 @@ class ForkServerProcess:
 
     def serve(
         self, preload: Callable[[], Preloaded], *, parent: int, obstacle: str | None = None
-    ) -> WorkerRequest:
+    ) -> WorkerRequest | Released:
         """Preload, say so, and fork workers until the agent goes; then kill what is left and end.
 
         Args:
@@ -58,7 +72,8 @@ class ForkServerProcess:
             obstacle: Why this fork server, a fresh one, does not fork; only to be told.
 
         Returns:
-            In a worker only: what it is to be. Its process is set up for that.
+            In a worker: what it is to be. Its process is set up for that. In the fork server itself, when
+            the agent lets it go, that it is released.
         """
         die_with_parent(signal.SIGKILL, parent=parent)
         if os.getsid(0) != os.getpid():  # a fresh fork server has been through this before it was executed
@@ -84,7 +99,7 @@ class ForkServerProcess:
         )
         os.execve(command[0], command, dict(loaded.before))  # noqa: S606  (no shell is the point)
 
-    def _work(self, loaded: Preloaded, obstacle: str | None) -> WorkerRequest:
+    def _work(self, loaded: Preloaded, obstacle: str | None) -> WorkerRequest | Released:
         share_modules()
         freeze()
         self._watch_children()
@@ -93,6 +108,8 @@ class ForkServerProcess:
             received = self._next_message()
             if received is None:
                 self._end()
+            elif seconds := received[0].get("released"):
+                return self._release(float(seconds), loaded)
             else:
                 request = self._start(*received, loaded)
                 if request is not None:
@@ -159,6 +176,7 @@ class ForkServerProcess:
 
     def _leave(self) -> None:
         """Shed, in a child, what belongs to the fork server."""
+        leave_private_dir(os.environ)
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -166,13 +184,28 @@ class ForkServerProcess:
         for end in (*self._wake, *([self._lifeline] if self._lifeline is not None else [])):
             os.close(end)
 
+    def _release(self, seconds: float, loaded: Preloaded) -> Released:
+        """Let go of the run's files, so that nobody waits for the end of its output, and of the agent."""
+        self._kill_workers()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for place in range(3):
+            os.dup2(nothing, place)
+        os.close(nothing)
+        os.chdir("/")
+        self._channel.send({"released": True})
+        self._leave()
+        return Released(seconds=seconds, loaded=loaded)
+
     def _end(self) -> None:
         """Kill every worker and what it started, and end without the exit handlers of what was preloaded."""
+        self._kill_workers()
+        remove_private_dir(os.environ)
+        os._exit(0)
+
+    def _kill_workers(self) -> None:
         for pid in self._children:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
-        remove_private_dir(os.environ)
-        os._exit(0)
 
 
 def _worker_request(message: dict[str, Any], loaded: Preloaded) -> WorkerRequest:

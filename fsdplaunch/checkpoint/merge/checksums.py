@@ -26,13 +26,19 @@ _DAMAGED = "the checkpoint is damaged there; copy it again or use an older one"
 
 
 class ChecksumCheck:
-    """Checks chunks of one checkpoint, each once; leaving the block without an error waits for all of them."""
+    """Checks chunks of one checkpoint, each once; leaving the block without an error waits for all of them.
 
-    def __init__(self, sources: DataFiles, *, wanted: bool = True) -> None:
+    Args:
+        sources: The checkpoint's files.
+        wanted: Whether to check at all.
+        processes: How many processes do so at once, and share the processors.
+    """
+
+    def __init__(self, sources: DataFiles, *, wanted: bool = True, processes: int = 1) -> None:
         self._sources, self._wanted = sources, wanted
         self._done: set[tuple[str, int, int]] = set()
         self._waiting: deque[tuple[str, Piece, Future[int]]] = deque()
-        self._threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+        self._threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // processes))
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="fsdplaunch-checksum")
         self._local = threading.local()
         self.checked = 0

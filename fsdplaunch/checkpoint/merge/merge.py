@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fsdplaunch.checkpoint.atomic_output import (
@@ -20,12 +20,8 @@ from fsdplaunch.checkpoint.atomic_output import (
     check_memory,
     check_output,
     check_space,
-    free_space,
 )
-from fsdplaunch.checkpoint.merge.model_files import copy_model_files
 from fsdplaunch.checkpoint.merge.options import (
-    MEMORY_PER_CHUNK,
-    STREAMING_MEMORY,
     Announce,
     MergeOptions,
     MergeProgress,
@@ -34,14 +30,14 @@ from fsdplaunch.checkpoint.merge.options import (
     Progress,
     ProgressMeter,
 )
-from fsdplaunch.checkpoint.merge.plan import MergePlan
+from fsdplaunch.checkpoint.merge.parallel.parts_folder import remove_parts
 from fsdplaunch.checkpoint.merge.prepare import PreparedMerge, prepare
 from fsdplaunch.checkpoint.merge.remove_source import remove_checkpoint
-from fsdplaunch.checkpoint.merge.verify import verify_merge
-from fsdplaunch.checkpoint.merge.write import write_plan
+from fsdplaunch.checkpoint.merge.safetensors_output import merge_part, merge_to_safetensors
+from fsdplaunch.checkpoint.merge.watcher import Watcher
 from fsdplaunch.checkpoint.readers.find import find_model, find_optimizer
 from fsdplaunch.checkpoint.readers.open import OpenCheckpoint, open_checkpoint
-from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME
+from fsdplaunch.checkpoint.regular_file import real_path
 from fsdplaunch.errors import CheckpointError, UsageError
 
 __all__ = [
@@ -109,42 +105,42 @@ def merge(
         CheckpointError: When the checkpoint cannot be merged, or the disk is too full.
     """
     started, options = time.monotonic(), options or MergeOptions()
+    if options.is_one_file and options.part is not None and options.part[0] > 1:
+        nothing = MergeResult(output=output, files=(), source=checkpoint, tensors=0, nbytes=0, seconds=0.0)
+        return replace(nothing, is_in_place=False, waiting=(1,))
     with _reported(checkpoint, output):
         source = (find_optimizer if options.optimizer else find_model)(checkpoint).folder
-        target = _check_output(checkpoint, source, output, options)
+        write = _writer(options)
+        target, refused = _find_output(checkpoint, source, output, options)
         with open_checkpoint(source) as opened:
-            result = _writer(options)(opened, target, options, Watcher(progress, announce))
-    removed = options.remove_checkpoint_dir and _remove(opened, target)
+            result = write(opened, target, options, Watcher(progress, announce), refused)
+    removed = options.remove_checkpoint_dir and result.is_in_place and result.verified and _remove(opened, target)
+    if result.is_in_place and options.part is not None:
+        remove_parts(target)
     return replace(result, removed=removed, seconds=time.monotonic() - started)
 
 
-@dataclass(frozen=True, slots=True)
-class Watcher:
-    """Who follows a merge."""
-
-    progress: Progress | None
-    announce: Announce | None
-
-    def start(self, opened: OpenCheckpoint, target: Path, tensors: int, nbytes: int, memory: int) -> None:
-        """Say what is about to be written."""
-        if self.announce is None:
-            return
-        start = MergeStart(
-            source=opened.folder,
-            output=target,
-            tensors=tensors,
-            files=len(opened.index.files),
-            nbytes=nbytes,
-            free=free_space(target),
-            memory=memory,
-        )
-        self.announce(start)
+def _find_output(
+    checkpoint: Path, source: Path, output: Path, options: MergeOptions
+) -> tuple[Path, UsageError | None]:
+    """Return the output folder, and for a part why it may not be written: a last part may have written it."""
+    try:
+        return _check_output(checkpoint, source, output, options), None
+    except UsageError as problem:
+        if options.part is None or options.is_one_file:
+            raise
+        return real_path(output), problem
 
 
-def _writer(options: MergeOptions) -> Callable[[OpenCheckpoint, Path, MergeOptions, Watcher], MergeResult]:
+Writer = Callable[[OpenCheckpoint, Path, MergeOptions, Watcher, UsageError | None], MergeResult]
+
+
+def _writer(options: MergeOptions) -> Writer:
     if options.optimizer:
         return _merge_optimizer
-    return _merge_to_safetensors if options.safe_serialization else _merge_to_torch
+    if not options.safe_serialization:
+        return _merge_to_torch
+    return merge_to_safetensors if options.part is None else merge_part
 
 
 def _remove(opened: OpenCheckpoint, target: Path) -> bool:
@@ -160,7 +156,7 @@ def _remove(opened: OpenCheckpoint, target: Path) -> bool:
 def _check_output(checkpoint: Path, source: Path, output: Path, options: MergeOptions) -> Path:
     replaced = _OPTIMIZER if options.optimizer else WEIGHTS
     target = check_output(output, (checkpoint, source), overwrite=options.overwrite, replaced=replaced)
-    if options.copy_from is not None and options.copy_from.resolve() == target:
+    if options.copy_from is not None and real_path(options.copy_from) == target:
         msg = f"the output {output} is the model folder whose files are copied"
         raise UsageError(msg, hint="choose another output folder")
     return target
@@ -181,48 +177,9 @@ def _reported(source: Path, output: Path | None) -> Iterator[None]:
         raise CheckpointError(msg, hint="no output was made and the checkpoint is unchanged") from None
 
 
-def _merge_to_safetensors(
-    opened: OpenCheckpoint, target: Path, options: MergeOptions, watcher: Watcher
+def _merge_to_torch(
+    opened: OpenCheckpoint, target: Path, options: MergeOptions, watcher: Watcher, _: UsageError | None
 ) -> MergeResult:
-    prepared = prepare(opened, target, options)
-    plan, verify = prepared.plan, options.verify or options.remove_checkpoint_dir
-    memory = STREAMING_MEMORY + MEMORY_PER_CHUNK * sum(len(tensor.chunks) for tensor in opened.index.tensors)
-    watcher.start(opened, target, len(plan.tensors), prepared.nbytes, memory)
-    with atomic_output(target, overwrite=options.overwrite) as partial:
-        copy_model_files(prepared.model_files, partial)
-        meter = ProgressMeter("copy", plan.tensor_bytes, watcher.progress)
-        # Verifying reads every chunk again and compares its checksum then.
-        write_plan(plan, opened.sources, partial, meter, checksums=options.checksums and not verify)
-        if verify:
-            verify_merge(
-                plan, opened.sources, partial, ProgressMeter("verify", plan.tensor_bytes, watcher.progress)
-            )
-    names = [*(file.name for file in plan.files), *([INDEX_NAME] if plan.index else [])]
-    return MergeResult(
-        output=target,
-        files=tuple(target / name for name in names),
-        source=opened.folder,
-        tensors=len(plan.tensors),
-        nbytes=plan.nbytes,
-        seconds=0.0,
-        dtypes=dict(Counter(tensor.written.name for tensor in plan.tensors)),
-        skipped=prepared.selection.skipped,
-        excluded=prepared.selection.excluded,
-        tied=prepared.tied,
-        copied=tuple(target / model_file.name for model_file in prepared.model_files),
-        renamed=prepared.selection.renamed,
-        verified=verify,
-        unchecked=_unchecked(plan, options),
-    )
-
-
-def _unchecked(plan: MergePlan, options: MergeOptions) -> int:
-    """Return the bytes that no stored checksum was compared with."""
-    pieces = (piece for tensor in plan.tensors for piece in tensor.pieces)
-    return sum(piece.nbytes for piece in pieces if piece.crc is None or not options.checksums)
-
-
-def _merge_to_torch(opened: OpenCheckpoint, target: Path, options: MergeOptions, watcher: Watcher) -> MergeResult:
     from fsdplaunch.checkpoint.merge import torch_output
 
     index = opened.index
@@ -232,7 +189,7 @@ def _merge_to_torch(opened: OpenCheckpoint, target: Path, options: MergeOptions,
     check_memory(needed)
     watcher.start(opened, target, len(index.tensors), needed, needed)
     meter = ProgressMeter("copy", sum(tensor.nbytes for tensor in index.tensors), watcher.progress)
-    verify = options.verify or options.remove_checkpoint_dir
+    verify = options.reads_back
     with atomic_output(target, overwrite=options.overwrite) as partial:
         torch_output.write_torch_file(opened, paths, partial, meter, checksums=options.checksums, verify=verify)
         size = (partial / torch_output.FILE_NAME).stat().st_size
@@ -248,7 +205,9 @@ def _merge_to_torch(opened: OpenCheckpoint, target: Path, options: MergeOptions,
     )
 
 
-def _merge_optimizer(opened: OpenCheckpoint, target: Path, options: MergeOptions, watcher: Watcher) -> MergeResult:
+def _merge_optimizer(
+    opened: OpenCheckpoint, target: Path, options: MergeOptions, watcher: Watcher, _: UsageError | None
+) -> MergeResult:
     from fsdplaunch.checkpoint.merge import optimizer_output, torch_output
 
     paths = optimizer_output.optimizer_paths(opened.index, where=str(opened.folder))

@@ -10,6 +10,8 @@ from fsdplaunch.checkpoint.merge.cast_dtype import check_target
 from fsdplaunch.errors import UsageError
 
 _PROGRESS_SECONDS = 0.1
+MAX_PARTS = 10_000
+MAX_JOBS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,8 @@ class MergeOptions:
         keep_tied: Write a weight with several names under each of them instead of once.
         optimizer: Merge the optimizer's state, not the weights, into `optimizer.bin`; needs torch and the memory.
         copy_from: The model's own folder: configuration, tokenizer and the like are copied from there.
+        part: Write only part N of M, given as (N, M); the last of them to finish makes the output of all.
+        jobs: How many processes write on this machine.
     """
 
     safe_serialization: bool = True
@@ -47,12 +51,24 @@ class MergeOptions:
     keep_tied: bool = False
     copy_from: Path | None = None
     optimizer: bool = False
+    part: tuple[int, int] | None = None
+    jobs: int = 1
+
+    @property
+    def reads_back(self) -> bool:
+        """Return whether the result is read back and compared."""
+        return self.verify or self.remove_checkpoint_dir
+
+    @property
+    def is_one_file(self) -> bool:
+        """Return whether the output is one file of torch's, written by one process."""
+        return self.optimizer or not self.safe_serialization
 
     def __post_init__(self) -> None:
+        self._check_shares()
         if self.max_shard_size < 1:
             msg = f"max_shard_size must be at least 1 byte, got {self.max_shard_size}"
             raise UsageError(msg)
-        torch_format = self.optimizer or not self.safe_serialization
         if not self.checksums and (self.verify or self.remove_checkpoint_dir):
             msg = "a merge that is verified compares the checksums as well"
             raise UsageError(msg, hint="leave out --no-checksums")
@@ -61,8 +77,19 @@ class MergeOptions:
             raise UsageError(msg, hint="merge first, then remove the checkpoint yourself")
         check_target(self.dtype)
         chosen = [name for name in ("dtype", "only", "exclude", "rename", "copy_from") if getattr(self, name)]
-        if chosen and torch_format:
+        if chosen and self.is_one_file:
             msg = f"{chosen[0]} works only in a merge to safetensors"
+            raise UsageError(msg, hint="merge to safetensors, or leave it out")
+
+    def _check_shares(self) -> None:
+        if self.part is not None and not 1 <= self.part[0] <= self.part[1] <= MAX_PARTS:
+            msg = f"part {self.part[0]} of {self.part[1]} is none of 1 to {MAX_PARTS} parts"
+            raise UsageError(msg, hint="write part N of M as N/M, from 1/M to M/M")
+        if not 1 <= self.jobs <= MAX_JOBS:
+            msg = f"jobs must be 1 to {MAX_JOBS}, got {self.jobs}"
+            raise UsageError(msg)
+        if self.jobs > 1 and self.is_one_file:
+            msg = "jobs works only in a merge to safetensors"
             raise UsageError(msg, hint="merge to safetensors, or leave it out")
 
 
@@ -126,6 +153,8 @@ class MergeResult:
         verified: The result was read back and compared with the source.
         unchecked: Bytes of the weights that were not compared with a stored checksum.
         removed: The checkpoint was deleted.
+        is_in_place: The output stands; not so after a part other than the last.
+        waiting: The parts that have still to be written.
     """
 
     output: Path
@@ -143,6 +172,8 @@ class MergeResult:
     verified: bool = False
     unchecked: int = 0
     removed: bool = False
+    is_in_place: bool = True
+    waiting: tuple[int, ...] = ()
 
 
 Progress = Callable[[MergeProgress], None]

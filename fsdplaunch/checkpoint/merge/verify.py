@@ -1,7 +1,7 @@
 """Read a merged checkpoint back and compare it with its source, byte by byte and with the stored checksums."""
 
-import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,42 +10,72 @@ from fsdplaunch.checkpoint.invalid_file import short
 from fsdplaunch.checkpoint.merge.assemble_tensor import written_blocks
 from fsdplaunch.checkpoint.merge.checksums import check_crc, crc_of
 from fsdplaunch.checkpoint.merge.options import ProgressMeter
+from fsdplaunch.checkpoint.merge.parallel.jobs import run_jobs
+from fsdplaunch.checkpoint.merge.parallel.shares import split_by_tensors
 from fsdplaunch.checkpoint.merge.plan import MergePlan, PlannedFile, PlannedTensor
 from fsdplaunch.checkpoint.readers.data_files import DataFiles
 from fsdplaunch.checkpoint.readers.pieces import Piece
 from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME, MAX_HEADER, file_shape
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.json_text import parse_json
 
 _PIECE = 4 * 2**20
 
 
-def verify_merge(plan: MergePlan, sources: DataFiles, folder: Path, meter: ProgressMeter) -> None:
-    """Compare what stands in `folder` with what `plan` took from `sources`.
+def verify_merge(
+    plan: MergePlan, sources: DataFiles, folder: Path, meter: ProgressMeter, *, jobs: int = 1
+) -> None:
+    """Compare what stands in `folder` with what `plan` took from `sources`, in so many processes.
 
     Raises:
         CheckpointError: When a tensor differs, or when the source does not match its own checksums.
     """
     for file in plan.files:
-        fd = os.open(folder / file.name, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            # From the disk, not from the pages just written.
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            _check_header(file, fd, folder / file.name)
-            for tensor in file.tensors:
-                meter.tensor = tensor.name
-                _check_tensor(tensor, fd, sources, meter)
-        finally:
-            os.close(fd)
+        _check_header(file, folder / file.name)
+
+    def compare(files: Sequence[PlannedFile], meter: ProgressMeter) -> None:
+        for file in files:
+            _check_tensors(file, folder / file.name, sources, meter)
+
+    run_jobs(split_by_tensors(plan.files, jobs) if jobs > 1 else [plan.files], compare, meter)
     if plan.index:
         _check_index(plan, folder / INDEX_NAME)
 
 
-def _check_header(file: PlannedFile, fd: int, path: Path) -> None:
+def is_result(plan: MergePlan, folder: Path) -> bool:
+    """Return whether a folder holds files as `plan` makes them, going by sizes and headers."""
+    try:
+        for file in plan.files:
+            with (folder / file.name).open("rb") as opened:
+                if (
+                    os.fstat(opened.fileno()).st_size != file.nbytes
+                    or opened.read(len(file.header)) != file.header
+                ):
+                    return False
+        return plan.index is None or (folder / INDEX_NAME).read_bytes() == plan.index
+    except OSError:
+        return False
+
+
+def _check_tensors(file: PlannedFile, path: Path, sources: DataFiles, meter: ProgressMeter) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for tensor in file.tensors:
+            meter.tensor = tensor.name
+            _check_tensor(tensor, fd, sources, meter)
+    finally:
+        os.close(fd)
+
+
+def _check_header(file: PlannedFile, path: Path) -> None:
     """Check what the file says about itself against the plan."""
-    length = int.from_bytes(os.pread(fd, 8, 0), "little")
-    if length > MAX_HEADER or os.fstat(fd).st_size != file.nbytes:
-        _differs(f"{path} has another size than planned")
-    header = _json(os.pread(fd, length, 8), path)
+    with path.open("rb") as opened:
+        # From the disk, not from the pages just written.
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        length = int.from_bytes(opened.read(8), "little")
+        if length > MAX_HEADER or path.stat().st_size != file.nbytes:
+            _differs(f"{path} has another size than planned")
+        header = _json(opened.read(length), path)
     header.pop("__metadata__", None)
     for tensor in file.tensors:
         start = tensor.offset - 8 - length
@@ -62,7 +92,7 @@ def _check_header(file: PlannedFile, fd: int, path: Path) -> None:
 
 def _json(data: bytes, path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        found = parse_json(data)
     except ValueError:
         found = None
     if not isinstance(found, dict):

@@ -1,5 +1,6 @@
 """The data files of a checkpoint: opened safely, checked against the index, read exactly."""
 
+import errno
 import os
 import stat
 from collections import OrderedDict
@@ -14,11 +15,14 @@ from fsdplaunch.checkpoint.readers.dcp_index import INDEX_NAME, CheckpointIndex
 from fsdplaunch.checkpoint.readers.pieces import Piece
 from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow
 from fsdplaunch.checkpoint.readers.zstd_items import ZstdReader
+from fsdplaunch.checkpoint.regular_file import real_path
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.name_lists import listed
 
 # Fewer than the usual limit of 1024, which checkpoints of large jobs exceed.
 MAX_OPEN = 128
+_OTHERS = 32
+"""Files that a process opens for other reasons."""
 
 
 class DataFiles:
@@ -118,7 +122,8 @@ class DataFiles:
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as problem:
             msg = f"{path} cannot be opened: {problem.strerror}"
-            raise CheckpointError(msg) from None
+            few = f"let a process open {MAX_OPEN + _OTHERS} files at a time: ulimit -n"
+            raise CheckpointError(msg, hint=few if problem.errno == errno.EMFILE else None) from None
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             os.close(fd)
@@ -136,10 +141,10 @@ class DataFiles:
                 msg,
                 hint="a rank did not finish saving, or its files are on another node; bring them together",
             )
-        home = self.folder.resolve()
+        home = real_path(self.folder)
         for name, end in files.items():
             path = self.folder / name
-            if path.is_symlink() and path.resolve().parent != home:
+            if path.is_symlink() and real_path(path).parent != home:
                 msg = f"{path} is a link that leads out of the checkpoint"
                 raise CheckpointError(msg, hint="put the real file there")
             self._check_size(path, end)

@@ -11,7 +11,8 @@ from fsdplaunch.checkpoint.manifest import manifest_path, read_json
 from fsdplaunch.checkpoint.readers.dcp_index import INDEX_NAME
 from fsdplaunch.checkpoint.readers.hf_shards import SHARD_FILE
 from fsdplaunch.checkpoint.readers.rank_files import RANK_FILE
-from fsdplaunch.checkpoint.regular_file import odd_kind
+from fsdplaunch.checkpoint.readers.xla_files import XLA_FILE
+from fsdplaunch.checkpoint.regular_file import odd_kind, real_path
 from fsdplaunch.errors import CheckpointError, LaunchError, UsageError
 from fsdplaunch.name_lists import listed
 
@@ -21,6 +22,7 @@ MAX_LISTED = 10
 
 _ODD = "put the real file there, or use an older checkpoint"
 _OPTIMIZER = re.compile(r"optim(izer)?(_\d+)?")
+_FILES = (SHARD_FILE, RANK_FILE, XLA_FILE)
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 
@@ -144,7 +146,7 @@ def find_optimizer(given: Path) -> FoundModel:
 
 def is_sharded(files: Iterable[str]) -> bool:
     """Say whether a folder with these files is a checkpoint: an index, sharded safetensors, or files of ranks."""
-    return any(name == INDEX_NAME or SHARD_FILE.fullmatch(name) or RANK_FILE.fullmatch(name) for name in files)
+    return any(name == INDEX_NAME or any(one.fullmatch(name) for one in _FILES) for name in files)
 
 
 def _check_folder(given: Path) -> None:
@@ -170,7 +172,7 @@ def _walk(top: Path, ends: Callable[[list[str]], bool] = is_sharded) -> Iterator
     for depth in range(MAX_DEPTH + 1):
         below: list[Path] = []
         for folder in level:
-            real = folder.resolve()  # a link to a checkpoint beside it is the same checkpoint
+            real = real_path(folder)  # a link to a checkpoint beside it is the same checkpoint
             if real in seen:
                 continue
             seen.add(real)

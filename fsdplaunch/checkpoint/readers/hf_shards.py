@@ -5,7 +5,6 @@ shard stands. There is no index: the full tensors' shapes are what the shards ad
 shards of the last rank are missing cannot be seen.
 """
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from fsdplaunch.checkpoint.regions import Region, find_tiling_fault, row_major
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
 from fsdplaunch.checkpoint.safetensors_format import HeaderEntry, check_data, read_header
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.json_text import parse_json
 
 SHARD_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"
@@ -72,13 +72,13 @@ def _read_file(path: Path, tensors: dict[str, _ShardedTensor]) -> int:
     try:
         header = read_header(path)
         check_data(header)
-        sharding = json.loads(header.metadata.get(_SHARDING, "{}"))
+        sharding = parse_json(header.metadata.get(_SHARDING, "{}"))
         for name, entry in header.entries.items():
             offsets = sharding.get(name, {}).get("saved_offsets", [0] * len(entry.shape))
             _add_shard(path.name, name, entry, tuple(offsets), tensors)
     except InvalidFileError as problem:
         _refuse(path, str(problem))
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError):
         _refuse(path, "its header is not that of a sharded safetensors file")
     return max((entry.last for entry in header.entries.values()), default=header.start)
 

@@ -13,6 +13,7 @@ from fsdplaunch.checkpoint.readers.dcp_index import INDEX_NAME, CheckpointIndex,
 from fsdplaunch.checkpoint.readers.hf_shards import read_shards
 from fsdplaunch.checkpoint.readers.rank_files import RANK_FILE, read_rank_files
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
+from fsdplaunch.checkpoint.readers.xla_files import XLA_FILE, read_xla_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ def open_checkpoint(folder: Path) -> Iterator[OpenCheckpoint]:
             index, known = read_index(folder), None
         elif any(RANK_FILE.fullmatch(path.name) for path in folder.iterdir()):
             index, known = read_rank_files(folder)
+        elif any(XLA_FILE.fullmatch(path.name) for path in folder.iterdir()):
+            index, known = read_xla_files(folder)
         else:
             index, known = read_shards(folder)
     with open_data_files(folder, index) as sources:

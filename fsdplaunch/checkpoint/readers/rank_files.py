@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -62,7 +63,7 @@ class _FoundTensor:
 
 
 @dataclass(slots=True)
-class _Found:
+class FoundTensors:
     """What the files hold, as they are read."""
 
     folder: Path
@@ -84,14 +85,14 @@ def read_rank_files(folder: Path) -> tuple[CheckpointIndex, dict[ItemLocation, T
         CheckpointError: When a file is damaged or hostile, when files are missing, or shards do not fit together.
     """
     names = _rank_names(folder)
-    found, ends = _Found(folder), dict[str, int]()
+    found, ends = FoundTensors(folder), dict[str, int]()
     for name in names:
         ends[name] = _read_file(folder / name, found)
     _place_on_meshes(found)
     if len(names) > 1 and not found.sharded:
         msg = f"{folder} holds {len(names)} files of plain tensors: nothing says how they fit together"
         raise CheckpointError(msg, hint="save with SHARDED_STATE_DICT, or merge with the tool that wrote them")
-    tensors = tuple(_tensor(folder, name, full) for name, full in found.tensors.items())
+    tensors = tuple(stored_tensor(folder, name, full) for name, full in found.tensors.items())
     index = CheckpointIndex(tensors=tensors, values=tuple(found.values.values()), files=ends)
     return index, found.items
 
@@ -121,12 +122,12 @@ def _rank_names(folder: Path) -> list[str]:
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-def _read_file(path: Path, found: _Found) -> int:
+def _read_file(path: Path, found: FoundTensors) -> int:
     """Add what one file holds to `found` and return the file's size in bytes."""
     try:
         fd = open_regular(path)
     except InvalidFileError as problem:
-        _refuse(path, str(problem))
+        refuse(path, str(problem))
     try:
         size = os.fstat(fd).st_size
         window = ReadWindow(lambda offset, count: read_exactly(fd, offset, count), size)
@@ -137,7 +138,7 @@ def _read_file(path: Path, found: _Found) -> int:
         for name_path, value in _bounded(entries, len(raw)):
             _take(path.name, name_path, value, window, built, found)
     except (InvalidFileError, UnicodeDecodeError) as problem:
-        _refuse(path, str(problem) if isinstance(problem, InvalidFileError) else "a text in it is damaged")
+        refuse(path, str(problem) if isinstance(problem, InvalidFileError) else "a text in it is damaged")
     finally:
         os.close(fd)
     return size
@@ -174,31 +175,35 @@ def _entries(state: dict[Any, Any], path: NamePath, depth: int) -> Iterator[tupl
             yield (*path, key), value
 
 
-def _take(file: str, path: NamePath, value: Any, window: ReadWindow, built: ZipDirectory, found: _Found) -> None:
+def _take(
+    file: str, path: NamePath, value: Any, window: ReadWindow, built: ZipDirectory, found: FoundTensors
+) -> None:
     name = ".".join(map(str, path))
     if _FLAT.fullmatch(name):
         _take_flat(file, name, value, window, built, found)
     elif isinstance(value, MeshShard):
-        place = _note(file, value.local, value.dtype, name, window, built, found)
+        place = note_bytes(file, value.local, value.dtype, name, window, built, found)
         found.on_meshes.append((file, name, value, place))
-        _found_tensor(found, file, name, path, value.dtype, value.shape)
+        found_tensor(found, file, name, path, value.dtype, value.shape)
     elif isinstance(value, ListedShards):
         found.sharded = True
-        full = _found_tensor(found, file, name, path, value.dtype, value.shape)
+        full = found_tensor(found, file, name, path, value.dtype, value.shape)
         for region, local in value.parts:
-            place = _note(file, local, value.dtype, name, window, built, found)
-            _add(found, file, name, full, region, local, place)
+            place = note_bytes(file, local, value.dtype, name, window, built, found)
+            add_shard(found, file, name, full, region, local, place)
     elif isinstance(value, TensorDescription):
         # Every rank has the full tensor: rank 0's is taken.
         if name not in found.tensors:
-            full = _found_tensor(found, file, name, path, value.dtype, value.shape)
-            place = _note(file, value, value.dtype, name, window, built, found)
-            _add(found, file, name, full, Region((0,) * len(value.shape), value.shape), value, place)
+            full = found_tensor(found, file, name, path, value.dtype, value.shape)
+            place = note_bytes(file, value, value.dtype, name, window, built, found)
+            add_shard(found, file, name, full, Region((0,) * len(value.shape), value.shape), value, place)
     else:
         found.values.setdefault(name, StoredValue(name, path, ItemLocation(file, 0, 0)))
 
 
-def _take_flat(file: str, name: str, value: Any, window: ReadWindow, built: ZipDirectory, found: _Found) -> None:
+def _take_flat(
+    file: str, name: str, value: Any, window: ReadWindow, built: ZipDirectory, found: FoundTensors
+) -> None:
     """Add the parameters' pieces in a rank's shard of a flat parameter."""
     match = RANK_FILE.fullmatch(file)
     rank = int((match and match["rank"]) or 0)
@@ -217,20 +222,20 @@ def _take_flat(file: str, name: str, value: Any, window: ReadWindow, built: ZipD
     if rank not in layout.ranks:  # a copy, as under HYBRID_SHARD
         return
     for run, region, local in layout.pieces(rank, value):
-        place = _note(file, local, value.dtype, name, window, built, found)
+        place = note_bytes(file, local, value.dtype, name, window, built, found)
         for own in run.names:
-            full = _found_tensor(found, file, own, tuple(own.split(".")), value.dtype, run.shape)
-            _add(found, file, own, full, region, local, place)
+            full = found_tensor(found, file, own, tuple(own.split(".")), value.dtype, run.shape)
+            add_shard(found, file, own, full, region, local, place)
 
 
-def _note(
+def note_bytes(
     file: str,
     local: TensorDescription,
     dtype: Dtype,
     name: str,
     window: ReadWindow,
     built: ZipDirectory,
-    found: _Found,
+    found: FoundTensors,
 ) -> ItemLocation:
     """Note where a shard's bytes are and return their place."""
     if local.dtype.name != dtype.name:
@@ -246,9 +251,10 @@ def _note(
     return place
 
 
-def _found_tensor(
-    found: _Found, file: str, name: str, path: NamePath, dtype: Dtype, shape: tuple[int, ...]
+def found_tensor(
+    found: FoundTensors, file: str, name: str, path: NamePath, dtype: Dtype, shape: tuple[int, ...]
 ) -> _FoundTensor:
+    """Return the tensor of this name, as far as its shards are known; all files must say the same of it."""
     full = found.tensors.setdefault(name, _FoundTensor(path, dtype, shape))
     if (full.dtype.name, full.shape) != (dtype.name, shape):
         here = f"{dtype.name} of shape {list(shape)}"
@@ -257,8 +263,8 @@ def _found_tensor(
     return full
 
 
-def _add(
-    found: _Found,
+def add_shard(
+    found: FoundTensors,
     file: str,
     name: str,
     full: _FoundTensor,
@@ -266,6 +272,7 @@ def _add(
     local: TensorDescription,
     place: ItemLocation,
 ) -> None:
+    """Add a shard to a tensor."""
     if local.shape != region.sizes:
         shapes = f"of shape {list(local.shape)} where {list(region.sizes)} belongs"
         msg = f"{found.folder / file}: {short(name)} has a shard {shapes}"
@@ -273,7 +280,7 @@ def _add(
     full.shards.setdefault(region, place)  # ranks that hold the same shard each write it
 
 
-def _place_on_meshes(found: _Found) -> None:
+def _place_on_meshes(found: FoundTensors) -> None:
     """Resolve which rectangle each shard on a mesh is; the mesh is as large as the ranks' places in it say."""
     extents: dict[str, tuple[int, ...]] = {}
     for _, name, shard, _ in found.on_meshes:
@@ -284,7 +291,7 @@ def _place_on_meshes(found: _Found) -> None:
         extents[name] = tuple(max(size, at + 1) for size, at in zip(known, shard.coordinates, strict=True))
     for file, name, shard, place in found.on_meshes:
         found.sharded = True
-        _add(found, file, name, found.tensors[name], shard_region(shard, extents[name]), shard.local, place)
+        add_shard(found, file, name, found.tensors[name], shard_region(shard, extents[name]), shard.local, place)
 
 
 def shard_region(shard: MeshShard, mesh: tuple[int, ...]) -> Region:
@@ -295,7 +302,8 @@ def shard_region(shard: MeshShard, mesh: tuple[int, ...]) -> Region:
         mesh: The mesh's shape.
     """
     offsets, sizes = [0] * len(shard.shape), list(shard.shape)
-    for placement, count, at in zip(shard.placements, mesh, shard.coordinates, strict=True):
+    for axis in _order_of_cuts(shard, mesh):
+        placement, count, at = shard.placements[axis], mesh[axis], shard.coordinates[axis]
         dim = placement.dim
         if dim is None:
             continue
@@ -309,7 +317,31 @@ def shard_region(shard: MeshShard, mesh: tuple[int, ...]) -> Region:
     return Region(tuple(offsets), tuple(sizes))
 
 
-def _tensor(folder: Path, name: str, full: _FoundTensor) -> StoredTensor:
+def _order_of_cuts(shard: MeshShard, mesh: tuple[int, ...]) -> list[int]:
+    """Return the mesh's axes in the order in which they cut a tensor: those that cut what others cut come last.
+
+    FSDP cuts parameters along an axis before that of tensor parallelism, which had cut them already; torch calls
+    such a placement strided, by as many as the later axes cut.
+    """
+    plain = [axis for axis, placement in enumerate(shard.placements) if placement.cuts == 1]
+    strided = [axis for axis, placement in enumerate(shard.placements) if placement.cuts != 1]
+    for axis in strided:
+        dim = shard.placements[axis].dim
+        later = (mesh[other] for other in plain if other > axis and shard.placements[other].dim == dim)
+        if len(strided) > 1 or prod(later) != shard.placements[axis].cuts:
+            msg = "a tensor is placed by _StridedShard, and not as FSDP cuts what tensor parallelism has cut"
+            raise CheckpointError(
+                msg, hint="save it with SHARDED_STATE_DICT, whose index says where each shard is"
+            )
+    return plain + strided
+
+
+def stored_tensor(folder: Path, name: str, full: _FoundTensor) -> StoredTensor:
+    """Return a tensor whose shards are all there.
+
+    Raises:
+        CheckpointError: Some are not, or they overlap.
+    """
     regions = sorted(region for region in full.shards if region.numel)
     fault = find_tiling_fault(full.shape, regions)
     if fault is not None:
@@ -319,6 +351,7 @@ def _tensor(folder: Path, name: str, full: _FoundTensor) -> StoredTensor:
     return StoredTensor(name, full.path, full.dtype, full.shape, chunks)
 
 
-def _refuse(path: Path, reason: str) -> NoReturn:
+def refuse(path: Path, reason: str) -> NoReturn:
+    """Raise the error of a file that cannot be read."""
     msg = f"{path} cannot be read: {reason}"
     raise CheckpointError(msg, hint=_DAMAGED) from None

@@ -1,6 +1,6 @@
 """The stand-ins for what a rank's own torch.save file names: sharded tensors, meshes, placements. Inert."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,15 @@ _PLACEMENTS = ("torch.distributed.tensor.placement_types", "torch.distributed._t
 
 @dataclass(frozen=True, slots=True)
 class ShardPlacement:
-    """How a tensor lies along one dimension of a mesh: which of its own is cut, None when it is whole."""
+    """How a tensor lies along one dimension of a mesh: which of its own is cut, None when it is whole.
+
+    Attributes:
+        dim: The tensor's dimension.
+        cuts: Into how many shards later dimensions of the mesh had cut it before.
+    """
 
     dim: int | None
+    cuts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +89,21 @@ class SavedFields(PickledRecord):
         return next((part[key] for part in reversed(self.states) if type(part) is dict and key in part), None)
 
 
-def read_state(data: bytes, where: str) -> dict[Any, Any]:
+def read_state(data: bytes, where: str, names: Mapping[tuple[str, str], Any] | None = None) -> dict[Any, Any]:
     """Return the dictionary that a file's `data.pkl` holds, with a part or a description for each tensor.
+
+    Args:
+        data: The file's.
+        where: It, in words.
+        names: What it may name; left out, what a state dict of torch has a use for.
 
     Raises:
         CheckpointError: When it names what a state dict has no use for, or is damaged.
         InvalidFileError: When it is no dictionary.
     """
+    known = NAMES if names is None else names
     found = unpickle(
-        data, NAMES, persistent=tensor_classes.storage_of, unknown=tensor_classes.foreign, where=where
+        data, known, persistent=tensor_classes.storage_of, unknown=tensor_classes.foreign, where=where
     )
     if not isinstance(found, dict):
         msg = f"it holds a {type(found).__name__}, not a dictionary of tensors"
@@ -142,11 +154,12 @@ def _placement(item: Any) -> ShardPlacement:
     kind = item.name.rpartition(".")[2] if isinstance(item, SavedFields) else type(item).__name__
     if kind == "Replicate":
         return ShardPlacement(None)
-    dim = item.get("dim") if kind == "Shard" else None
-    if type(dim) is not int:
+    dim = item.get("dim") if kind in ("Shard", "_StridedShard") else None
+    cuts = item.get("split_factor") if kind == "_StridedShard" else 1
+    if type(dim) is not int or type(cuts) is not int:
         msg = f"a tensor is placed by {short(kind)}, which cannot be put together from files of single ranks"
         raise InvalidFileError(msg)
-    return ShardPlacement(dim)
+    return ShardPlacement(dim, cuts)
 
 
 def _listed_parts(shell: tensor_classes.WrapperTensor, state: Any) -> ListedShards:

@@ -15,11 +15,13 @@ from fsdplaunch.cli.launch.single_node import (
 )
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load.load import load_config
+from fsdplaunch.config.xla import uses_xla
 from fsdplaunch.errors import UsageError
 from fsdplaunch.launch.coordination.placement import assumed_settings, find_placement
 from fsdplaunch.launch.plan import LaunchTarget
 from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.hardware import read_hardware
+from fsdplaunch.probe.tpus import pod_settings
 
 
 def launch_script(
@@ -55,6 +57,8 @@ def launch_script(
     torch = None if submitting else torch_version.installed_numbers
     noted = option_notes(launch_options.noted)
     loaded = load_config(file, overrides=overrides, assumed=assumed, torch=torch, noted=noted)
+    if not submitting and uses_xla(loaded.config) and (pod := pod_settings(os.environ)):
+        loaded = load_config(file, overrides=overrides, assumed=(*assumed, *pod), torch=torch, noted=noted)
     request = LaunchRequest(loaded=loaded, target=target, options=launch_options, overrides=overrides)
     if submitting or loaded.config.ssh.hosts or loaded.config.ssh.hostfile:
         return launch_elsewhere(request, out)

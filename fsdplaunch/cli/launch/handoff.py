@@ -50,7 +50,7 @@ class Handoff:
         workers = config.launch.workers_per_node
         if not config.use_cpu and not gpus:
             gpus = workers if isinstance(workers, int) else 0
-        node = NodeFacts(gpus=gpus, cpus=config.slurm.cpus_per_task or 1, environ=os.environ)
+        node = NodeFacts(gpus=gpus, cpus=config.slurm.cpus_per_task or 1, tpu_chips=1, environ=os.environ)
         placed = replace(
             config,
             num_machines=node_range(config)[0],

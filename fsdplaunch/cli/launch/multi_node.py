@@ -16,16 +16,19 @@ from fsdplaunch.launch.coordination.interfaces import JoinProgress, RunAssignmen
 from fsdplaunch.launch.coordination.node_config import agreed_config, provisional_config
 from fsdplaunch.launch.coordination.placement import NodePlacement, is_coordinator, is_step
 from fsdplaunch.launch.coordination.run_secrets import SecretSource, find_secret
+from fsdplaunch.launch.coordination.socket_interfaces import interface_variables
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.launch.preflight import find_obstacles
 from fsdplaunch.launch.run_id import GROUP_RUN, has_fixed_name, run_name
 from fsdplaunch.launch.schedulers.launch_command import shared_overrides
 from fsdplaunch.launch.schedulers.slurm.commands import in_job, srun_words
 from fsdplaunch.launch.secret_variables import without_secret_overrides
+from fsdplaunch.name_lists import listed
 from fsdplaunch.probe.hardware import Hardware
 from fsdplaunch.run_dir import node_folder
 from fsdplaunch.run_secret import SECRET, make_secret
 
+_NAMED = 16
 HOPELESS_SECONDS = 5.0
 """How long a node that cannot start tries to tell the others."""
 
@@ -116,7 +119,7 @@ def _plan(
     )
     address = assignment.address if assignment else loaded.config.launch.local_address
     if address:
-        variables = join.interface_variables(loaded.config, address, os.environ)
+        variables = interface_variables(loaded.config, address, os.environ)
         plan = replace(plan, env={**plan.env, **variables})
     return plan
 
@@ -214,9 +217,9 @@ def _run(plan: LaunchPlan, loaded: LoadedConfig, control: RunControl, part: Node
         for note in single_node.torch_notes():  # the nodes agree on the version
             out.note(note)
         single_node.announce(plan, loaded, out)
-        out.say(f"  nodes {', '.join(assignment.names)}")
+        out.say(f"  nodes {listed(assignment.names, _NAMED)}")
     else:
-        names = f"node {assignment.rank} of {len(assignment.names)} in run {assignment.run_id}"
+        names = f"node {assignment.rank} of {assignment.nodes} in run {assignment.run_id}"
         out.say(f"{names}: {plan.workers} workers here, node 0 is {assignment.names[0]}")
     result = single_node.run_shown(plan, as_json=as_json, out=out, control=control)
     single_node.report(result, plan, as_json=as_json, out=out, is_part=not is_first)

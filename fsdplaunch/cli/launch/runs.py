@@ -1,5 +1,6 @@
 """`fsdplaunch runs`: list runs, show a run's output, cancel a run."""
 
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from fsdplaunch.errors import UsageError
 from fsdplaunch.launch.runs.logs import LogTail, log_files
 from fsdplaunch.launch.runs.registry import Run, cancel, find_run, read_runs, status_of
 from fsdplaunch.launch.schedulers.kubernetes import status as kubernetes_status
+from fsdplaunch.terminal_text import one_line, tame
 
 LOOK_SECONDS = 1.0
 """Between two looks at a run that is followed; SLURM's controller answers many users."""
@@ -61,11 +63,11 @@ def list_runs(config: Path | None, log_dir: Path | None, *, limit: int, as_json:
 
 def _row(run: Run) -> tuple[str, str, str, str]:
     how = f"slurm {'array' if run.tasks else 'job'} {run.job['job']}" if run.route == "slurm" else run.route
-    return run.id, how, run.state, run.script
+    return one_line(run.id), one_line(how), one_line(run.state), one_line(run.script)
 
 
 def _task_row(task: Run) -> tuple[str, str, str, str]:
-    return f"  /{task.dir.name}", "", task.state, ""
+    return one_line(f"  /{task.dir.name}"), "", one_line(task.state), ""
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -112,7 +114,7 @@ def follow_run(run_dir: Path, out: Output) -> int:
         else:
             _follow_job(run, out)
     except KeyboardInterrupt:
-        out.say(f"the run goes on; fsdplaunch runs cancel {run_dir.name} ends it")
+        out.say(f"the run goes on; fsdplaunch runs cancel {shlex.quote(run_dir.name)} ends it")
         return 130
     run = find_run(run_dir.parent, run_dir.name)
     out.say(f"run {run.id}: {run.state}")
@@ -140,6 +142,7 @@ def cancel_run(name: str, config: Path | None, log_dir: Path | None, *, out: Out
 
 
 def _write(data: bytes) -> None:
+    """Print what workers have written: as it is into a file or pipe, without what steers it on a terminal."""
     sys.stdout.flush()
-    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.write(tame(data) if sys.stdout.isatty() else data)
     sys.stdout.buffer.flush()

@@ -12,10 +12,11 @@ from fsdplaunch import __version__
 from fsdplaunch.cli.launch.options import LaunchOptions
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load.load import LoadedConfig
-from fsdplaunch.config.world_size import node_range
+from fsdplaunch.config.world_size import mesh_sizes, node_range
+from fsdplaunch.config.xla import runs_spmd, shards_models, shards_on_xla, uses_xla
 from fsdplaunch.errors import UsageError
 from fsdplaunch.launch.coordination.interfaces import RunControl
-from fsdplaunch.launch.coordination.join import interface_variables
+from fsdplaunch.launch.coordination.socket_interfaces import interface_variables
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan
 from fsdplaunch.launch.ports import find_holder, join_port
 from fsdplaunch.launch.preflight import find_obstacles
@@ -25,6 +26,7 @@ from fsdplaunch.launch.run_id import run_name
 from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.hardware import Hardware
 from fsdplaunch.probe.scheduler import read_cluster
+from fsdplaunch.probe.tpus import count_tpu_chips
 from fsdplaunch.secret_names import is_secret
 
 
@@ -37,6 +39,9 @@ def check_script(script: str) -> None:
     if not path.exists():
         msg = f"script not found: {script}"
         raise UsageError(msg, hint=f"looked in {Path.cwd()}")
+    if path.suffix == ".py" and not os.access(path, os.R_OK):
+        msg = f"{script} cannot be read: permission denied"
+        raise UsageError(msg)
 
 
 def plan_for_this_node(
@@ -66,6 +71,7 @@ def plan_for_this_node(
         gpus=len(hardware.gpus),
         cpus=hardware.cpu_count,
         torch_version=torch_version.installed_numbers() or torch_version.NEWEST,
+        tpu_chips=count_tpu_chips() if uses_xla(loaded.config) else 0,
         port_holder=find_holder(join_port(loaded.config)) if loaded.config.num_machines == 1 else None,
         environ=os.environ,
     )
@@ -128,7 +134,8 @@ def pass_checks(plan: LaunchPlan, hardware: Hardware, launch_options: LaunchOpti
         else:
             out.note(f"{finding.message}; {finding.hint}")
     if launch_options.check_only and not fatal:
-        place = f"{len(plan.gpus)} GPUs" if plan.gpus else "the CPU"
+        elsewhere = "PyTorch/XLA" if plan.device == "xla" else "the CPU"
+        place = f"{len(plan.gpus)} GPUs" if plan.gpus else elsewhere
         out.say(f"ready: {plan.script} can start with {plan.workers} workers on {place}")
     return status
 
@@ -136,21 +143,31 @@ def pass_checks(plan: LaunchPlan, hardware: Hardware, launch_options: LaunchOpti
 def announce(plan: LaunchPlan, loaded: LoadedConfig, out: Output) -> None:
     """Say what starts, with which file, and where its output goes."""
     fsdp = plan.config.fsdp_config
-    place = "GPUs, nccl" if plan.device == "cuda" else "CPU, gloo"
+    place = {"cuda": "GPUs, nccl", "xla": f"PyTorch/XLA on {plan.env.get('PJRT_DEVICE', 'its device')}"}
     nodes = f" of {plan.world_size} on {plan.nodes} nodes" if plan.nodes > 1 else ""
     out.say(f"fsdplaunch {__version__}  run {plan.run_id}  config {_source(loaded)}")
-    if plan.config.distributed_type == "FSDP":
-        how = f"FSDP{fsdp.fsdp_version} {fsdp.fsdp_sharding_strategy}, {fsdp.fsdp_auto_wrap_policy}"
+    if shards_on_xla(plan.config):
+        way = "xla_fsdp_v2 (SPMD)" if runs_spmd(plan.config) else "XlaFullyShardedDataParallel"
+        how = f"{way}, {fsdp.fsdp_auto_wrap_policy}"
+    elif shards_models(plan.config):
+        how = f"FSDP{fsdp.fsdp_version} {fsdp.fsdp_sharding_strategy}, {fsdp.fsdp_auto_wrap_policy}{_layers(plan)}"
     else:
         how = f"{plan.config.distributed_type}, not sharded"
     precision = plan.config.precision.param or "the model's own precision"
     workers = "1 worker" if plan.workers == 1 else f"{plan.workers} workers"
-    out.say(f"  {workers}{nodes} ({place}), {how}, {precision}")
+    out.say(f"  {workers}{nodes} ({place.get(plan.device, 'CPU, gloo')}), {how}, {precision}")
     out.say(
         out.dim(f"  logs {short_path(plan.run_dir)}, stop with Ctrl-C (once: let the workers end; twice: now)")
     )
     for note in plan.notes:
         out.note(note)
+
+
+def _layers(plan: LaunchPlan) -> str:
+    """Return what of the mesh goes beyond FSDP: how many ranks split each layer, and each sequence."""
+    sizes = mesh_sizes(plan.config, plan.world_size)
+    layers = f", layers split over {sizes.tensor}" if sizes.tensor > 1 else ""
+    return layers + (f", sequences over {sizes.context}" if sizes.context > 1 else "")
 
 
 def _source(loaded: LoadedConfig) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.signatures.numbers import number, whole
 from fsdplaunch.cli.signatures.options import ConfigOption, JsonOption, SetOption, script_argument
 
 ESTIMATE_EPILOG = (
@@ -26,10 +27,16 @@ def estimate(
     ] = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
-    world_size: Annotated[int | None, typer.Option(metavar="N", help="Ranks over all nodes")] = None,
+    world_size: Annotated[
+        int | None, typer.Option(parser=whole("--world-size", 1, 2**24), metavar="N", help="Ranks over all nodes")
+    ] = None,
     gpu_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of one GPU, as in 80GB")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences per rank and step")] = 1,
-    seq_len: Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens of each sequence")] = None,
+    batch_size: Annotated[
+        int, typer.Option(parser=whole("--batch-size", 1, 2**24), metavar="N", help="Sequences per rank and step")
+    ] = 1,
+    seq_len: Annotated[
+        int | None, typer.Option(parser=whole("--seq-len", 1, 2**30), metavar="N", help="Tokens of each sequence")
+    ] = None,
     optimizer: Annotated[
         str, typer.Option(metavar="NAME", help="adamw, adam, nadam, adagrad, rmsprop, momentum or sgd")
     ] = "adamw",
@@ -104,7 +111,7 @@ def check(
     steps: Annotated[
         int | None,
         typer.Option(
-            min=1,
+            parser=whole("--steps", 1, 10**6),
             metavar="N",
             help="Optimizer steps after which the script is ended; 2, or 5 with --compare",
             show_default=False,
@@ -114,7 +121,12 @@ def check(
         bool,
         typer.Option("--compare", help="Run it in one process too, and compare losses, gradients, parameters"),
     ] = False,
-    tolerance: Annotated[float, typer.Option(metavar="X", help="Relative difference that counts as equal")] = 1e-4,
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            parser=number("--tolerance", 0, 1), metavar="X", help="Relative difference that counts as equal"
+        ),
+    ] = 1e-4,
     as_json: JsonOption = False,
 ) -> None:
     """Try a script with its configuration on two CPU workers.

@@ -48,6 +48,9 @@ def config(
     precision: Annotated[str | None, typer.Option(metavar="DTYPE", help="bf16, fp16 or no")] = None,
     wrap: Annotated[str | None, typer.Option(metavar="UNITS", help="auto, CLASS,..., size:N or none")] = None,
     checkpoint_dir: Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder for checkpoints")] = None,
+    script: Annotated[
+        str | None, typer.Option(metavar="'FILE ARGS'", help="Offer to measure this script at the end")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write fsdp.yaml: look at this machine, ask a few questions, show what will be written."""
@@ -77,6 +80,7 @@ def config(
         overwrite=overwrite,
         as_json=as_json,
         out=Output(),
+        script=script,
     )
     raise typer.Exit(status)
 

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.signatures.numbers import whole
 from fsdplaunch.cli.signatures.options import ConfigOption, JsonOption, group
 
 runs_app = group("List runs, show their output, cancel one.")
@@ -21,7 +22,12 @@ def runs(
     context: typer.Context,
     config: ConfigOption = None,
     log_dir: LogDirOption = None,
-    limit: Annotated[int, typer.Option("-n", "--limit", min=1, metavar="N", help="How many, newest first")] = 20,
+    limit: Annotated[
+        int,
+        typer.Option(
+            "-n", "--limit", parser=whole("--limit", 1, 10**6), metavar="N", help="How many, newest first"
+        ),
+    ] = 20,
     as_json: JsonOption = False,
 ) -> None:
     """List runs, newest first, with their states."""
@@ -35,7 +41,12 @@ def runs(
 def runs_logs(
     run: Annotated[str, typer.Argument(metavar="ID", help="The run, or as much of its name as is unique; latest")],
     rank: Annotated[
-        int | None, typer.Option(metavar="N", help="One rank's output instead of what the launcher showed")
+        int | None,
+        typer.Option(
+            parser=whole("--rank", 0, 2**24),
+            metavar="N",
+            help="One rank's output instead of what the launcher showed",
+        ),
     ] = None,
     stderr: Annotated[bool, typer.Option("--stderr", help="That rank's error output")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends")] = False,

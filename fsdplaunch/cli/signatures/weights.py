@@ -60,12 +60,17 @@ def merge_weights(
     copy_from: Annotated[
         Path | None, typer.Option(metavar="MODEL_DIR", help="Copy config, tokenizer and the like from this folder")
     ] = None,
+    parts: Annotated[
+        str | None,
+        typer.Option(metavar="N/M", help="Write part N of M only; the last one to finish makes OUTPUT of all"),
+    ] = None,
+    jobs: Annotated[int, typer.Option(metavar="N", help="How many processes write on this machine")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be written; write nothing")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Join a sharded checkpoint into safetensors."""
     from fsdplaunch.checkpoint.merge.merge import MergeOptions
-    from fsdplaunch.cli.merge import merge_command, parse_format, parse_rename
+    from fsdplaunch.cli.merge import merge_command, parse_format, parse_part, parse_rename
     from fsdplaunch.cli.size_option import parse_size
 
     options = MergeOptions(
@@ -82,5 +87,7 @@ def merge_weights(
         keep_tied=keep_tied,
         copy_from=copy_from,
         optimizer=optimizer,
+        part=None if parts is None else parse_part(parts),
+        jobs=jobs,
     )
     merge_command(checkpoint, output, options=options, dry_run=dry_run, as_json=as_json, out=Output())

@@ -92,7 +92,7 @@ def find_bare(name: str) -> KeySpec | None:
 def is_bare_section(names: Iterable[str]) -> bool:
     """Tell whether a file's top level consists of keys of fsdp_config, as transformers' own files do."""
     words = list(names)
-    elsewhere = {*spellings(""), *section_classes()}
+    elsewhere = {*spellings(""), *section_classes()} - {*spellings("fsdp_config")}
     return any(word in spellings("fsdp_config") for word in words) and not any(word in elsewhere for word in words)
 
 

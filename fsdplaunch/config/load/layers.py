@@ -123,7 +123,8 @@ def file_layer(text: YamlText) -> Layer:
     """Read a file's keys. The text's own problems are part of the layer's."""
     layer = Layer()
     entries = text.entries(text.root)
-    bare = is_bare_section(entry.name for entry in entries)
+    sections = any(entry.is_mapping and entry.name in section_classes() for entry in entries)
+    bare = not sections and is_bare_section(entry.name for entry in entries)
     if bare:
         place = TextPosition(source=text.source)
         layer.note("bare-section", "", "all keys of the file are read as fsdp_config", place)
@@ -142,7 +143,8 @@ def _placed(
 ) -> Iterator[tuple[str, YamlEntry]]:
     """Yield every entry of a file with its section."""
     for entry in entries:
-        if home or entry.name not in section_classes():
+        elsewhere = not entry.is_mapping and find_former("", entry.name) is not None
+        if home or entry.name not in section_classes() or elsewhere:
             yield home, entry
         elif not entry.is_null and not entry.is_mapping:
             hint = "indent them below it"

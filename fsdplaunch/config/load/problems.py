@@ -1,5 +1,6 @@
 """What is wrong with a configuration, and what is worth a note, each with its place."""
 
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -143,7 +144,7 @@ def note_lines(notes: Sequence[Problem], *, file: object = None) -> list[str]:
     lines = [note.as_note() for note in notes[:NOTES_AT_LAUNCH]]
     more = len(notes) - len(lines)
     if more > 0:
-        all_of_them = f"fsdplaunch config validate {file or ''}".rstrip()
+        all_of_them = shlex.join(["fsdplaunch", "config", "validate", *([str(file)] if file else [])])
         lines.append(f"{more} more {'note' if more == 1 else 'notes'}: {all_of_them}")
     return lines
 

@@ -11,6 +11,7 @@ from typing import Any
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.walk import KeySpec, Path, all_keys, value_at
+from fsdplaunch.config.xla import shards_on_xla, uses_xla
 
 TorchVersion = Callable[[], tuple[int, int] | None]
 
@@ -43,8 +44,13 @@ class RuleContext:
 
     @property
     def shards(self) -> bool:
-        """Tell whether FSDP is configured at all."""
-        return self.config.distributed_type == "FSDP"
+        """Tell whether torch's FSDP is configured at all."""
+        return self.config.distributed_type == "FSDP" and not uses_xla(self.config)
+
+    @property
+    def shards_on_xla(self) -> bool:
+        """Tell whether PyTorch/XLA shards."""
+        return shards_on_xla(self.config)
 
     def sets(self, spec: KeySpec) -> bool:
         """Tell whether a key is set to another value than its default."""

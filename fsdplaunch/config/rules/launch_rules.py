@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from fsdplaunch.config.rules.base import RuleContext, Violation, rule
+from fsdplaunch.config.resolve import REST
+from fsdplaunch.config.rules.base import RuleContext, Violation, mesh, rule
 from fsdplaunch.config.schema.walk import all_keys
 from fsdplaunch.config.world_size import node_range, workers_per_node, world_size
 
@@ -131,6 +132,10 @@ def _elastic_run(context: RuleContext) -> Iterator[Violation]:
         about = (("fsdp_config", "fsdp_sharding_strategy"), _REPLICAS)
         message = f"{why}, and a number of replicas does not"
         yield Violation(about=about, message=message, hint="use FULL_SHARD, over however many nodes there are")
+    for axis in ("tp", "cp"):
+        if getattr(config.parallelism_config, mesh(axis)[-1]) == REST:
+            message = f"{why}, and the model would be split into as many parts"
+            yield Violation(about=(mesh(axis),), message=message, hint="give it a number")
 
 
 @rule("shown-rank")

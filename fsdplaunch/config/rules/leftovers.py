@@ -11,6 +11,7 @@ from fsdplaunch.config.rules.base import (
     note_rule,
 )
 from fsdplaunch.config.schema.walk import KeySpec, all_keys, keys_by_path
+from fsdplaunch.config.world_size import configured_axes, node_range, workers_per_node
 
 _TYPE = ("distributed_type",)
 _POLICY = fsdp("auto_wrap_policy")
@@ -33,7 +34,7 @@ def _other_engine(context: RuleContext) -> Iterator[Violation]:
 @note_rule("nothing-sharded")
 def _nothing_sharded(context: RuleContext) -> Iterator[Violation]:
     """Keys of fsdp_config, sharding or parallelism_config without distributed_type: FSDP."""
-    for section in () if context.shards else SHARDING_SECTIONS:
+    for section in () if context.shards or context.shards_on_xla else SHARDING_SECTIONS:
         first = _first_set(context, section)
         if first is not None:
             message = f"{section} is not used: distributed_type {context.config.distributed_type} shards nothing"
@@ -62,9 +63,32 @@ def _one_replica(context: RuleContext) -> Iterator[Violation]:
         yield Violation(about=about, message=message)
 
 
+@note_rule("layers-split-across-nodes")
+def _across_nodes(context: RuleContext) -> Iterator[Violation]:
+    """tp_size that does not divide the workers of a node."""
+    tensor, workers = configured_axes(context.config).tensor, workers_per_node(context.config)
+    several = node_range(context.config)[1] > 1
+    if tensor > 1 and several and workers is not None and workers % tensor and context.shards:
+        message = (
+            f"groups of {tensor} do not divide the {workers} workers of a node: some split layers over the network"
+        )
+        yield Violation(about=(mesh("tp"), ("num_machines",)), message=message)
+
+
+@note_rule("unused-context-parallel")
+def _unused_context(context: RuleContext) -> Iterator[Violation]:
+    """cp_comm_strategy without cp_size."""
+    spec = keys_by_path()["parallelism_config", "parallelism_config_cp_comm_strategy"]
+    if context.sets(spec) and configured_axes(context.config).context == 1:
+        message = "is not used: nothing splits the sequence in this run"
+        yield Violation(about=(spec.path, mesh("cp")), message=message)
+
+
 @note_rule("unused-block-names")
 def _unused_names(context: RuleContext) -> Iterator[Violation]:
     """Block names under a wrap policy that does not look at them."""
+    if not (context.shards or context.shards_on_xla):
+        return
     names, policy = fsdp("transformer_layer_cls_to_wrap"), context.given.fsdp_config.fsdp_auto_wrap_policy
     if context.sets(keys_by_path()[names]) and policy != "TRANSFORMER_BASED_WRAP":
         message = f"is not used: fsdp_auto_wrap_policy {policy} does not look at names"
@@ -74,6 +98,8 @@ def _unused_names(context: RuleContext) -> Iterator[Violation]:
 @note_rule("unused-block-size")
 def _unused_size(context: RuleContext) -> Iterator[Violation]:
     """fsdp_min_num_params under a wrap policy that does not look at it, or 0, which makes no units."""
+    if not (context.shards or context.shards_on_xla):
+        return
     path, given = fsdp("min_num_params"), context.given.fsdp_config
     size, policy = given.fsdp_min_num_params, given.fsdp_auto_wrap_policy
     if policy == "SIZE_BASED_WRAP":

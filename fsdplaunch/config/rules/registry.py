@@ -9,11 +9,19 @@ from fsdplaunch.config.rules import (  # noqa: F401  (they register rules)
     other_version,
     rendezvous,
     sharding,
+    xla,
 )
 from fsdplaunch.config.rules.base import NOTES, RULES, SHARDING_SECTIONS, Check, RuleContext, Violation
 
-_ALWAYS = {"not-supported-yet", "other-engine", "nothing-sharded"}
-"""Rules that look at how to shard where nothing is sharded, too."""
+_ALWAYS = {
+    "not-supported-yet",
+    "other-engine",
+    "nothing-sharded",
+    "unused-block-names",
+    "unused-block-size",
+    *(rule_id for rule_id in (*RULES, *NOTES) if "xla" in rule_id),
+}
+"""Rules that look at how to shard where torch's FSDP does not shard, too."""
 
 
 def find_violations(context: RuleContext) -> Iterator[tuple[str, Violation]]:

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from fsdplaunch.config.resolve import KEEPS_GATHERED, REST, strategy_named
 from fsdplaunch.config.rules.base import RuleContext, Violation, fsdp, mesh, rule, shown_value
 from fsdplaunch.config.schema.walk import keys_by_path
-from fsdplaunch.config.world_size import world_size
+from fsdplaunch.config.world_size import configured_axes, split_world, world_size
 
 _VERSION = fsdp("version")
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+"""The mesh's axes, as parallelism_config names them."""
 
 
 @rule("local-state-dict")
@@ -90,25 +92,46 @@ def _copies(context: RuleContext) -> Iterator[Violation]:
 @rule("mesh-size")
 def _mesh_size(context: RuleContext) -> Iterator[Violation]:
     """Mesh sizes that do not multiply to the number of workers."""
-    sizes = context.config.parallelism_config
-    replicas, shards = (
-        sizes.parallelism_config_dp_replicate_size or 1,
-        sizes.parallelism_config_dp_shard_size or REST,
-    )
-    world = world_size(context.config)
-    about = (mesh("dp_replicate"), mesh("dp_shard"), ("num_processes",), ("launch", "workers_per_node"))
-    if max(getattr(sizes, mesh(axis)[-1]) for axis in ("tp", "cp", "sp")) > 1:
-        return  # these are refused
-    if replicas == REST and shards == REST:
-        message = "dp_replicate_size and dp_shard_size cannot both be the rest"
-        yield Violation(about=about, message=message, hint="give one of them a number")
-    elif world is not None:
-        product = max(replicas, 1) * max(shards, 1)
-        open_end = REST in (replicas, shards)
-        if (world % product) if open_end else (product != world):
-            parts = f"{replicas} x {shards}" if not open_end else str(product)
-            message = f"a mesh of {parts} does not fit {world} workers"
-            yield Violation(about=about, message=message, hint="the sizes must multiply to the number of workers")
+    sizes, world = configured_axes(context.config), world_size(context.config)
+    about = (*map(mesh, AXES), ("num_processes",), ("launch", "workers_per_node"))
+    rest = [axis for axis, size in zip(AXES, sizes, strict=True) if size == REST]
+    if len(rest) > 1:
+        message = f"{' and '.join(f'{axis}_size' for axis in rest)} cannot both be the rest"
+        yield Violation(about=tuple(map(mesh, rest)), message=message, hint="give one of them a number")
+    elif world is not None and ((world % sizes.world) if REST in sizes else (sizes.world != world)):
+        parts = str(sizes) if REST not in sizes else str(sizes.world)
+        message = f"a mesh of {parts} does not fit {world} workers"
+        yield Violation(about=about, message=message, hint="the sizes must multiply to the number of workers")
+
+
+@rule("split-layers-of-fsdp1")
+def _not_under_fsdp1(context: RuleContext) -> Iterator[Violation]:
+    """tp_size or cp_size of more than one under FSDP1."""
+    for axis, what in (("tp", "tensor"), ("cp", "context")) if context.version == 1 and context.shards else ():
+        size = getattr(context.given.parallelism_config, mesh(axis)[-1])
+        if size != 1:
+            message = f"{size} needs FSDP2: FSDP1 joins parameters and cannot be combined with {what} parallelism"
+            yield Violation(about=(mesh(axis), _VERSION), message=message, hint="set fsdp_version: 2")
+
+
+@rule("split-layers-in-fp8")
+def _not_in_fp8(context: RuleContext) -> Iterator[Violation]:
+    """tp_size of more than one with mixed_precision: fp8."""
+    if configured_axes(context.config).tensor != 1 and context.config.mixed_precision == "fp8" and context.shards:
+        message = "float8 layers cannot be split by tensor parallelism here"
+        about = (mesh("tp"), ("mixed_precision",))
+        yield Violation(about=about, message=message, hint="use bf16, or leave tp_size out")
+
+
+@rule("plan-without-tensor-parallel")
+def _plan_alone(context: RuleContext) -> Iterator[Violation]:
+    """sharding.tensor_parallel_plan without tp_size."""
+    spec = keys_by_path()["sharding", "tensor_parallel_plan"]
+    if context.sets(spec) and configured_axes(context.config).tensor == 1:
+        message = "there are no ranks to split layers: tp_size is 1"
+        yield Violation(
+            about=(spec.path, mesh("tp")), message=message, hint="set parallelism_config_tp_size as well"
+        )
 
 
 @rule("reshard-group")
@@ -118,10 +141,8 @@ def _reshard_group(context: RuleContext) -> Iterator[Violation]:
     world = world_size(context.config)
     if context.version == 1 or isinstance(group, bool | str | None) or world is None:
         return
-    sizes = context.config.parallelism_config
-    replicas = max(sizes.parallelism_config_dp_replicate_size or 1, 1)
-    shards = sizes.parallelism_config_dp_shard_size or REST
-    ranks = shards if shards != REST else world // replicas
+    sizes = split_world(world, configured_axes(context.config))
+    ranks = sizes.shards * sizes.context
     if ranks % group:
         message = f"groups of {group} do not divide the {ranks} ranks a replica is sharded over"
         about = (fsdp("reshard_after_forward"), mesh("dp_shard"), ("num_processes",))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdplaunch.config.schema import kinds as v
-from fsdplaunch.config.schema.key import FormerPlace, key
+from fsdplaunch.config.schema.key import FormerPlace, Tunable, key
 
 _OTHER = "is read by TransformerEngine and MS-AMP only, and float8 is computed by torchao here"
 
@@ -73,6 +73,7 @@ class DynamoConfig:
         """Backend of torch.compile; NO does not compile. The names are torch's, in upper case; a backend that this
         torch does not have is refused when the model is prepared.""",
         former=(FormerPlace(path=("dynamo_backend",)),),
+        tunable=Tunable(values=("INDUCTOR",), when="compile"),
     )
     dynamo_mode: v.DynamoModeName = key(v.DYNAMO_MODE, "default", "Mode of torch.compile.")
     dynamo_use_fullgraph: bool = key(v.FLAG, False, "Fail where the graph would break.")
@@ -82,4 +83,5 @@ class DynamoConfig:
         False,
         """Compile each block by itself, and blocks of one class once. Left false, the whole forward is handed to
         torch.compile, which stops at the border of every unit and compiles the parts.""",
+        tunable=Tunable(values=(True,), needs={"dynamo_config.dynamo_backend": ("INDUCTOR",)}, when="compile"),
     )

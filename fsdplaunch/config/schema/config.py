@@ -14,8 +14,9 @@ from fsdplaunch.config.schema import kinds as v
 from fsdplaunch.config.schema.cluster import KubernetesSection, SlurmSection, SshSection
 from fsdplaunch.config.schema.compile import DynamoConfig, Fp8Config
 from fsdplaunch.config.schema.fsdp import FsdpConfig, ParallelismConfig, ShardingSection
-from fsdplaunch.config.schema.key import FormerPlace, Key, key
+from fsdplaunch.config.schema.key import FormerPlace, Key, Tunable, key
 from fsdplaunch.config.schema.launch_section import CheckpointSection, LaunchSection, PrecisionSection
+from fsdplaunch.config.schema.xla import XlaSection
 
 __all__ = [
     "CheckpointSection",
@@ -32,6 +33,7 @@ __all__ = [
     "ShardingSection",
     "SlurmSection",
     "SshSection",
+    "XlaSection",
 ]
 
 _TPU = "Written by accelerate for TPUs; without effect here."
@@ -54,7 +56,8 @@ class Config:
     distributed_type: v.DistributedName = key(
         v.DISTRIBUTED,
         "FSDP",
-        "FSDP shards the model. MULTI_GPU, MULTI_CPU and NO only start the workers, as accelerate does.",
+        """FSDP shards the model. MULTI_GPU, MULTI_CPU and NO only start the workers, as accelerate does. XLA (or
+        TPU) starts them for PyTorch/XLA, and shards where fsdp_config says xla.""",
         pinned=(1, 2),
     )
     num_processes: v.Workers = key(
@@ -100,6 +103,7 @@ class Config:
         ),
         question="Which dtype computes?",
         pinned=(1, 2),
+        tunable=Tunable(values=("no", "bf16"), when="precision"),
     )
     downcast_bf16: bool = key(v.FLAG, False, _TPU, noise=True)
     debug: bool = key(
@@ -156,3 +160,4 @@ class Config:
     slurm: SlurmSection = field(default_factory=SlurmSection)
     kubernetes: KubernetesSection = field(default_factory=KubernetesSection)
     ssh: SshSection = field(default_factory=SshSection)
+    xla: XlaSection = field(default_factory=XlaSection)

@@ -43,7 +43,7 @@ def _noted(text: str, *, has_value: bool = True) -> ForeignOption:
 
 
 _ALWAYS = "is always so"
-_TPU = "is read for TPUs only, and this run does not use them"
+_TPU = "says how accelerate finds a TPU pod; here the same command runs on each of its hosts"
 _SAGEMAKER = "is read for SageMaker only, and this run does not use it"
 _DEEPSPEED = "is read by DeepSpeed only, and this run does not use it"
 _MEGATRON = "is read by Megatron-LM only, and this run does not use it"
@@ -99,6 +99,7 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = {
     "use_fsdp": _sets("distributed_type=FSDP"),
     "multi_gpu": _sets("distributed_type=MULTI_GPU"),
     "cpu": _sets("use_cpu=true"),
+    "tpu": _sets("distributed_type=XLA"),
     "standalone": _sets("num_machines=1"),
     "no_preload": _sets("launch.preload=none"),
     "quiet": ForeignOption(answer="taken", text=f"{_ALWAYS}: a failure is told in a few lines"),
@@ -122,9 +123,6 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = {
     ),
     "use_megatron_lm": ForeignOption(
         answer="refused", text=_needs_accelerate("Megatron-LM"), hint="leave it out to train with FSDP"
-    ),
-    "tpu": ForeignOption(
-        answer="refused", text=_needs_accelerate("PyTorch/XLA"), hint="fsdplaunch runs on NVIDIA GPUs and CPUs"
     ),
     "mpirun_hostfile": ForeignOption(
         answer="refused",

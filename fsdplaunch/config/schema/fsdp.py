@@ -4,14 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdplaunch.config.schema import kinds as v
-from fsdplaunch.config.schema.key import key
+from fsdplaunch.config.schema.key import FormerPlace, Tunable, key
+from fsdplaunch.config.schema.xla import XLA_SETTINGS
 
-_XLA = "PyTorch/XLA is not supported; fsdplaunch shards on GPUs and CPUs"
-_WITH_XLA = "is read by PyTorch/XLA only, and this run does not use it"
-_ALONE = "is not used: nothing splits the sequence in this run"
-_TENSOR = "tensor parallelism is not supported yet"
-_CONTEXT = "context parallelism is not supported yet"
-_SEQUENCE = "sequence parallelism is not supported yet"
+_WRAP = "fsdp_config.fsdp_auto_wrap_policy"
+_ALONE = "is not used: it belongs to DeepSpeed's sequence parallelism"
+_SEQUENCE = "is DeepSpeed's way to split sequences, which needs accelerate launch; cp_size splits them under FSDP2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +34,11 @@ class FsdpConfig:
         FULL_SHARD. Under FSDP2 it is translated to a mesh and to fsdp_reshard_after_forward.""",
         question="What is sharded?",
         pinned=(1, 2),
+        tunable=Tunable(
+            values=("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"),
+            versions=(1,),
+            follow=("fsdp_config.fsdp_reshard_after_forward",),
+        ),
     )
     fsdp_reshard_after_forward: v.Reshard | None = key(
         v.RESHARD,
@@ -44,6 +47,13 @@ class FsdpConfig:
         them sharded over groups of N ranks (a whole number). FSDP1: another name for fsdp_sharding_strategy.
         Left out under FSDP2, true unless the strategy says otherwise.""",
         pinned=(2,),
+        tunable=Tunable(
+            values=(True, False),
+            divisors="below",
+            versions=(2,),
+            follow=("fsdp_config.fsdp_sharding_strategy",),
+            sharded=True,
+        ),
     )
     fsdp_offload_params: bool = key(
         v.FLAG,
@@ -51,6 +61,7 @@ class FsdpConfig:
         """Keep parameters, gradients and optimizer state in host memory and copy them in for compute. Turn on when
         the model does not fit otherwise; every step gets slower.""",
         aliases=("fsdp_cpu_offload",),
+        tunable=Tunable(values=(True,), gpu=True, when="last"),
     )
     fsdp_auto_wrap_policy: v.WrapName = key(
         v.WRAP,
@@ -61,6 +72,7 @@ class FsdpConfig:
         aliases=("fsdp_wrap_policy",),
         question="What is one unit?",
         pinned=(1, 2),
+        tunable=Tunable(values=("TRANSFORMER_BASED_WRAP", "NO_WRAP")),
     )
     fsdp_transformer_layer_cls_to_wrap: tuple[str, ...] = key(
         v.NAMES,
@@ -76,6 +88,7 @@ class FsdpConfig:
         """Smallest number of parameters that SIZE_BASED_WRAP makes a unit of its own. 0 makes none: the whole
         model is one unit.""",
         aliases=("fsdp_min_num_param",),
+        tunable=Tunable(values=(1_000_000, 10_000_000, 100_000_000), needs={_WRAP: ("SIZE_BASED_WRAP",)}),
     )
     fsdp_backward_prefetch: v.PrefetchName | None = key(
         v.PREFETCH,
@@ -86,12 +99,18 @@ class FsdpConfig:
         versions=(1,),
         aliases=("fsdp_backward_prefetch_policy",),
         pinned=(1,),
+        tunable=Tunable(
+            values=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
+            versions=(1,),
+            idle={_WRAP: ("NO_WRAP",), "fsdp_config.fsdp_sharding_strategy": ("NO_SHARD",)},
+        ),
     )
     fsdp_forward_prefetch: bool = key(
         v.FLAG,
         False,
         """Gather the next unit's parameters while the current one computes forward. Only for models whose units
         run in the same order every step.""",
+        tunable=Tunable(values=(True, False), idle={_WRAP: ("NO_WRAP",)}, sharded=True),
     )
     fsdp_state_dict_type: v.StateDictName | None = key(
         v.STATE_DICT,
@@ -135,6 +154,7 @@ class FsdpConfig:
         False,
         """Recompute each block's activations in backward instead of keeping them: much less memory, about a third
         more compute.""",
+        tunable=Tunable(values=(True, False)),
     )
     fsdp_activation_checkpointing_offload: bool = key(
         v.FLAG, False, "Also move the checkpointed blocks' inputs to host memory until backward.", versions=(2,)
@@ -146,28 +166,36 @@ class FsdpConfig:
         matches nothing is an error.""",
     )
     xla: bool = key(
-        v.FLAG, False, "Shard with PyTorch/XLA on TPUs.", pending=_XLA, env="FSDPLAUNCH_FSDP_CONFIG_XLA"
+        v.FLAG,
+        False,
+        """Shard with PyTorch/XLA, on TPUs, or on a CPU where there are none. torch_xla and the torch that goes
+        with it must be installed (fsdplaunch[xla]).""",
+        env="FSDPLAUNCH_FSDP_CONFIG_XLA",
+        former=(FormerPlace(path=("xla",)),),
     )
     xla_fsdp_v2: bool = key(
         v.FLAG,
         False,
-        "Shard with PyTorch/XLA's SPMD.",
-        pending=_XLA,
+        """Under xla, shard by SPMD: one process per host drives all of its devices. False is
+        XlaFullyShardedDataParallel, one process per device.""",
         env="FSDPLAUNCH_FSDP_CONFIG_XLA_FSDP_V2",
+        aliases=("xla_v2",),
+        former=(FormerPlace(path=("xla_fsdp_v2",)), FormerPlace(path=("xla_v2",))),
     )
     xla_fsdp_settings: dict[str, Any] = key(
-        v.TABLE,
+        XLA_SETTINGS,
         {},
-        "Arguments of PyTorch/XLA's own FSDP class.",
-        leftover=_WITH_XLA,
+        """Under xla without xla_fsdp_v2, arguments of XlaFullyShardedDataParallel by name, dtypes by theirs:
+        compute_dtype: bfloat16. They go before what other keys say.""",
         env="FSDPLAUNCH_FSDP_CONFIG_XLA_FSDP_SETTINGS",
+        former=(FormerPlace(path=("xla_fsdp_settings",)),),
     )
     xla_fsdp_grad_ckpt: bool = key(
         v.FLAG,
         False,
-        "Activation checkpointing of PyTorch/XLA.",
-        leftover=_WITH_XLA,
+        "Under xla, recompute each unit's activations in backward; fsdp_activation_checkpointing means the same.",
         env="FSDPLAUNCH_FSDP_CONFIG_XLA_FSDP_GRAD_CKPT",
+        former=(FormerPlace(path=("xla_fsdp_grad_ckpt",)),),
     )
 
 
@@ -180,6 +208,7 @@ class ShardingSection:
         1,
         """Under fsdp_activation_checkpointing, recompute every n-th block only: with 2 half of the blocks keep
         their activations, for half of the extra compute.""",
+        tunable=Tunable(values=(2, 4), needs={"fsdp_config.fsdp_activation_checkpointing": (True,)}),
     )
     forward_methods: tuple[str, ...] = key(
         v.NAMES,
@@ -188,31 +217,52 @@ class ShardingSection:
         get_text_features. They are gathered for as forward is.""",
     )
 
+    tensor_parallel_plan: dict[str, str] = key(
+        v.PLAN,
+        {},
+        """How tp_size splits layers: names of modules or parameters, * for any one part of a name, and styles such
+        as colwise and rowwise. Left out, the plan that models of transformers bring along.""",
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelismConfig:
-    """The mesh. Sizes multiply to the number of workers; -1 takes what the others leave."""
+    """The mesh. Sizes multiply to the number of workers; -1, for one of them, takes what the others leave."""
 
     parallelism_config_dp_replicate_size: int | None = key(
         v.MESH_SIZE,
         None,
         """Number of replicas of the model. Left out, 1; under FSDP2 with HYBRID_SHARD, one per
         node, and with NO_SHARD one per worker.""",
+        tunable=Tunable(
+            divisors="through", versions=(2,), follow=("parallelism_config.parallelism_config_dp_shard_size",)
+        ),
     )
     parallelism_config_dp_shard_size: int | None = key(
         v.MESH_SIZE,
         None,
-        """Number of ranks that one replica is sharded over. Left out, all that dp_replicate_size leaves.""",
+        """Number of ranks that read different data and share one replica's shards. Left out, all that the other
+        sizes leave. With cp_size the shards are spread over the product of both.""",
     )
-    parallelism_config_tp_size: int = key(v.COUNT, 1, "Ranks that split each layer.", pending=_TENSOR)
+    parallelism_config_tp_size: int = key(
+        v.MESH_SIZE,
+        1,
+        """Ranks that split each layer's matrices and compute on the same data (tensor parallelism). They
+        exchange activations in every layer: keep them inside one node.""",
+    )
     parallelism_config_cp_size: int = key(
-        v.COUNT, 1, "Ranks that split the sequence in attention.", pending=_CONTEXT
+        v.MESH_SIZE,
+        1,
+        """Ranks that split each sequence and compute attention together (context parallelism), for sequences
+        whose activations do not fit.""",
     )
     parallelism_config_cp_backend: v.ContextBackendName = key(
-        v.CONTEXT_BACKEND, "torch", "What splits the sequence in attention.", leftover=_ALONE
+        v.CONTEXT_BACKEND, "torch", "What splits the sequence in attention."
     )
     parallelism_config_cp_comm_strategy: v.ContextName = key(
-        v.CONTEXT, "allgather", "How attention sees the other ranks' shards of the sequence.", leftover=_ALONE
+        v.CONTEXT,
+        "allgather",
+        """How accelerate's attention sees the other ranks' shards of the sequence: allgather or alltoall.""",
     )
     parallelism_config_sp_size: int = key(
         v.COUNT, 1, "Ranks that split the sequence between layers.", pending=_SEQUENCE

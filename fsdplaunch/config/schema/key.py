@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from fsdplaunch.config.schema.kinds import Kind
 
@@ -18,6 +18,33 @@ class FormerPlace:
 
     path: tuple[str, ...]
     means: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tunable:
+    """Which values of a key `fsdplaunch tune` measures, and where they make another run.
+
+    Attributes:
+        values: Canonical values.
+        divisors: Also the numbers from 2 that divide the workers: `below` their number, or `through` it.
+        versions: The FSDP versions under which they are measured.
+        needs: Other keys, dotted, and the values under which this one changes the run; the first is set with it.
+        idle: Other keys, dotted, and values under which this one changes nothing.
+        follow: Keys, dotted, that say the same in other words: taken back where this one is measured.
+        sharded: Whether it changes nothing where each worker holds a whole replica.
+        gpu: Whether it changes nothing on the CPU.
+        when: `precision` and `compile` where that is allowed; `last` when nothing else fits.
+    """
+
+    values: tuple[Any, ...] = ()
+    divisors: Literal["", "below", "through"] = ""
+    versions: tuple[int, ...] = (1, 2)
+    needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    idle: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    follow: tuple[str, ...] = ()
+    sharded: bool = False
+    gpu: bool = False
+    when: Literal["always", "precision", "compile", "last"] = "always"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +65,7 @@ class Key:
         pinned: The FSDP versions in which every new file says the key, because tools disagree about its default.
         per_node: Whether the nodes of one run may set it differently.
         needs_torch: The oldest torch, `2.9`, that has what the key asks for; for single values, a table of them.
+        tunable: What `fsdplaunch tune` measures of it; None: nothing unless named with `--try`.
     """
 
     kind: Kind
@@ -53,6 +81,7 @@ class Key:
     pinned: tuple[int, ...] = ()
     per_node: bool = False
     needs_torch: str | Mapping[str, str] = ""
+    tunable: Tunable | None = None
 
     @property
     def summary(self) -> str:

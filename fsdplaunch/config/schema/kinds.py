@@ -138,6 +138,13 @@ VARIABLES = Kind(
     write=p.write_json,
     verbatim=True,
 )
+PLAN = Kind(
+    "a mapping of names, with * for any one part, to styles such as colwise",
+    p.parse_plan,
+    {"type": "object", "additionalProperties": {"type": "string"}},
+    write=p.write_json,
+    verbatim=True,
+)
 RANKS = Kind(
     "all, or rank numbers separated by commas", p.parse_ranks, {"type": ["string", "integer"]}, verbatim=True
 )
@@ -193,7 +200,7 @@ PrefetchName = Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
 StateDictName = Literal["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 PrecisionName = Literal["no", "fp16", "bf16", "fp8"]
 DtypeName = Literal["fp32", "bf16", "fp16"]
-DistributedName = Literal["NO", "MULTI_CPU", "MULTI_GPU", "FSDP"]
+DistributedName = Literal["NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "XLA"]
 RendezvousName = Literal["static", "c10d"]
 EnvironmentName = Literal["LOCAL_MACHINE"]
 EventLogName = Literal["console"]
@@ -239,12 +246,13 @@ PREFETCH = one_of(PrefetchName)
 STATE_DICT = one_of(StateDictName)
 PRECISION = one_of(PrecisionName, aliases=_LONG_DTYPES | {"FP32": "no", "FLOAT32": "no"})
 DTYPE = one_of(DtypeName, aliases=_LONG_DTYPES)
-_ENGINES = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "PyTorch/XLA", "TPU": "PyTorch/XLA"}
+_ENGINES = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
 _DEVICES = ("NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
 DISTRIBUTED = one_of(
     DistributedName,
+    aliases={"TPU": "XLA"},  # accelerate's older name
     refused={name: f"{engine} needs accelerate launch" for name, engine in _ENGINES.items()}
-    | {f"MULTI_{name}": "fsdplaunch runs on NVIDIA GPUs and CPUs" for name in _DEVICES}
+    | {f"MULTI_{name}": "fsdplaunch runs on NVIDIA GPUs, CPUs and TPUs" for name in _DEVICES}
     | dict.fromkeys(("DATA_PARALLEL", "MODEL_PARALLEL"), "SageMaker needs accelerate launch"),
 )
 ENVIRONMENT = one_of(EnvironmentName, refused={"AMAZON_SAGEMAKER": "fsdplaunch starts processes on this machine"})
@@ -269,7 +277,7 @@ OPT_LEVEL = one_of(OptLevelName)
 DYNAMO = one_of(
     DynamoName,
     aliases={"TORHCHXLA_TRACE_ONCE": "TORCHXLA_TRACE_ONCE"},  # so spelt by accelerate's option
-    refused={"NEURON": "fsdplaunch runs on NVIDIA GPUs and CPUs"},
+    refused={"NEURON": "fsdplaunch runs on NVIDIA GPUs, CPUs and TPUs"},
 )
 DYNAMO_MODE = one_of(DynamoModeName)
 RESHARD = Kind(

@@ -156,6 +156,14 @@ class LaunchSection:
         """Modules imported once per node, before the workers are forked. Torch is among them unless the list is
         empty; an empty list starts every worker as a fresh Python.""",
     )
+    keep_warm_seconds: float = key(
+        v.WAIT,
+        0.0,
+        """How long the interpreter that has imported torch, and what preload names, stays when a run has ended.
+        The next launch by this user that fits forks its agent and its workers from it. 0 is not at all.""",
+        aliases=("keep_warm",),
+        per_node=True,
+    )
     numa_binding: v.NumaName | None = key(
         v.NUMA,
         None,
@@ -245,8 +253,9 @@ class CheckpointSection:
     async_: bool = key(
         v.FLAG,
         False,
-        """Write checkpoints in the background: save_checkpoint returns when everything is copied to host memory.
-        Each worker then needs memory for its shards once more.""",
+        """Copy and write checkpoints in the background: save_checkpoint returns at once, and an optimizer's step
+        that comes before the end of the copy to host memory waits for it. Each worker needs memory for its
+        shards once more.""",
     )
     keep_last: int | None = key(
         v.COUNT,

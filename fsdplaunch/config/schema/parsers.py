@@ -181,6 +181,14 @@ def _variable_text(name: str, value: Any) -> str:
         raise NotedValueError(msg) from None
 
 
+def parse_plan(value: Any) -> dict[str, str]:
+    """Read names of modules, with `*` for any one part, and a style for each."""
+    plan = parse_table(value)
+    if not all(isinstance(item, str) and item.strip() and name.strip() for name, item in plan.items()):
+        raise ValueError(value)
+    return {name.strip(): item.strip() for name, item in plan.items()}
+
+
 def parse_ranks(value: Any) -> str:
     """Read `all`, or numbers separated by commas."""
     if isinstance(value, str) and value.strip().lower() == "all":
@@ -194,7 +202,7 @@ def parse_ranks(value: Any) -> str:
     return ",".join(map(str, ranks))
 
 
-_DEVICE = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z/-]+")
+_DEVICE = re.compile(r"[0-9]{1,6}|(GPU|MIG)-[0-9A-Za-z/-]+")
 
 
 def parse_devices(value: Any) -> str:
@@ -306,7 +314,7 @@ def parse_settings(value: Any) -> dict[str, str]:
     return parse_variables(value)
 
 
-_STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
+_STREAMS = re.compile(r"[0-3]|[0-9]{1,6}:[0-3](,[0-9]{1,6}:[0-3])*")
 
 
 def parse_streams(value: Any) -> str:

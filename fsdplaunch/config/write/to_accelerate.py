@@ -7,13 +7,14 @@ from fsdplaunch.config.load.key_names import key_prefix
 from fsdplaunch.config.load.load import LoadedConfig
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.rules.base import fsdp, mesh, shown_value
-from fsdplaunch.config.schema.config import Config, ParallelismConfig
+from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.walk import Path as KeyPath
 from fsdplaunch.config.schema.walk import all_keys, own_sections, section_classes, value_at
-from fsdplaunch.config.world_size import mesh_sizes, world_size
+from fsdplaunch.config.world_size import has_one_axis, mesh_sizes, world_size
 from fsdplaunch.config.write.render import render_values, values_to_write
 from fsdplaunch.config.write.to_fsdp2 import Conversion, KeyChange
 from fsdplaunch.errors import UsageError
+from fsdplaunch.terminal_text import one_line
 
 _ALWAYS = {
     ("compute_environment",): "LOCAL_MACHINE",
@@ -75,7 +76,7 @@ def _sharding(config: Config, values: dict[KeyPath, Any], changes: list[KeyChang
     if config.distributed_type != "FSDP":
         return {path: value for path, value in values.items() if path[0] != "fsdp_config"}
     if config.fsdp_config.fsdp_version == 1:
-        if config.parallelism_config != ParallelismConfig(parallelism_config_dp_replicate_size=1):
+        if not has_one_axis(config):
             message = "accelerate's FSDP1 has no mesh; HYBRID_SHARD makes one replica per node"
             changes.append(KeyChange(key="parallelism_config", action="dropped", message=message))
         return values
@@ -96,18 +97,19 @@ def _sharding(config: Config, values: dict[KeyPath, Any], changes: list[KeyChang
 
 def _mesh(config: Config) -> dict[KeyPath, Any]:
     """Return mesh sizes as numbers, where there is more than one dimension."""
-    sizes = config.parallelism_config
-    if sizes.parallelism_config_dp_replicate_size == 1 and sizes.parallelism_config_dp_shard_size is None:
+    if has_one_axis(config):
         return {}
     world = world_size(config)
     if world is None:
         msg = "accelerate needs the number of workers to lay out a mesh"
         raise UsageError(msg, hint="set num_processes first")
-    replicas, shards = mesh_sizes(config, world)
-    if shards == 1:
+    sizes = mesh_sizes(config, world)
+    if sizes.shards * sizes.context == 1:
         msg = "accelerate has no FSDP2 without sharding"
         raise UsageError(msg, hint="set fsdp_version: 1 with NO_SHARD, or distributed_type: MULTI_GPU")
-    return {mesh("dp_replicate"): replicas, mesh("dp_shard"): shards}
+    found = {mesh("dp_replicate"): sizes.replicas, mesh("dp_shard"): sizes.shards}
+    split = {mesh("cp"): sizes.context, mesh("tp"): sizes.tensor}
+    return found | {path: size for path, size in split.items() if size > 1}
 
 
 def to_accelerate(loaded: LoadedConfig) -> Conversion:
@@ -128,7 +130,7 @@ def to_accelerate(loaded: LoadedConfig) -> Conversion:
         and spec.path not in _ELSEWHERE
         and (value := value_at(loaded.config, spec.path)) != value_at(plain, spec.path)
     ]
-    head = f"# for accelerate; made by fsdplaunch from {loaded.path or 'its defaults'}"
+    head = f"# for accelerate; made by fsdplaunch from {one_line(str(loaded.path or 'its defaults'))}"
     return Conversion(text="\n".join([head, *render_values(values)]) + "\n", changes=(*changes, *lost))
 
 

@@ -5,8 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdplaunch.errors import UsageError
+from fsdplaunch.terminal_text import quoted
 
 Shapes = dict[str, tuple[int, ...]]
+MOST = 2**31
+"""No dimension of a model comes near it."""
+MOST_BLOCKS = 4096
+"""Each one is written out, with its tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +74,8 @@ class ConfigNumbers:
         """
         for name in names:
             value = self.config.get(name)
-            if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-                return value
             if value is not None:
-                msg = f"{name} is {value!r}"
-                raise ValueError(msg)
+                return _checked(name, value, least=0 if default == 0 else 1)
         if default is None:
             msg = f"{self.source} has no {names[0]}"
             raise UsageError(msg, hint="give the config.json that belongs to the model")
@@ -89,6 +91,22 @@ class ConfigNumbers:
         """Return how many classes a classifier has."""
         labels = self.config.get("id2label")
         return len(labels) if isinstance(labels, dict) and labels else self("num_labels", default=2)
+
+
+def _checked(name: str, value: Any, *, least: int) -> int:
+    """Return a number that a model may have.
+
+    Raises:
+        ValueError: It is not whole, or too small or large to be one.
+    """
+    most = MOST_BLOCKS if "layer" in name else MOST
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+        return value
+    shown = quoted(value) if isinstance(value, str) else type(value).__name__
+    if isinstance(value, int | float):
+        shown = str(value) if abs(value) < 10 * MOST else f"{'-' if value < 0 else ''}more than {10 * MOST}"
+    msg = f"{name} is {shown}, and not a whole number from {least} to {most}"
+    raise ValueError(msg)
 
 
 Answer = tuple[Shapes, ActivationShape, dict[str, int]]

@@ -18,6 +18,8 @@ from fsdplaunch.launch.coordination.server import CoordinatorServer, JoinRequire
 from fsdplaunch.launch.coordination.wire_types import Message, ProtocolError
 from fsdplaunch.launch.report.root_cause import signal_name
 
+LOOK_SECONDS = 0.1
+"""How often to look whether nodes have gone silent."""
 LINGER_SECONDS = 15.0
 """How long the others may take, after their grace, to end when one node has failed."""
 
@@ -34,7 +36,8 @@ class Coordinator:
         self._requirements = requirements
         self._server = CoordinatorServer(listener, node_info, requirements, self._take, tell)
         self._tell = tell
-        self._last_ping = 0.0
+        self._last_ping = self._last_look = 0.0
+        self._told: dict[int, int] = {}
         self._stopped_by: str | None = None
         self._losses: list[str] = []
         self._ended = False
@@ -86,6 +89,9 @@ class Coordinator:
 
     def _look_after_nodes(self) -> None:
         now, silence = time.monotonic(), self._requirements.silence
+        if now - self._last_look < LOOK_SECONDS:
+            return
+        self._last_look = now
         if now - self._last_ping > min(2.0, silence / 4):
             self._last_ping = now
             self._server.broadcast(kind="ping")
@@ -109,6 +115,9 @@ class Coordinator:
 
     def _stop_all(self, number: int, count: int, sender: NodeConnection | None) -> None:
         self._stopped_by = self._stopped_by or signal_name(number)
+        if count <= self._told.get(number, 0):  # a scheduler signals every node, and each says so
+            return
+        self._told[number] = count
         for node in self._server.present:
             if node is not sender:
                 node.send(kind="stop", number=number, count=count)
@@ -194,7 +203,8 @@ class Coordinator:
             return
         node.rank = free
         self._tell(f"{node.name} joins as node {free}: all workers start again")
-        node.send(**start_message(self._server, node, sorted([*others, node], key=lambda one: one.rank)))
+        everyone = sorted([*others, node], key=lambda one: one.rank)
+        node.send(**start_message(self._server, everyone), rank=free)
 
     def _turn_away(self, node: NodeConnection, message: str, hint: str) -> None:
         node.node_info = None

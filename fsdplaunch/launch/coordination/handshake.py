@@ -14,7 +14,7 @@ import secrets
 from fsdplaunch.launch.coordination.wire_types import ProtocolError
 from fsdplaunch.run_secret import is_proof, proof
 
-PROTOCOL = "fsdplaunch-2"
+PROTOCOL = "fsdplaunch-3"
 """First word that a coordinator says; another version's launchers are named instead of misread."""
 LINE_BYTES = 256
 """Longest line before the proof."""

@@ -19,8 +19,9 @@ class RunAssignment:
     Attributes:
         run_id: The run's name.
         rank: This node's rank.
-        names: Every node's name, by rank.
-        workers: Workers of every node, in the same order.
+        names: Node 0's name; on node 0 every node's, by rank.
+        nodes: How many there are.
+        world: Workers over all nodes.
         store: HOST:PORT of torch's store, as this node reaches it.
         address: This node, as the others reach it.
         notes: What the user of every node is to be told.
@@ -30,16 +31,12 @@ class RunAssignment:
     run_id: str
     rank: int
     names: Sequence[str]
-    workers: Sequence[int]
+    nodes: int
+    world: int
     store: str
     address: str
     notes: Sequence[str] = ()
     secret: str = field(default="", repr=False)
-
-    @property
-    def world(self) -> int:
-        """Return the number of workers over all nodes."""
-        return sum(self.workers)
 
     @classmethod
     def from_message(cls, message: Message, *, store_host: str, address: str, secret: str) -> "RunAssignment":
@@ -51,7 +48,7 @@ class RunAssignment:
             address: This node, as the others reach it.
             secret: The run's; no message says it.
         """
-        names = ("run_id", "rank", "names", "workers", "notes")
+        names = ("run_id", "rank", "names", "nodes", "world", "notes")
         store = join_endpoint(store_host, message["store_port"])
         return cls(**{name: message[name] for name in names}, store=store, address=address, secret=secret)
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from fsdplaunch.launch.coordination.node_info import NodeInfo, digest, shared_va
 from fsdplaunch.launch.coordination.placement import NodePlacement, host_name, is_coordinator
 from fsdplaunch.launch.coordination.run_secrets import SecretSource
 from fsdplaunch.launch.coordination.server import JoinRequirements
+from fsdplaunch.launch.open_files import make_room
 from fsdplaunch.launch.plan import LaunchTarget
 from fsdplaunch.launch.ports import find_holder, is_free
 from fsdplaunch.launch.secret_variables import without_secrets
@@ -118,6 +119,7 @@ def _as_coordinator(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunCo
         address_is_set=configured,
         secret=secret,
     )
+    make_room(requirements.most)
     coordinator = Coordinator(listener, node_info, requirements, tell)
     try:
         coordinator.gather(progress)
@@ -250,24 +252,3 @@ def _configured_address(config: Config) -> str | None:
 def _bindable(address: str) -> str:
     """Return where a probe can listen: behind address translation, others use an address that is not here."""
     return address if network.is_own(address) else ""
-
-
-def interface_variables(
-    config: Config, address: str, environ: Mapping[str, str], *, alone: bool = False
-) -> dict[str, str]:
-    """Return the variables that keep gloo, and NCCL where an interface is configured, on the network of the nodes.
-
-    By itself gloo takes the address of this node's own name, which Debian maps to 127.0.1.1. A lone node needs no
-    network: there both stay on the loopback interface.
-
-    Args:
-        config: Resolved.
-        address: This node's, as the others reach it.
-        environ: The caller's variables; what is set there stays.
-        alone: There is no other node.
-    """
-    asked = config.launch.network_interface
-    name = asked or network.interface_of(address)
-    both = asked or alone
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if both else ("GLOO_SOCKET_IFNAME",)
-    return {variable: name for variable in names if name and variable not in environ}

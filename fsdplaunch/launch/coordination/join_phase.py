@@ -9,11 +9,18 @@ from fsdplaunch.errors import MachineError
 from fsdplaunch.launch.coordination.interfaces import JoinProgress, RunAssignment
 from fsdplaunch.launch.coordination.network import ALL_ADDRESSES, is_loopback
 from fsdplaunch.launch.coordination.node_info import assign_ranks, find_incompatibilities
-from fsdplaunch.launch.coordination.reachability import reachability_targets, try_to_reach, unreachable
+from fsdplaunch.launch.coordination.reachability import (
+    reachability_targets,
+    targets,
+    try_to_reach,
+    unreachable,
+)
 from fsdplaunch.launch.coordination.server import CoordinatorServer, NodeConnection
 from fsdplaunch.launch.coordination.wire_types import Message
 from fsdplaunch.launch.finding import Finding
 
+_SAID = 8
+"""Most findings that every node is told of."""
 REACH_SECONDS = 15.0
 """How long nodes may take to try each other."""
 
@@ -87,21 +94,24 @@ class JoinPhase:
     def _try_each_other(self) -> list[Finding]:
         """Have every node connect to others, as the workers will."""
         present = self._server.present
-        targets = reachability_targets([(node.rank, node.node_info) for node in present if node.node_info])
-        self._server.broadcast(kind="roster", machines=targets)
-        threading.Thread(target=self._try_own, args=(targets,), daemon=True).start()
+        rows = reachability_targets([(node.rank, node.node_info) for node in present if node.node_info])
+        for place, node in enumerate(present):  # each is told of those that it tries, and not of all
+            node.send(kind="roster", machines=[rows[other] for other in targets(len(rows), place)])
+        mine = [rows[other] for other in targets(len(rows), present.index(self._server.own))]
+        threading.Thread(target=self._try_own, args=(mine,), daemon=True).start()
         end = time.monotonic() + REACH_SECONDS
         while any(node.reached is None for node in self._server.present) and time.monotonic() < end:
             self._server.turn(0.05)
         return unreachable({node.name: node.reached for node in self._server.present})
 
-    def _try_own(self, targets: list[Message]) -> None:
-        own = self._server.own
-        own.reached = try_to_reach(targets, own=own.rank)
+    def _try_own(self, nodes: list[Message]) -> None:
+        self._server.own.reached = try_to_reach(nodes)
 
     def _refuse(self, findings: Sequence[Finding]) -> MachineError:
         """Tell every node what is wrong, and return it."""
-        message = "; ".join(one.message for one in findings)
+        message = "; ".join(one.message for one in findings[:_SAID])
+        if len(findings) > _SAID:
+            message += f"; and {len(findings) - _SAID} more"
         hint = findings[0].hint
         self._server.broadcast(kind="refused", message=message, hint=hint)
         self._server.flush()
@@ -110,15 +120,16 @@ class JoinPhase:
 
     def _start_nodes(self, notes: Sequence[str]) -> RunAssignment:
         nodes = sorted(self._server.present, key=lambda node: node.rank)
+        run = start_message(self._server, nodes, notes)
         for node in nodes[1:]:
-            node.send(**start_message(self._server, node, nodes, notes))
+            node.send(**run, rank=node.rank)
         self._server.running = True
         own = self._server.own
         address = own.node_info.address if own.node_info else ""
         address = address or next((node.came_from for node in nodes[1:] if node.came_from), "")
-        message = start_message(self._server, own, nodes, notes)
+        names = [node.name for node in nodes]
         return RunAssignment.from_message(
-            message,
+            {**run, "rank": own.rank, "names": names},
             store_host=self._store_host(nodes[1:], address),
             address=address,
             secret=self._requirements.secret,
@@ -134,16 +145,23 @@ class JoinPhase:
 
 
 def start_message(
-    server: CoordinatorServer, node: NodeConnection, nodes: Sequence[NodeConnection], notes: Sequence[str] = ()
+    server: CoordinatorServer, nodes: Sequence[NodeConnection], notes: Sequence[str] = ()
 ) -> Message:
-    """Return the message that starts a node: the run as all nodes see it, and the node's rank in it."""
+    """Return the message that starts a node, but for its rank: as long for many nodes as for two.
+
+    Args:
+        server: The coordinator's.
+        nodes: All that take part, by rank.
+        notes: What the user of every node is to be told.
+    """
+    more = [f"and {len(notes) - _SAID} more notes"] if len(notes) > _SAID else []
     return {
         "kind": "go",
         "run_id": server.requirements.run_id,
-        "rank": node.rank,
-        "names": [one.name for one in nodes],
-        "workers": [one.node_info.workers for one in nodes if one.node_info],
+        "names": [nodes[0].name],
+        "nodes": len(nodes),
+        "world": sum(one.node_info.workers for one in nodes if one.node_info),
         "store_port": server.requirements.store_port,
         "silence": server.requirements.silence,
-        "notes": list(notes),
+        "notes": [*notes[:_SAID], *more],
     }

@@ -14,7 +14,7 @@ _SIOCGIFADDR = 0x8915
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses for documentation: asking for the way to them sends nothing."""
 ALL_ADDRESSES = "0.0.0.0"  # noqa: S104  (only where the others come to several addresses of this node)
-_BACKLOG = 256
+_BACKLOG = 4096
 _PROBE_SECONDS = 5.0
 _GLANCE_SECONDS = 1.0
 

@@ -154,8 +154,7 @@ class NodeClient:
         if kind == "waiting":
             progress.show(f"{message['here']} of {message['of']} nodes here")
         if kind == "roster":
-            own = next((one["rank"] for one in message["machines"] if one["word"] == node_info.probe[1]), -1)
-            self._connection.send(kind="reached", failed=try_to_reach(message["machines"], own=own))
+            self._connection.send(kind="reached", failed=try_to_reach(message["machines"]))
         if kind != "go":
             return None
         self._silence = float(message["silence"])

@@ -42,7 +42,7 @@ def agreed_config(config: Config, assignment: RunAssignment) -> Config:
         config,
         endpoint=assignment.store,
         rank=assignment.rank,
-        nodes=len(assignment.names),
+        nodes=assignment.nodes,
         address=assignment.address,
         run_id=assignment.run_id,
     )

@@ -61,7 +61,7 @@ def assumed_settings(environ: Mapping[str, str]) -> tuple[str, ...]:
 def is_step(environ: Mapping[str, str]) -> bool:
     """Return whether srun started this process, and not sbatch or salloc."""
     text = environ.get("SLURM_STEP_ID", "")
-    return text.isdecimal() and int(text) < _SPECIAL_STEP
+    return bool(re.fullmatch(r"[0-9]{1,20}", text)) and int(text) < _SPECIAL_STEP
 
 
 def _nodes_of(cluster: Cluster, environ: Mapping[str, str]) -> int | None:
@@ -160,7 +160,7 @@ def _configured_rank(text: str) -> int:
 
 
 def _decimal(text: str | None) -> int | None:
-    return int(text) if text is not None and text.strip().isdecimal() else None
+    return int(text) if text is not None and re.fullmatch(r"[0-9]{1,9}", text.strip()) else None
 
 
 def _check_tasks(cluster: Cluster) -> None:

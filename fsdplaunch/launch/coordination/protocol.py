@@ -41,6 +41,19 @@ class Connection:
         self._in = bytearray()
         self._searched = 0
         self._out = bytearray()
+        self._selector: selectors.BaseSelector | None = None
+        self._watched = 0
+        self._data: Any = None
+
+    def watch(self, selector: selectors.BaseSelector, data: Any) -> None:
+        """Have a selector wait for this connection until it is closed.
+
+        Args:
+            selector: Waits for many connections; told of changes, and not asked anew at each turn.
+            data: What it is to give back.
+        """
+        self._selector, self._data, self._watched = selector, data, self.wants
+        selector.register(self.sock, self.wants, data)
 
     def fileno(self) -> int:
         """Return the descriptor to wait for."""
@@ -76,6 +89,9 @@ class Connection:
             pass
         except OSError:
             self.close()
+        if self._selector is not None and self.open and self.wants != self._watched:
+            self._watched = self.wants
+            self._selector.modify(self.sock, self.wants, self._data)
 
     def receive(self) -> list[Message]:
         """Return the messages that have arrived; close the connection when the other side has.
@@ -136,6 +152,8 @@ class Connection:
 
     def close(self) -> None:
         """End the connection."""
+        if self.open and self._selector is not None:
+            self._selector.unregister(self.sock)
         self.open = False
         self.sock.close()
 
@@ -163,19 +181,16 @@ class WakeUp:
         return [self._posted.pop(0) for _ in range(len(self._posted))]
 
 
-def wait_for(
-    waiters: Iterable[socket.socket | Connection], mail: WakeUp, seconds: float
-) -> set[socket.socket | Connection]:
+def wait_for(waiters: Iterable[Connection], mail: WakeUp, seconds: float) -> set[Connection]:
     """Wait until one of them can be read from or sent to, or until there is mail; return those that can.
 
     Args:
-        waiters: A listening socket, and connections that are open.
+        waiters: Connections that are open.
         mail: Ends the wait as well.
         seconds: How long to wait at most.
     """
     with selectors.DefaultSelector() as selector:
         selector.register(mail.reader, selectors.EVENT_READ)
         for waiter in waiters:
-            wants = waiter.wants if isinstance(waiter, Connection) else selectors.EVENT_READ
-            selector.register(waiter.fileno(), wants, waiter)
+            selector.register(waiter.fileno(), waiter.wants, waiter)
         return {key.data for key, _ in selector.select(seconds) if key.data is not None}

@@ -37,18 +37,15 @@ def targets(count: int, own: int) -> list[int]:
     return sorted({0, (own + 1) % count} - {own})
 
 
-def try_to_reach(nodes: Sequence[Message], *, own: int) -> list[str]:
+def try_to_reach(nodes: Sequence[Message]) -> list[str]:
     """Try the others; return a sentence for each that cannot be reached.
 
     Args:
-        nodes: As node 0 sent it.
-        own: This node's rank.
+        nodes: As node 0 sent them.
     """
-    place = next((place for place, one in enumerate(nodes) if one["rank"] == own), 0)
-    chosen = [nodes[other] for other in targets(len(nodes), place)]
     with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
-        answers = pool.map(lambda one: reach(one["address"], one["port"], one["word"]), chosen)
-    return [f"{one['name']}: {wrong}" for one, wrong in zip(chosen, answers, strict=True) if wrong]
+        answers = pool.map(lambda one: reach(one["address"], one["port"], one["word"]), nodes)
+    return [f"{one['name']}: {wrong}" for one, wrong in zip(nodes, answers, strict=True) if wrong]
 
 
 def unreachable(reached: Mapping[str, Sequence[str] | None]) -> list[Finding]:

@@ -2,17 +2,19 @@
 
 import itertools
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdplaunch.launch.coordination.interfaces import RunActions, RunControl
 from fsdplaunch.launch.coordination.outcome import merged_record, no_better_than, outcome_of
 from fsdplaunch.run_dir import MEMBERSHIP, write_json
+
+if TYPE_CHECKING:
+    from fsdplaunch.launch.agent_process import AgentProcess
 
 INSIST_SECONDS = 1.5
 """After so long a second signal counts as insisting, and kills (launch.stop)."""
@@ -28,7 +30,7 @@ class SignalRelay:
     again so soon is that, and no impatience.
     """
 
-    def __init__(self, control: RunControl, agent: "subprocess.Popen[bytes]", allowed: Sequence[int]) -> None:
+    def __init__(self, control: RunControl, agent: "AgentProcess", allowed: Sequence[int]) -> None:
         self._control, self._agent, self._allowed = control, agent, allowed
         self._counts: dict[int, int] = {}
         self._heard: dict[int, float] = {}
@@ -48,15 +50,13 @@ class SignalRelay:
             send(self._agent, number)
 
 
-def send(agent: "subprocess.Popen[bytes]", number: int) -> None:
+def send(agent: "AgentProcess", number: int) -> None:
     """Signal the agent, if it is still there."""
     with suppress(ProcessLookupError):
         agent.send_signal(number)
 
 
-def attach(
-    control: RunControl, agent: "subprocess.Popen[bytes]", run_dir: Path, names: Sequence[str]
-) -> SignalRelay:
+def attach(control: RunControl, agent: "AgentProcess", run_dir: Path, names: Sequence[str]) -> SignalRelay:
     """Let the other nodes stop this one's agent, or have its workers start again.
 
     Args:

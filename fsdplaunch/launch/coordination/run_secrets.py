@@ -1,6 +1,8 @@
 """Where a node finds the run's secret: in a variable, in a file, or in the folder that the nodes share."""
 
+import fcntl
 import os
+import shlex
 import stat
 import time
 from collections.abc import Mapping
@@ -17,6 +19,7 @@ SHARED_SECONDS = 15.0
 """How long a file system that nodes share may show an older file."""
 _PATIENCE_SECONDS = 3.0
 _LONGEST = 4096
+_NAME = ".join-"
 _HOW = f"use the command that node 0 printed, or set {SECRET}, or launch.secret_file, alike on every node"
 
 
@@ -32,6 +35,7 @@ class SecretSource:
         self.is_given = bool(given)
         self._secret, self._shared = given, shared
         self._wrote: tuple[int, int] | None = None
+        self._lock: int | None = None
 
     def offer(self) -> str:
         """Return the secret, on node 0: the given one, or a new one that nodes with the same folder find."""
@@ -40,8 +44,9 @@ class SecretSource:
         if not self.is_given and self._wrote is None:
             with suppress(OSError):  # nobody shares what cannot be written
                 self._shared.parent.mkdir(parents=True, exist_ok=True)
+                _remove_abandoned(self._shared.parent)
                 with atomic_file(self._shared) as part:
-                    _write_private(part, self._secret)
+                    self._lock = _write_locked(part, self._secret)
                     self._wrote = _identity(part)
         return self._secret
 
@@ -50,6 +55,9 @@ class SecretSource:
         with suppress(OSError):
             if self._wrote is not None and _identity(self._shared) == self._wrote:
                 self._shared.unlink()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def wait(self) -> str:
         """Return the secret, on another node, which has connected to node 0; empty when there is none here."""
@@ -87,7 +95,7 @@ def find_secret(config: Config, place: NodePlacement, environ: Mapping[str, str]
         UsageError: What is given is no secret, or others may read the file.
     """
     name = proof("", place.host or address, str(place.port))[:12]
-    shared = Path(config.launch.log_dir).absolute() / f".join-{name}"
+    shared = Path(config.launch.log_dir).absolute() / f"{_NAME}{name}"
     if given := environ.get(SECRET):
         if not is_secret(given):
             msg = f"{SECRET} is no secret of a run: at least 32 hexadecimal digits"
@@ -103,26 +111,49 @@ def read_secret_file(path: Path) -> str:
     Raises:
         UsageError: There is none, or others may read it.
     """
+    named = shlex.quote(str(path))
     try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            found = file.read(_LONGEST).decode(errors="replace").strip() if stat.S_ISREG(mode) else ""
+        # A named pipe is not waited for.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            data = file.read(_LONGEST + 1) if stat.S_ISREG(status.st_mode) else b""
     except OSError as error:
         msg = f"launch.secret_file: {path}: {(error.strerror or str(error)).lower()}"
-        raise UsageError(msg, hint=f"make it with: (umask 077; openssl rand -hex 32 > {path})") from None
-    if mode & 0o077:
-        msg = f"launch.secret_file: others may read {path} (mode {stat.S_IMODE(mode):04o})"
-        raise UsageError(msg, hint=f"chmod 600 {path}")
+        raise UsageError(msg, hint=f"make it with: (umask 077; openssl rand -hex 32 > {named})") from None
+    if stat.S_ISREG(status.st_mode) and status.st_uid not in (0, os.geteuid()):
+        msg = f"launch.secret_file: {path} is another user's, who knows what it holds (user {status.st_uid})"
+        raise UsageError(msg, hint="name a file of your own")
+    if stat.S_ISREG(status.st_mode) and status.st_mode & 0o077:
+        msg = f"launch.secret_file: others may read {path} (mode {stat.S_IMODE(status.st_mode):04o})"
+        raise UsageError(msg, hint=f"chmod 600 {named}")
+    found = data.decode(errors="replace").strip() if len(data) <= _LONGEST else ""
     if not is_secret(found):
         msg = f"launch.secret_file: {path} holds no secret: one line of at least 32 hexadecimal digits"
         raise UsageError(msg, hint="make one with: openssl rand -hex 32")
     return found
 
 
-def _write_private(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text + "\n")
+def _write_locked(path: Path, text: str) -> int:
+    """Write a private file, and return the descriptor that keeps it locked for as long as this process lives."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.write(descriptor, f"{text}\n".encode())
+    return descriptor
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove files with secrets that killed launchers of this user's have left there."""
+    for path in [*folder.glob(f"{_NAME}*"), *folder.glob(f".{_NAME}*")]:
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                found = os.fstat(descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                    path.unlink()
+            finally:
+                os.close(descriptor)
 
 
 def _identity(path: Path) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 from fsdplaunch.launch.coordination.handshake import NONE, CoordinatorHandshake
 from fsdplaunch.launch.coordination.network import plain_address
 from fsdplaunch.launch.coordination.node_info import NodeInfo
-from fsdplaunch.launch.coordination.protocol import Connection, WakeUp, wait_for
+from fsdplaunch.launch.coordination.protocol import Connection, WakeUp
 from fsdplaunch.launch.coordination.wire_types import TO_COORDINATOR, Message
 
 TURN_SECONDS = 0.5
@@ -18,7 +18,9 @@ PROOF_SECONDS = 5.0
 """How long a connection may take to prove that it belongs to the run."""
 UNPROVEN = 256
 """How many connections may be about to prove it; of more, the oldest goes."""
-_ACCEPTED_AT_ONCE = 32
+_ACCEPTED_AT_ONCE = 256
+_MANY, _PAUSE_SECONDS = 64, 0.005
+"""With so many nodes a turn looks after all that comes in so many seconds: each turn looks at every node."""
 _TURNED_AWAY_SHOWN = 8
 
 
@@ -131,6 +133,9 @@ class CoordinatorServer:
         self._listener = listener
         self._take, self._tell = take, tell
         self._turned_away: set[str] = set()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, listener)
+        self._selector.register(self.mail.reader, selectors.EVENT_READ, self.mail)
 
     @property
     def port(self) -> int:
@@ -149,13 +154,13 @@ class CoordinatorServer:
 
     def turn(self, seconds: float = TURN_SECONDS) -> None:
         """Wait for something to happen on any connection, and handle it."""
-        by_connection = {node.connection: node for node in self.nodes if node.connection and node.connection.open}
-        ready = wait_for([self._listener, *by_connection], self.mail, seconds)
-        for connection, node in by_connection.items():
-            if connection in ready:
-                self._serve(node, connection)
-        if self._listener in ready:
-            self._accept()
+        if len(self.nodes) > _MANY:
+            time.sleep(_PAUSE_SECONDS)  # what comes meanwhile is one turn's work, and not as many turns'
+        for key, _ in self._selector.select(seconds):
+            if isinstance(key.data, NodeConnection):
+                self._serve(key.data, key.data.connection)
+            elif key.data is self._listener:
+                self._accept()
         for action in self.mail.collect():
             action()
         self._forget()
@@ -166,7 +171,7 @@ class CoordinatorServer:
         late = time.monotonic() - PROOF_SECONDS
         for node in [
             *(node for node in unproven if node.since < late),
-            *unproven[: max(0, len(unproven) - UNPROVEN)],
+            *unproven[: max(0, len(unproven) - max(UNPROVEN, self.requirements.most))],
         ]:
             node.close()
         # Who leaves before the run starts may come again; who has never been a node leaves nothing.
@@ -195,10 +200,13 @@ class CoordinatorServer:
             return
         node = NodeConnection(connection=connection, handshake=handshake, came_from=came_from, came_to=came_to)
         self.nodes.append(node)
+        connection.watch(self._selector, node)
         connection.send_line(handshake.opening)
 
-    def _serve(self, node: NodeConnection, connection: Connection) -> None:
+    def _serve(self, node: NodeConnection, connection: Connection | None) -> None:
         """Handle what a connection has sent; whatever is wrong with it ends this connection alone."""
+        if connection is None or not connection.open:  # ended by what another one has sent in this turn
+            return
         try:
             connection.flush()
             if node.handshake is not None and not self._is_proven(node, connection, node.handshake):
@@ -249,6 +257,7 @@ class CoordinatorServer:
 
     def shut(self) -> None:
         """Close every connection and the listener."""
-        self._listener.close()
         for node in self.nodes:
             node.close()
+        self._selector.close()
+        self._listener.close()

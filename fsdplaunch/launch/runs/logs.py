@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fsdplaunch.launch.runs.registry import Run
-from fsdplaunch.run_dir import rank_folder
+from fsdplaunch.run_dir import open_file, rank_folder
 
 
 def log_files(run: Run, *, rank: int | None, stream: str) -> list[Path]:
@@ -41,7 +41,7 @@ class LogTail:
         return b"".join(self._header(path) + part for path in files if (part := self._part(path)))
 
     def _part(self, path: Path) -> bytes:
-        with suppress(OSError), path.open("rb") as file:
+        with suppress(OSError), open_file(path) as file:
             file.seek(self._seen.get(path, 0))
             part = file.read()
             self._seen[path] = self._seen.get(path, 0) + len(part)

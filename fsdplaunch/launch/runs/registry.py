@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
+from fsdplaunch.launch.runs.records import read_job
 from fsdplaunch.launch.runs.states import State, ended_state, process_state, result_of, slurm_state, start_of
 from fsdplaunch.launch.schedulers.kubernetes import kubectl
 from fsdplaunch.launch.schedulers.kubernetes import status as kubernetes_status
@@ -75,7 +76,7 @@ def read_runs(folder: Path, *, limit: int | None = None) -> list[Run]:
 
 
 def _read_all(folders: Sequence[Path]) -> list[Run]:
-    jobs = {path: read_json(path / JOB) for path in folders}
+    jobs = {path: read_job(path) for path in folders}
     numbers = [job["job"] for job in jobs.values() if job.get("route") == "slurm"]
     states = slurm.job_states(numbers)
     return [_read(path, job, states.get(str(job.get("job")), {})) for path, job in jobs.items()]
@@ -97,7 +98,7 @@ def find_run(folder: Path, name: str) -> Run:
         msg = f"there is no folder {folder}"
         raise UsageError(msg, hint="name the one with the runs: --log-dir DIR")
     if name == LATEST and (folder / name).is_dir():
-        name = (folder / name).resolve().name
+        name = os.path.basename(os.path.realpath(folder / name))  # noqa: PTH119  (links may lead in a circle)
     names = [path.name for path in folder.iterdir() if is_run(path)]
     chosen = [one for one in names if one == name] or [
         one for one in names if one.startswith(name) or one.endswith(name)

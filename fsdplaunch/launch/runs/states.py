@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fsdplaunch.launch.runs.records import read_end
 from fsdplaunch.launch.schedulers.slurm import commands as slurm
-from fsdplaunch.run_dir import RESULT, read_json
 
 _FINISHED_BADLY = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 State = tuple[str, bool]
@@ -22,7 +22,7 @@ def parts_of(run_dir: Path) -> list[Path]:
 
 def result_of(run_dir: Path) -> dict[str, Any] | None:
     """Return how the last start of a run ended; None when it has not."""
-    return read_json(parts_of(run_dir)[-1] / RESULT) or None
+    return read_end(parts_of(run_dir)[-1])
 
 
 def ended_state(result: Mapping[str, Any]) -> str:

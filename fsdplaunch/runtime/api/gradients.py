@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from math import inf
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -15,6 +17,7 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.inspection.accessors import local_tensor, outermost
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.inspection.units import is_unit
+from fsdplaunch.runtime.late_modules import XLA_CLIP, XLA_NO_SYNC, call_if_imported
 from fsdplaunch.runtime.sharding.registry import models_of, registered
 
 Parameters = nn.Module | Iterable[torch.Tensor] | torch.Tensor
@@ -38,6 +41,10 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
     """
     if isinstance(parameters, nn.Module):
         parameters = unwrapped(parameters)
+    on_xla = call_if_imported(XLA_CLIP, parameters, max_norm, norm_type)
+    if on_xla is not None:
+        clipped: torch.Tensor = on_xla
+        return clipped
     wrapped = _wrapper_of(parameters)
     if wrapped is not None:
         return wrapped.clip_grad_norm_(max_norm, norm_type)
@@ -61,6 +68,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Each rank then holds full gradients, so this needs the memory that sharding gradients saves.
     """
     with ExitStack() as stack:
+        on_xla = call_if_imported(XLA_NO_SYNC, model)
+        if on_xla is not None:
+            stack.enter_context(on_xla)
         for root in outermost(model):
             if isinstance(root, FullyShardedDataParallel):
                 stack.enter_context(root.no_sync())
@@ -112,7 +122,7 @@ def _norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
 
     Torch refuses the mixture, and DTensors of different meshes, so each kind gets its own norm first.
     """
-    norms = [_plain(get_total_norm(kind, norm_type)) for kind in _kinds(gradients)]
+    norms = [_norm_of_kind(kind, norm_type) for kind in _kinds(gradients)]
     if not norms:
         return torch.tensor(0.0)
     stacked: torch.Tensor = torch.stack([norm.to(norms[0].device) for norm in norms])
@@ -120,15 +130,40 @@ def _norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     return total
 
 
+def _norm_of_kind(kind: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm over gradients of one kind. Torch adds up over one axis of ranks; over several we do."""
+    axes = split_axes(kind[0])
+    if len(axes) <= 1:
+        return _plain(get_total_norm(kind, norm_type))
+    norm = get_total_norm([local_tensor(gradient) for gradient in kind], norm_type)
+    for group in axes:
+        if norm_type == inf:
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
+        else:
+            norm = norm**norm_type
+            dist.all_reduce(norm, group=group)
+            norm = norm ** (1 / norm_type)
+    return norm
+
+
+def split_axes(tensor: Any) -> list[dist.ProcessGroup]:
+    """Return the groups of ranks that a tensor is split over, one for each axis of its mesh."""
+    if not isinstance(tensor, DTensor):
+        return []
+    split = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return [tensor.device_mesh.get_group(dim) for dim in split]
+
+
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _kinds(tensors: list[Any]) -> list[list[Any]]:
-    """Return the tensors in groups, those of one mesh together and plain ones together."""
+    """Return the tensors in groups: those split over the same axes of one mesh together, plain ones together."""
     kinds: dict[Any, list[Any]] = {}
     for tensor in tensors:
-        kinds.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        kinds.setdefault((mesh, tuple(map(id, split_axes(tensor)))), []).append(tensor)
     return list(kinds.values())
 
 

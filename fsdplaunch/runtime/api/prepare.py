@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from fsdplaunch.config.environment import RUN_DIR
+from fsdplaunch.config.environment import RUN_DIR, decode
+from fsdplaunch.config.xla import shards_on_xla
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.probe.torch_version import mismatch
 from fsdplaunch.runtime import messages
@@ -74,6 +75,12 @@ def prepare(
     watch_main_thread()
     _check_torch()
     chosen = plugin or ambient_plugin()
+    if shards_on_xla(decode()):
+        from fsdplaunch.runtime.xla.prepare import prepare_on_xla
+
+        unsupported = {"mesh": mesh, "process_group": process_group, "device": device, "weights": weights}
+        on_xla = prepare_on_xla(objects, chosen, unsupported)
+        return on_xla[0] if len(on_xla) == 1 else on_xla
     place = shard_target(chosen.settings(), mesh=mesh, process_group=process_group, device=device)
     ready: dict[int, Any] = {}
     models = _of(objects, nn.Module)
@@ -113,7 +120,7 @@ def _of(objects: tuple[Any, ...], kind: type) -> list[Any]:
 
 def _fit(item: Any, place: ShardTarget) -> Any:
     if isinstance(item, DataLoader):
-        return shard_loader(item, data_ranks(place.mesh))
+        return shard_loader(item, data_ranks(place.mesh, place.context))
     if isinstance(item, Optimizer) or hasattr(item, "state_dict"):
         return item  # a scheduler keeps its optimizer, and the optimizer is the same object as before
     msg = f"prepare does not know what to do with {type(item).__name__}"

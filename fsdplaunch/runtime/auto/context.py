@@ -15,6 +15,7 @@ from fsdplaunch.runtime.auto.data.rng_streams import RngStreams
 from fsdplaunch.runtime.auto.detect.module_registry import ModuleRegistry
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.state.rank0.position import Position
+from fsdplaunch.runtime.rank import DataRanks, configured_data_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class HookContext:
         device: This worker's own.
         rank: Among all workers.
         size: How many workers there are.
+        data: This worker's number among those that read different data; fewer, where layers are split.
         ownership: Who shards.
         module_registry: The modules that exist.
         streams: The random generators.
@@ -44,6 +46,7 @@ class HookContext:
     device: torch.device
     rank: int
     size: int
+    data: DataRanks
     ownership: Ownership
     module_registry: ModuleRegistry
     streams: RngStreams
@@ -90,12 +93,14 @@ class HookContext:
 
 def context_of(config: Config, device: torch.device, *, rank: int, size: int) -> HookContext:
     """Make a worker's context at its start: nothing decided, nothing found."""
+    data = configured_data_ranks(config, rank=rank, size=size)
     return HookContext(
         config=config,
         device=device,
         rank=rank,
         size=size,
+        data=data,
         ownership=Ownership(config),
         module_registry=ModuleRegistry(),
-        streams=RngStreams(rank=rank, kept=config.launch.keep_global_batch or size == 1),
+        streams=RngStreams(rank=data.rank, kept=config.launch.keep_global_batch or size == 1),
     )

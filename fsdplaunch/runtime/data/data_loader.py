@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -18,7 +19,7 @@ from torch.utils.data import (
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0
 from fsdplaunch.runtime.data.loader_state import keep_count
-from fsdplaunch.runtime.sharding.mesh import DataRanks
+from fsdplaunch.runtime.rank import DataRanks
 from fsdplaunch.runtime.torch_internals.data_loaders import draws_all_items
 
 
@@ -96,8 +97,9 @@ def shard_loader(loader: DataLoader[Any], ranks: DataRanks) -> DataLoader[Any]:
     has a distributed sampler, and a stream that already was split, stay as they are. One rank alone is treated
     like several: a run resumed on more or fewer ranks goes on in the same order.
     """
-    keep_count(loader)
+    keep_count(loader, ranks.size)
     if is_split(loader):
+        count_readers(loader, ranks)
         return loader
     if isinstance(loader.dataset, IterableDataset):
         set_attributes(loader, dataset=TakingTurns(loader.dataset, ranks))
@@ -112,6 +114,23 @@ def shard_loader(loader: DataLoader[Any], ranks: DataRanks) -> DataLoader[Any]:
     if batches is not None:
         set_attributes(loader, batch_sampler=BatchSampler(sampler, batches.batch_size, batches.drop_last))
     return loader
+
+
+def count_readers(loader: DataLoader[Any], ranks: DataRanks) -> None:
+    """Let a script's own distributed sampler, divided by all ranks, count those that read different data.
+
+    Args:
+        loader: With any sampler.
+        ranks: This one among those; fewer than all where ranks split layers or sequences.
+    """
+    world = dist.get_world_size()
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas == world != ranks.size:
+            sampler.num_replicas, sampler.rank = ranks.size, ranks.rank
+            left = len(sampler.dataset) - (ranks.size - 1 if sampler.drop_last else 0)  # type: ignore[arg-type]
+            sampler.num_samples = math.ceil(left / ranks.size)
+            sampler.total_size = sampler.num_samples * ranks.size
+            messages.say(f"{type(sampler).__name__}: {ranks.size} of {world} ranks read different data")
 
 
 def is_split(loader: DataLoader[Any]) -> bool:

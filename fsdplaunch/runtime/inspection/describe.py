@@ -25,6 +25,7 @@ from fsdplaunch.runtime.inspection.layout import Layout, kept_layout, seen_layou
 from fsdplaunch.runtime.inspection.parameter_names import count, named_parameters, unwrapped
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.sharding.blocks import class_name
+from fsdplaunch.runtime.sharding.mesh import TENSOR, splits_layer
 from fsdplaunch.runtime.sharding.registry import registered
 
 
@@ -57,6 +58,10 @@ class ShardingDescription:
         compiled: What is compiled: `blocks`, `model`, or None.
         float8: Linear layers that compute in float8.
         methods: Methods beside forward that parameters are gathered for.
+        split: Names of the parameters that ranks split layer by layer (tensor parallelism).
+        alike: Where they do, names of those that each of these ranks has alike.
+        plan: Whose plan says so.
+        context: How many ranks split each sequence.
     """
 
     model: str
@@ -83,6 +88,10 @@ class ShardingDescription:
     compiled: str | None
     float8: int
     methods: tuple[str, ...]
+    split: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
+    plan: str = ""
+    context: int = 1
 
     def lines(self) -> Iterator[str]:
         """Yield the same for people: one line, and one more for everything out of the ordinary."""
@@ -105,6 +114,12 @@ class ShardingDescription:
         if self.units:
             left = 100 * self.root.parameters // max(self.parameters, 1)
             yield "units", f"{_sizes(self.units)} parameters, {count(self.root.parameters)} ({left} %) in the root"
+        if self.split:
+            total = len(self.split) + len(self.alike)
+            by = f", by {self.plan}" if self.plan else ""
+            yield "layers split", f"{len(self.split)} of {total} parameters over {self.mesh.get(TENSOR)} ranks{by}"
+            yield "the same on each of these", listed(self.alike, 4)
+        yield "sequences split", f"over {self.context} ranks inside of the blocks" if self.context > 1 else ""
         yield "tied", "; ".join(" = ".join(names) for names in self.tied)
         yield "not sharded", listed(self.ignored or self.unsharded, 4)
         yield "frozen", f"{count(self.parameters - self.trained)} parameters" if self.frozen else ""
@@ -151,6 +166,7 @@ def _described(model: nn.Module, layout: Layout) -> ShardingDescription:
     is_fsdp1 = isinstance(model, FullyShardedDataParallel)
     (root, *units) = fsdp1_units(model) if is_fsdp1 else fsdp2_units(model)
     named = dict(named_parameters(model))
+    split = tuple(name for name, param in named.items() if splits_layer(param))
     return ShardingDescription(
         model=own_class(model.module if isinstance(model, FullyShardedDataParallel) else model),
         version=1 if is_fsdp1 else 2,
@@ -164,6 +180,10 @@ def _described(model: nn.Module, layout: Layout) -> ShardingDescription:
         unsharded=tuple(sorted(layout.left_out)),
         methods=layout.methods,
         float8=layout.float8,
+        plan=layout.plan,
+        context=layout.context,
+        split=split,
+        alike=tuple(name for name in named if name not in split) if split else (),
         **_counted(model, named, layout, sum(unit.parameters for unit in (root, *units))),
         **wrappers(model),
         **(fsdp1_settings(model) if isinstance(model, FullyShardedDataParallel) else fsdp2_settings(model)),

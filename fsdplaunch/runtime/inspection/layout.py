@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.inspection.introspect import fsdp2_units
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters, tied_names
+from fsdplaunch.runtime.sharding.mesh import data_mesh
 from fsdplaunch.runtime.sharding.registry import ShardedModel
 
 
@@ -24,6 +25,8 @@ class Layout:
     left_out: frozenset[str]
     methods: tuple[str, ...]
     float8: int
+    plan: str = ""
+    context: int = 1
 
 
 def kept_layout(prepared: ShardedModel) -> Layout:
@@ -37,6 +40,8 @@ def kept_layout(prepared: ShardedModel) -> Layout:
         left_out=prepared.left_out,
         methods=prepared.methods,
         float8=prepared.converted,
+        context=1 if prepared.sequences is None else prepared.sequences.axis.size(),
+        plan="" if prepared.split is None else prepared.split.origin,
     )
 
 
@@ -64,11 +69,11 @@ def _fsdp1(model: Any) -> tuple[str, dict[str, int], frozenset[str]]:
 def _fsdp2(model: nn.Module) -> tuple[str, dict[str, int], frozenset[str]]:
     named = dict(named_parameters(model))
     sharded = {name: param for name, param in named.items() if isinstance(param, DTensor)}
-    mesh = next(iter(sharded.values())).device_mesh
+    mesh = max((param.device_mesh for param in sharded.values()), key=lambda mesh: mesh.ndim)
     (_, *units) = fsdp2_units(model)
     freed = not units or any(unit.reshard_after_forward for unit in units)  # the root stays gathered either way
     strategy = "FULL_SHARD" if freed else "SHARD_GRAD_OP"
-    if mesh.ndim > 1:
+    if data_mesh(mesh).ndim > 1:
         strategy = "HYBRID_SHARD" if freed else "HYBRID_SHARD_ZERO2"
     names = mesh.mesh_dim_names or tuple(f"ranks{axis}" for axis in range(mesh.ndim))
     return strategy, dict(zip(names, mesh.shape, strict=True)), frozenset(named) - frozenset(sharded)

@@ -15,6 +15,7 @@ from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import CheckpointError, UsageError
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.inspection.units import is_unit
+from fsdplaunch.runtime.late_modules import WAIT_FOR_COPIES, call_if_imported
 from fsdplaunch.runtime.loading.deferred_weights import give_memory
 from fsdplaunch.runtime.loading.execute_plan import LoadedWeights, execute_plan, report_loaded
 from fsdplaunch.runtime.loading.load_plan import LoadPlan, make_plan
@@ -88,6 +89,7 @@ def load_full(
 def _load(
     model: nn.Module, where: Path | Mapping[str, Any], *, strict: bool, on_host: bool = False
 ) -> tuple[LoadPlan, LoadedWeights]:
+    call_if_imported(WAIT_FOR_COPIES)  # a save under way copies what is about to be changed
     ranks = _ranks(model)
     for module in model.modules():
         if is_unit(module):

@@ -1,5 +1,6 @@
 """Checkpoint folders: a temporary one that is put in place in one move, and the newest complete one."""
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -13,12 +14,12 @@ from fsdplaunch.checkpoint.manifest import (
     is_complete,
     looks_like_checkpoint,
     own_files,
-    read_manifest,
     sequence_of,
 )
+from fsdplaunch.checkpoint.regular_file import real_path
 from fsdplaunch.errors import CheckpointError
 
-_NUMBERED = re.compile(r"checkpoint-(\d+)")
+_NUMBERED = re.compile(r"checkpoint-([0-9]+)")
 
 
 def partial_of(target: Path) -> Path:
@@ -32,20 +33,27 @@ def begin(target: Path) -> Path:
     Raises:
         CheckpointError: `target` cannot be put in place in one move.
     """
-    if target.exists():
+    if os.path.lexists(target):
         _check_replaceable(target)
     partial = partial_of(target)
-    if partial.exists():
-        shutil.rmtree(partial)
+    remove_path(partial)
     partial.mkdir(parents=True)
     return partial
 
 
+def remove_path(path: Path) -> None:
+    """Remove a folder with all that is in it, or a file; of a link the link alone. Nothing may be there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _check_replaceable(target: Path) -> None:
     if not target.is_dir():
-        msg = f"{target} is a file"
+        msg = f"{target} is {'a link that leads nowhere' if not target.exists() else 'a file'}"
         raise CheckpointError(msg, hint="name a folder")
-    if target.is_mount() or Path.cwd().is_relative_to(target.resolve()):
+    if target.is_mount() or Path.cwd().is_relative_to(real_path(target)):
         what = "a mounted disk" if target.is_mount() else "the folder the script runs in"
         msg = f"{target} is {what}, which cannot be replaced"
         raise CheckpointError(msg, hint="pass step=N to save into a folder inside it, or name such a folder")
@@ -137,17 +145,3 @@ def next_sequence(target: Path) -> int:
     """Return the number of a checkpoint that is about to be completed at `target`."""
     beside = [path for _, path in numbered(target.parent)]
     return 1 + max(map(sequence_of, [target, *beside]))
-
-
-def remove_old(root: Path, keep: int) -> None:
-    """Delete all but the newest `keep` of our complete numbered checkpoints, and what killed saves left.
-
-    Folders that another tool wrote, and incomplete ones in their final place, stay. Of a link to a checkpoint the
-    link goes; what it leads to is somebody else's.
-    """
-    ours = [path for _, path in numbered(root) if read_manifest(path) is not None and is_complete(path)]
-    for path in sorted(ours, key=sequence_of, reverse=True)[keep:]:
-        doomed = root / f".{path.name}.removed"
-        path.rename(doomed)  # in one step: there is no moment at which half of it is there
-    for left in [*root.glob(".checkpoint-*.removed"), *root.glob(".checkpoint-*.partial")]:
-        left.unlink() if left.is_symlink() or not left.is_dir() else shutil.rmtree(left)

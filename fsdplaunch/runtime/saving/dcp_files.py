@@ -6,14 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.name_lists import listed
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0, raise_on_all_ranks
-from fsdplaunch.runtime.saving.early_writeback import EarlyFileSystem
 from fsdplaunch.runtime.saving.plain_files import read_plain
 from fsdplaunch.runtime.saving.safe_dcp_reader import SafePlanner, SafeReader
 from fsdplaunch.runtime.torch_internals.dcp import flatten_state_dict
@@ -22,13 +19,6 @@ from fsdplaunch.runtime.torch_internals.sharded_tensor import ShardedTensor
 State = dict[str, Any]
 _OPTIMIZER, _STATES = "optimizer", "state"
 _SHOWN = 4
-
-
-def write_sharded(state: State, folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Write every rank's shard into a folder, with one index, and force all of it to disk."""
-    writer = FileSystemWriter(folder)
-    writer.fs = EarlyFileSystem()
-    save(state, storage_writer=writer, process_group=group)
 
 
 def read_sharded(state: State, folder: Path, *, strict: bool) -> set[str]:
@@ -40,7 +30,8 @@ def read_sharded(state: State, folder: Path, *, strict: bool) -> set[str]:
     reader = SafeReader(folder)
     with raise_on_all_ranks(f"read {folder}"):
         absent = _absent(state, folder, reader, strict=strict)
-    load(state, storage_reader=reader, planner=SafePlanner(allow_partial_load=not strict))
+        # Every rank plans its reads alone; torch would gather the plans on one rank and send each back as it was.
+        load(state, storage_reader=reader, planner=SafePlanner(allow_partial_load=not strict), no_dist=True)
     return absent
 
 

@@ -27,6 +27,7 @@ from fsdplaunch.runtime.collectives.rank_group import from_rank_0
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, named_parameters, tied_names
 from fsdplaunch.runtime.saving import dcp_files as files
 from fsdplaunch.runtime.saving.full_state_writer import storable, write_full
+from fsdplaunch.runtime.saving.sharded.write_sharded import write_sharded
 from fsdplaunch.runtime.saving.small_files import write_large
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.state_dict.local_state import local_state
@@ -67,7 +68,7 @@ class StateToSave:
         """
         with quiet_torch():
             if self.kind == "SHARDED_STATE_DICT":
-                files.write_sharded(self.state, folder / self.name, group)
+                write_sharded(self.state, folder / self.name, group)
             elif self.kind == "LOCAL_STATE_DICT":
                 write_large(self.state, folder / f"{self.name}.bin")
             else:

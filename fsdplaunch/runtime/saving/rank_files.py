@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.inspection.parameter_names import clean_name
 from fsdplaunch.runtime.saving.model_and_optimizer import MODEL, OPTIMIZER, renamed, renamed_optimizer
+from fsdplaunch.runtime.saving.plain_files import read_plain
 from fsdplaunch.runtime.saving.small_files import write_large
 from fsdplaunch.runtime.state_dict.partial_optimizer import left_out_frozen
 from fsdplaunch.runtime.torch_warnings import quiet_torch
@@ -69,11 +69,11 @@ def read_own(folder: Path, stem: str, index: int) -> State:
     """Return what this rank's file holds, names as they were saved.
 
     Raises:
-        CheckpointError: The file is not there.
+        CheckpointError: The file is not there, is damaged, or holds what could run code.
     """
     path = _file(folder, stem, index)
     if not path.exists():
         msg = f"{path} is not there"
         raise CheckpointError(msg, hint="load on as many ranks as saved it, with the same use_dcp")
-    state: State = torch.load(path, weights_only=True)
+    state: State = read_plain(path)
     return state

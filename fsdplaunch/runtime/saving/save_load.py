@@ -1,5 +1,6 @@
 """`save_checkpoint` and `load_checkpoint`: whole or not at all, in accelerate's layout, on any number of ranks."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdplaunch.checkpoint.folder_lock import FolderLock
 from fsdplaunch.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import CheckpointError
@@ -17,7 +17,10 @@ from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0, raise_on_all_ranks
 from fsdplaunch.runtime.data.loader_state import position_of, resume_at
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
+from fsdplaunch.runtime.late_modules import XLA_READ, XLA_TO_SAVE, call_if_imported
 from fsdplaunch.runtime.plugin.plugin import ambient_plugin
+from fsdplaunch.runtime.saving.background.background_save import background
+from fsdplaunch.runtime.saving.background.trained_tensors import TrainedTensors
 from fsdplaunch.runtime.saving.checkpoint_dirs import find_checkpoint
 from fsdplaunch.runtime.saving.manifest import describe_run
 from fsdplaunch.runtime.saving.model_and_optimizer import (
@@ -29,7 +32,7 @@ from fsdplaunch.runtime.saving.model_and_optimizer import (
 )
 from fsdplaunch.runtime.saving.plain_files import read_plain
 from fsdplaunch.runtime.saving.rng_state import file_name, packed_random_states, read_random_states
-from fsdplaunch.runtime.saving.save_job import SaveJob, background
+from fsdplaunch.runtime.saving.save_job import SaveJob
 from fsdplaunch.runtime.saving.shared_storage import check_found
 from fsdplaunch.runtime.saving.small_files import packed
 from fsdplaunch.runtime.sharding.registry import registered
@@ -53,8 +56,10 @@ def save_checkpoint(
     Everything is written into a temporary folder beside the final one, the manifest last, and put in place in one
     move: a save that is killed leaves the earlier checkpoint as it was. The form is that of fsdp_state_dict_type.
 
-    With `checkpoint.async` it returns as soon as everything has been copied to host memory. The copy is written
-    while training goes on; the next save, load and the end of the script wait for it and raise if it failed.
+    With `checkpoint.async` everything is copied to host memory and written while training goes on. What the given
+    optimizers train is copied beside the next forward and backward passes, and a step that comes before the end of
+    the copy waits for it; all else is copied at once. The next save, load and the end of the script wait for the
+    files and raise if the save failed.
 
     Args:
         dir: The folder; `checkpoint.dir` of the configuration when left out.
@@ -76,20 +81,22 @@ def save_checkpoint(
     background.finish()
     monitored_barrier("save_checkpoint")
     root, settings = _folder(dir), decode().checkpoint
+    if step is None and root.is_symlink():  # what it leads to is replaced, and not the link
+        root = Path(os.path.realpath(root))
     target = root if step is None else root / f"checkpoint-{step}"
-    models = [unwrapped(each) for each in _several(model)]
+    models, trainers = [unwrapped(each) for each in _several(model)], _several(optimizer)
     with raise_on_all_ranks(f"save {target}"):
         save = SaveJob(
             target=target,
-            lock=FolderLock(target),
-            states=tuple(_to_save(models, _several(optimizer))),
+            root=root,
+            states=tuple(_to_save(models, trainers)),
             files=_own_files(_several(scheduler), _several(loader), extra, step),
             manifest=describe_run({each: _form(each) for each in models}, step),
             keep_last=None if step is None else settings.keep_last,
         )
     save.open()
     if settings.async_:
-        background.start(save)
+        background.start(save, TrainedTensors(models, trainers))
     else:
         save.write()
     return target
@@ -187,6 +194,10 @@ def _form(model: nn.Module) -> str:
 
 
 def _to_save(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[StateToSave]:
+    on_xla = call_if_imported(XLA_TO_SAVE, models, optimizers, _form(models[0]))
+    if on_xla is not None:
+        yield from on_xla
+        return
     for index, model in enumerate(models):
         yield model_to_save(model, _form(model), index)
     for index, optimizer in enumerate(optimizers):
@@ -194,6 +205,8 @@ def _to_save(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[S
 
 
 def _read_models(folder: Path, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+    if call_if_imported(XLA_READ, folder, models, optimizers):
+        return
     for index, model in enumerate(models):
         load_model(model, folder, index)
     for index, optimizer in enumerate(optimizers):

@@ -14,7 +14,14 @@ from fsdplaunch.name_lists import listed
 from fsdplaunch.runtime.inspection.accessors import local_tensor
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, named_parameters, unwrapped
 from fsdplaunch.runtime.sharding.materialize import ModelTensor
-from fsdplaunch.runtime.sharding.mesh import groups_from_first, is_fake, shard_group
+from fsdplaunch.runtime.sharding.mesh import (
+    data_mesh,
+    groups_from_first,
+    is_fake,
+    shard_group,
+    splits_layer,
+    tensor_mesh,
+)
 from fsdplaunch.runtime.sharding.rank_consistency import unequal
 from fsdplaunch.runtime.sharding.registry import ShardedModel
 
@@ -87,13 +94,17 @@ def check_sharded_model(model: nn.Module, prepared: ShardedModel, *, total: int)
 
 
 def _check_sum(sharded: Sequence[nn.Parameter], prepared: ShardedModel, *, expected: int) -> None:
-    held = sum(local_tensor(param).numel() for param in sharded)
-    total = torch.tensor(held, dtype=torch.int64, device=prepared.device)
+    parts, alike = _by_split(sharded)
+    total = torch.tensor([_held(parts), _held(alike)], dtype=torch.int64, device=prepared.device)
     dist.all_reduce(total, group=shard_group(prepared.mesh))
+    axis = tensor_mesh(prepared.mesh)
+    if axis is not None:
+        dist.all_reduce(total, group=axis.get_group())
+        total[1] //= axis.size()
     settings = prepared.settings
     padded = settings.version == 1 and not settings.use_orig_params
     replicas = prepared.mesh.size(prepared.mesh.ndim - 1) if _keeps_full(prepared) else 1
-    found = int(total.item()) // replicas
+    found = int(total.sum().item()) // replicas
     if found < expected or (found > expected and not padded):
         msg = f"the ranks hold {found} of {expected} parameters after sharding"
         raise ShardingError(
@@ -101,15 +112,32 @@ def _check_sum(sharded: Sequence[nn.Parameter], prepared: ShardedModel, *, expec
         )
 
 
+def _held(params: Sequence[nn.Parameter]) -> int:
+    return sum(local_tensor(param).numel() for param in params)
+
+
+def _by_split(params: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the parameters that ranks split layer by layer, and those that each of these ranks has alike."""
+    parts: list[nn.Parameter] = []
+    alike: list[nn.Parameter] = []
+    for param in params:
+        (parts if splits_layer(param) else alike).append(param)
+    return parts, alike
+
+
 def _check_replicas(named: Mapping[str, nn.Parameter], prepared: ShardedModel) -> None:
     """Compare what several ranks hold: all shards across replicas, what is left out across all ranks."""
-    mesh = prepared.mesh
-    axes = [mesh.get_group(axis) for axis in range(mesh.ndim - (0 if _keeps_full(prepared) else 1))]
+    mesh, data, axis = prepared.mesh, data_mesh(prepared.mesh), tensor_mesh(prepared.mesh)
+    axes = [data.get_group(dim) for dim in range(data.ndim - (0 if _keeps_full(prepared) else 1))]
     stored = {name: param for name, param in named.items() if not param.is_meta}
     across = {name: param for name, param in stored.items() if name not in prepared.left_out} if axes else {}
     alike = {name: param for name, param in stored.items() if name in prepared.left_out}
     different = unequal(across, list(axes), prepared.device)
     different += unequal(alike, groups_from_first(mesh), prepared.device)
+    if axis is not None:
+        both = {id(param) for param in _by_split(list(stored.values()))[1]}
+        same = {name: param for name, param in stored.items() if id(param) in both}
+        different += unequal(same, [axis.get_group()], prepared.device)
     if different:
         msg = f"replicas of {listed(different, 1)} differ between ranks after sharding"
         raise ShardingError(msg, hint="set fsdp_sync_module_states to true, so that all ranks start from rank 0's")

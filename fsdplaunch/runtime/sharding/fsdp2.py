@@ -19,6 +19,7 @@ from fsdplaunch.runtime.sharding.checks import naming
 from fsdplaunch.runtime.sharding.gradient_placement import place_gradients
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts
 from fsdplaunch.runtime.sharding.materialize import Materializer
+from fsdplaunch.runtime.sharding.mesh import data_mesh
 from fsdplaunch.runtime.sharding.settings import Settings, fsdp2_policy, offloads
 from fsdplaunch.runtime.sharding.wrap import Units
 from fsdplaunch.runtime.torch_internals.cpu_averages import mend_averages_on_cpu
@@ -61,7 +62,7 @@ def shard(
 
 def _common(settings: Settings, mesh: DeviceMesh, out: IgnoredParts) -> dict[str, Any]:
     """Return the arguments that all calls share."""
-    common: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(settings, mesh)}
+    common: dict[str, Any] = {"mesh": data_mesh(mesh), "offload_policy": _offload(settings, mesh)}
     params = set(out.parameters())
     return common | ({"ignored_params": params} if params else {})
 

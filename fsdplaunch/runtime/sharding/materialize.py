@@ -79,6 +79,8 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
 class Materializer:
     """Materializes a model's tensors: storage on the device, rank 0's values, the master dtype.
 
+    Where ranks split layers, `split` exchanges each of these tensors for this rank's part.
+
     Tensors that have no storage on rank 0 have no values to send. They are allocated and initialised by
     `param_init_fn`, the model's own `_init_weights`, or their module's `reset_parameters`.
     """
@@ -95,6 +97,7 @@ class Materializer:
         init_fn: Callable[[nn.Module], Any] | None = None,
         send: bool = True,
         origin: str = "values of its own",
+        split: Callable[[ModelTensor], None] | None = None,
     ) -> None:
         self.model = model
         self.device = device
@@ -109,6 +112,7 @@ class Materializer:
                 self.held.setdefault(module, []).append(entry)
         self.ignored = {below for module in ignored for below in module.modules()}
         self.origin = origin
+        self.split = split
         self.sources = self._agree()
         self.send = send or self._someone_lacks()
 
@@ -145,6 +149,8 @@ class Materializer:
             self._fill(due)
         for entry in due:
             self._to_master(entry)
+            if self.split is not None:
+                self.split(entry)
             entry.materialized = True
 
     def _fill(self, due: list[ModelTensor]) -> None:

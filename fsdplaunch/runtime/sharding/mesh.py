@@ -1,23 +1,27 @@
-"""How the ranks are laid out: one row of shards, or several rows that are replicas of each other."""
+"""How the ranks are laid out: one row of shards, or several rows that are replicas of each other.
 
-from dataclasses import dataclass
+Where ranks split layers, too, each place of these rows is a group of ranks that compute on the same data.
+"""
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from fsdplaunch.config.resolve import REST
-from fsdplaunch.config.world_size import split_world
+from fsdplaunch.config.world_size import AxisSizes, split_world
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.rank import rank_variable
+from fsdplaunch.runtime.rank import DataRanks, rank_variable
 from fsdplaunch.runtime.sharding.settings import HYBRID, Settings
 
-REPLICATE, SHARD = "dp_replicate", "dp_shard"
+REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
 """Names of the mesh's axes."""
 
 
-def mesh_sizes(settings: Settings, *, world: int, per_node: int) -> tuple[int, int]:
-    """Return (replicas, ranks per replica).
+def mesh_sizes(settings: Settings, *, world: int, per_node: int) -> AxisSizes:
+    """Return the sizes of the axes.
 
     Explicit sizes win, -1 takes what the other leaves. Without sizes the hybrid strategies shard inside each
     node, NO_SHARD replicates everything, and the others shard over all ranks.
@@ -30,20 +34,25 @@ def mesh_sizes(settings: Settings, *, world: int, per_node: int) -> tuple[int, i
     Raises:
         ShardingError: The sizes do not fit the ranks, or a hybrid strategy has nothing to shard over.
     """
-    if settings.strategy == "NO_SHARD":
-        return world, 1
+    tensor, context = settings.tensor_size, settings.context_size
+    alike = max(tensor, 1) * max(context, 1)
     replicate, shard = settings.replicate_size, settings.shard_size or REST
-    if settings.strategy in HYBRID and replicate == 1 and shard in (REST, world):
-        replicate, shard = world // max(per_node, 1), per_node
-    replicate, shard = split_world(world, replicate, shard)
-    if replicate * shard != world or min(replicate, shard) < 1:
+    if settings.strategy == "NO_SHARD":
+        replicate, shard = REST, 1
+    if settings.strategy in HYBRID and replicate == 1 and shard in (REST, world // alike):
+        replicate, shard = world // max(per_node, 1), max(per_node // alike, 1)
+    sizes = split_world(world, AxisSizes(replicas=replicate, shards=shard, context=context, tensor=tensor))
+    if sizes.world != world or min(sizes) < 1:
+        layers = f" x {sizes.context} that split sequences" if context != 1 else ""
+        layers += f" x {sizes.tensor} that split layers" if tensor != 1 else ""
         msg = (
-            f"a mesh of {replicate} replicas x {shard} shards needs {replicate * shard} workers, there are {world}"
+            f"a mesh of {sizes.replicas} replicas x {sizes.shards} shards{layers} needs {sizes.world} workers, "
+            f"there are {world}"
         )
         raise ShardingError(msg, hint="set one of dp_replicate_size and dp_shard_size to -1 to take the rest")
     if settings.strategy in HYBRID:
-        _check_hybrid(settings, replicate, shard)
-    return replicate, shard
+        _check_hybrid(settings, sizes.replicas, sizes.shards)
+    return sizes
 
 
 def _check_hybrid(settings: Settings, replicate: int, shard: int) -> None:
@@ -59,35 +68,74 @@ def _check_hybrid(settings: Settings, replicate: int, shard: int) -> None:
 
 
 def make_mesh(settings: Settings, device: torch.device) -> DeviceMesh:
-    """Lay all ranks out as the settings say; with one replica the mesh has the shard axis only."""
+    """Lay all ranks out as the settings say; axes of one are left out, but for that of the shards.
+
+    Ranks that split sequences are neighbours on the axis of the shards: parameters are spread over them, too.
+    """
+    sizes = _sizes_here(settings)
+    axes = {REPLICATE: sizes.replicas, SHARD: sizes.shards * sizes.context, TENSOR: sizes.tensor}
+    kept = {name: size for name, size in axes.items() if size > 1 or name == SHARD}
+    return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def _sizes_here(settings: Settings) -> AxisSizes:
     world = dist.get_world_size()
-    per_node = int(rank_variable("LOCAL_WORLD_SIZE") or world)
-    replicate, shard = mesh_sizes(settings, world=world, per_node=per_node)
-    if replicate == 1:
-        return init_device_mesh(device.type, (shard,), mesh_dim_names=(SHARD,))
-    return init_device_mesh(device.type, (replicate, shard), mesh_dim_names=(REPLICATE, SHARD))
+    return mesh_sizes(settings, world=world, per_node=int(rank_variable("LOCAL_WORLD_SIZE") or world))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataRanks:
-    """This worker's number among those that read different data, and how many they are."""
+def make_context_mesh(settings: Settings, device: torch.device) -> DeviceMesh | None:
+    """Return the axis of the ranks that split each sequence, this rank among them; None where none do."""
+    if settings.context_size == 1:
+        return None
+    sizes = _sizes_here(settings)
+    if sizes.context == 1:
+        return None
+    shape = (sizes.replicas * sizes.shards, sizes.context, sizes.tensor)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("dp", CONTEXT, TENSOR))[CONTEXT]
 
-    rank: int
-    size: int
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the axes that `fully_shard` spreads parameters over; ranks along them read different data."""
+    names = mesh.mesh_dim_names or ()
+    if TENSOR not in names:
+        return mesh
+    kept = tuple(name for name in names if name != TENSOR)
+    return mesh[kept if len(kept) > 1 else kept[0]]
 
 
-def data_ranks(mesh: DeviceMesh) -> DataRanks:
-    """Return this rank's number among the readers of data: every rank of the mesh, row by row."""
+def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return the axis of the ranks that split layers and read the same data; None where there is none."""
+    return mesh[TENSOR] if TENSOR in (mesh.mesh_dim_names or ()) else None
+
+
+def splits_layer(param: Any) -> bool:
+    """Return whether ranks that compute on the same data have parts of a parameter each."""
+    names = param.device_mesh.mesh_dim_names or () if isinstance(param, DTensor) else ()
+    return TENSOR in names and not param.placements[names.index(TENSOR)].is_replicate()
+
+
+def data_ranks(mesh: DeviceMesh, context: DeviceMesh | None = None) -> DataRanks:
+    """Return this rank's number among the readers of data: every rank of the mesh, row by row.
+
+    Those that split layers or sequences together read the same.
+
+    Args:
+        mesh: All ranks.
+        context: Those that split sequences with this one.
+    """
+    mesh = data_mesh(mesh)
     place = mesh.get_coordinate() or [0]
     number = 0
     for size, coordinate in zip(mesh.shape, place, strict=False):
         number = number * size + coordinate
-    return DataRanks(rank=number, size=mesh.size())
+    alike = 1 if context is None else context.size()
+    return DataRanks(rank=number // alike, size=mesh.size() // alike)
 
 
 def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the ranks one replica of the model is spread over, this rank among them."""
-    return mesh.get_group(mesh.ndim - 1)
+    """Return the ranks that `fully_shard` spreads one replica's parameters over, this rank among them."""
+    data = data_mesh(mesh)
+    return data.get_group(data.ndim - 1)
 
 
 def is_fake(mesh: DeviceMesh) -> bool:

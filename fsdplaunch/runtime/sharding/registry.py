@@ -1,7 +1,10 @@
 """What this process has sharded, and how: looked up by gradient and checkpoint code. Models are held weakly."""
 
+from __future__ import annotations
+
 import weakref
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,6 +14,10 @@ from fsdplaunch.runtime.inspection.parameter_names import named_parameters, unwr
 from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin
 from fsdplaunch.runtime.sharding.replicated import ReplicatedParams
 from fsdplaunch.runtime.sharding.settings import Settings
+
+if TYPE_CHECKING:
+    from fsdplaunch.runtime.context_parallel.split_blocks import SplitSequences
+    from fsdplaunch.runtime.tensor_parallel.split_plan import SplitPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +36,8 @@ class ShardedModel:
         methods: The methods, beside forward, that parameters are gathered for.
         converted: How many linear layers compute in float8.
         replicas: The unsharded trained parameters, if there are any.
+        split: How its layers are split over ranks, if they are.
+        sequences: How its sequences are, if they are.
     """
 
     plugin: FullyShardedDataParallelPlugin
@@ -42,9 +51,11 @@ class ShardedModel:
     methods: tuple[str, ...]
     converted: int
     replicas: ReplicatedParams | None
+    split: SplitPlan | None = None
+    sequences: SplitSequences | None = None
 
 
-_models: "weakref.WeakKeyDictionary[nn.Module, ShardedModel]" = weakref.WeakKeyDictionary()
+_models: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = weakref.WeakKeyDictionary()
 
 
 def register_model(model: nn.Module, prepared: ShardedModel) -> None:

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdplaunch.runtime.sharding.mesh import data_mesh
+
 
 class ReplicatedParams:
     """The trained parameters that are not sharded.
@@ -21,7 +23,8 @@ class ReplicatedParams:
 
     def __init__(self, params: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
         self.paused = False
-        self.groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        data = data_mesh(mesh)  # ranks that split layers together have equal gradients
+        self.groups = [data.get_group(axis) for axis in range(data.ndim)]
         for param in params:
             param.register_post_accumulate_grad_hook(self._average)
 

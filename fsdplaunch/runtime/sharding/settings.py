@@ -105,6 +105,9 @@ class Settings:
         forward_methods: Methods of the model to gather parameters for, beside forward and generate.
         compiling: How to compile, or None.
         float8: How linear layers compute in float8, or None.
+        context_size: Ranks that split each sequence.
+        tensor_size: Ranks that split each layer, -1 for what the other sizes leave.
+        tensor_plan: How they do: patterns of names and styles; empty for the model's own plan.
     """
 
     version: int = 2
@@ -132,6 +135,9 @@ class Settings:
     forward_methods: tuple[str, ...] = ()
     compiling: Compiling | None = None
     float8: Float8 | None = None
+    context_size: int = 1
+    tensor_size: int = 1
+    tensor_plan: tuple[tuple[str, str], ...] = ()
 
     @property
     def wraps_nothing(self) -> bool:
@@ -176,6 +182,9 @@ def settings_of(config: Config) -> Settings:
         forward_methods=config.sharding.forward_methods,
         compiling=_compiling_of(config),
         float8=float8_of(config) if config.mixed_precision == "fp8" else None,
+        context_size=mesh.parallelism_config_cp_size,
+        tensor_size=mesh.parallelism_config_tp_size,
+        tensor_plan=tuple(config.sharding.tensor_parallel_plan.items()),
     )
 
 

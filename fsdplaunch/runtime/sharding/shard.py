@@ -1,10 +1,12 @@
 """Shard one model: the fixed order of work between the user's model and the sharded one."""
 
+from __future__ import annotations
+
 import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,7 @@ from fsdplaunch.runtime.sharding import fsdp1, fsdp2
 from fsdplaunch.runtime.sharding.checks import check_model, check_same_values, check_sharded_model
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts, find_ignored
 from fsdplaunch.runtime.sharding.materialize import Materializer
-from fsdplaunch.runtime.sharding.mesh import SHARD, make_mesh
+from fsdplaunch.runtime.sharding.mesh import SHARD, is_fake, make_context_mesh, make_mesh
 from fsdplaunch.runtime.sharding.mixed_dtypes import separate_dtypes
 from fsdplaunch.runtime.sharding.optimizer_params import note_full_parameters
 from fsdplaunch.runtime.sharding.rank_consistency import check_settings
@@ -34,8 +36,12 @@ from fsdplaunch.runtime.sharding.registry import ShardedModel, register_model
 from fsdplaunch.runtime.sharding.replicated import keep_equal
 from fsdplaunch.runtime.sharding.root_unit import check_root_unit
 from fsdplaunch.runtime.sharding.settings import Settings
+from fsdplaunch.runtime.sharding.split_axes import begin_passes, split_layers, split_sequences
 from fsdplaunch.runtime.sharding.wrap import Units, plan_units
 from fsdplaunch.runtime.sharding_watch import begin_sharding, mark_sharded
+
+if TYPE_CHECKING:
+    from fsdplaunch.runtime.tensor_parallel.split_plan import SplitPlan
 
 Defer = Callable[..., Materializer]
 """What makes a Materializer for a model, its settings, and what every Materializer is given."""
@@ -49,11 +55,13 @@ class ShardTarget:
         mesh: The ranks.
         device: Where this worker computes.
         layout_only: Whether nothing gets storage or values: the model is to be looked at, not run.
+        context: The ranks that split each sequence, this one among them; None where none do.
     """
 
     mesh: DeviceMesh
     device: torch.device
     layout_only: bool = False
+    context: DeviceMesh | None = None
 
 
 def shard_target(
@@ -74,7 +82,9 @@ def shard_target(
     target = own_device(mesh) if device is None or layout_only else torch.device(device)
     if mesh is None and process_group is not None:
         mesh = DeviceMesh.from_group(process_group, target.type, mesh_dim_names=(SHARD,))
-    return ShardTarget(mesh=mesh or make_mesh(settings, target), device=target, layout_only=layout_only)
+    context = make_context_mesh(settings, target) if mesh is None else None
+    made = mesh or make_mesh(settings, target)
+    return ShardTarget(mesh=made, device=target, layout_only=layout_only, context=context)
 
 
 def _join() -> None:
@@ -130,7 +140,9 @@ def shard_model(
     home = note_full_parameters(dict(named_parameters(model)))
     converted = convert(model, settings, out)
     units = _planned(model, settings, out)
-    materializer = _materializer(model, settings, place, out, deferred)
+    split = split_layers(model, settings, place.mesh, out)
+    sequences = split_sequences(model, settings, place.context)
+    materializer = _materializer(model, settings, place, out, deferred, split)
     if settings.activation_checkpointing:
         units = checkpoint_blocks(model, units, settings, place.device)
     compile_blocks(units, settings)
@@ -156,9 +168,13 @@ def shard_model(
         methods=methods,
         converted=converted,
         replicas=keep_equal(unsharded, place.mesh),
+        split=split,
+        sequences=sequences,
     )
     check_sharded_model(sharded, prepared, total=total)
     register_model(sharded, prepared)
+    if not place.layout_only and not is_fake(place.mesh):
+        begin_passes(sharded, split, sequences, place.device)
     mark_sharded("prepare")
     for line in describe(sharded).lines():
         messages.say(line)
@@ -174,7 +190,12 @@ def _planned(model: nn.Module, settings: Settings, out: IgnoredParts) -> Units:
 
 
 def _materializer(
-    model: nn.Module, settings: Settings, place: ShardTarget, out: IgnoredParts, deferred: Defer | None
+    model: nn.Module,
+    settings: Settings,
+    place: ShardTarget,
+    out: IgnoredParts,
+    deferred: Defer | None,
+    split: SplitPlan | None,
 ) -> Materializer:
     """Return what materializes the model's tensors, with rank 0's values or so that files fill them later.
 
@@ -188,6 +209,7 @@ def _materializer(
         "ignored": out.modules.values(),
         "init_fn": settings.param_init_fn,
         "send": settings.sync_module_states or settings.ram_efficient,
+        "split": None if split is None else split.split_parameter,
     }
     if deferred is None or place.layout_only:
         materializer = Materializer(model, **arguments)

@@ -1,8 +1,12 @@
 """How `torch.distributed.checkpoint` (DCP) flattens a state dict, and says where in its files an item lies."""
 
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
 __all__ = ["StorageInfo", "flatten_state_dict", "set_element"]
 """Torch's own, under plain names; all versions."""
+
+FORMAT_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+"""What an index says of its format; None in versions that say nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,13 @@ def shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of a DTensor's shard and where in the full tensor it begins; all versions."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
+
+
+def silence_slow_exchanges() -> None:
+    """Keep torch from logging that a tensor of two axes is gathered in two exchanges; from 2.12 on it does."""
+    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
+        lambda record: "While redistributing from" not in record.getMessage()
+    )
 
 
 def operator_handlers() -> dict[Any, Any]:

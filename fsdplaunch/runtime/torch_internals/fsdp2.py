@@ -50,8 +50,8 @@ def is_in_pass(module: nn.Module) -> bool:
 
 
 def full_size(fsdp_param: Any) -> torch.Size:
-    """Return the full shape of a parameter that FSDP2 holds; all versions."""
-    size: torch.Size = fsdp_param._orig_size
+    """Return the full shape of a parameter that FSDP2 holds, also where ranks split layers; all versions."""
+    size: torch.Size = fsdp_param.sharded_param.shape
     return size
 
 

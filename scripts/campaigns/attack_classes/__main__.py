@@ -7,12 +7,16 @@ import argparse
 import importlib
 import pkgutil
 import random
+import signal
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
 
-_OWN = ("case", "__main__")
+from fsdplaunch.private_dir import make_process_dir
+
+_OWN = ("case", "runs", "__main__")
 
 
 def find_classes() -> list[str]:
@@ -42,12 +46,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, help="how many of each class")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    tempfile.tempdir = str(make_process_dir())  # gone with this process, or with the next of its kind
     rows = []
-    for name in options.classes or find_classes():
-        start = time.monotonic()
-        tried, failed = run_class(name, options.seed, options.cases)
-        rows.append((name, tried, failed, time.monotonic() - start))
-        print(f"{name}: {tried} tried, {failed} failed, {rows[-1][3]:.0f} s", flush=True)
+    try:
+        for name in options.classes or find_classes():
+            start = time.monotonic()
+            tried, failed = run_class(name, options.seed, options.cases)
+            rows.append((name, tried, failed, time.monotonic() - start))
+            print(f"{name}: {tried} tried, {failed} failed, {rows[-1][3]:.0f} s", flush=True)
+    except KeyboardInterrupt:
+        return 130
+    return print_table(rows)
+
+
+def print_table(rows: list[tuple[str, int, int, float]]) -> int:
+    """Print what came of it; return 1 when anything failed."""
     print(f"\n{'class':<12}{'tried':>7}{'held':>7}{'failed':>8}{'seconds':>9}")
     rows.append(("all", *(sum(row[place] for row in rows) for place in (1, 2, 3))))
     for name, tried, failed, seconds in rows:

@@ -1,6 +1,10 @@
-"""Launchers and agents that are stopped, interrupted and killed at any moment: nothing of a run is left behind."""
+"""Runs whose processes are stopped, interrupted and killed at any moment: nothing of them is left behind.
+
+No process, no folder in memory, and no hidden file once the next run, or the next save, has been there.
+"""
 
 import contextlib
+import fcntl
 import os
 import random
 import signal
@@ -11,86 +15,125 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from fsdplaunch.private_dir import remove_abandoned_dirs
 from scripts.campaigns.attack_classes.case import Case
+from scripts.campaigns.attack_classes.runs import environ, launch
 from scripts.campaigns.attack_classes.stores import descendants
 
-COUNT = 16
+COUNT = 60
 GONE_SECONDS = 12.0
 """How long a run may be there after its launcher: a grace for the workers, and one for the agent."""
 _SCRIPT = "import time\ntime.sleep(600)\n"
-_INTERRUPTS = 24
+_WORKERS = ("--num-processes", "2")
+_COMMANDS = (["--help"], ["config", "validate"], ["launch", "train.py"], ["merge-weights", "ck", "out"])
+_MEMORY = Path("/dev/shm")
 
 
 def cases(chance: random.Random, count: int | None) -> Iterator[Case]:
-    """Make the cases: mostly Ctrl-C in the first moments, and runs whose launcher is killed."""
-    for number in range(count or COUNT + _INTERRUPTS):
-        seconds = chance.uniform(0, 0.8) if number % 5 else chance.uniform(0.5, 8)
-        if number % 5:
-            yield Case(name=f"{number}: Ctrl-C after {seconds:.2f} s", attack=lambda s=seconds: interrupt(s))
+    """Make the cases: mostly Ctrl-C in the first moments of any command, and runs that are killed."""
+    for number in range(count or COUNT):
+        if number % 4:
+            seconds, command = chance.uniform(0, 0.4), _COMMANDS[number // 4 % 4]
+            name = f"{number}: Ctrl-C {1000 * seconds:.0f} ms into {command[0]}"
+            yield Case(name=name, attack=lambda s=seconds, c=command: interrupt(c, s))
         else:
-            stopped = chance.choice(["agent", "nothing"])
-            name = f"{number}: {stopped} stopped, launcher killed after {seconds:.1f} s"
-            yield Case(name=name, attack=lambda s=seconds, w=stopped: kill_launcher(s, stopped=w))
+            seed = chance.random()
+            yield Case(name=f"{number}: kill", attack=lambda seed=seed: kill_some(random.Random(seed)))
 
 
-def launch(folder: str) -> "subprocess.Popen[str]":
-    """Start a run that does nothing for ten minutes."""
-    (Path(folder) / "train.py").write_text(_SCRIPT)
-    root = str(Path(__file__).parents[3])
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "fsdplaunch", "launch", "--cpu", "--num-processes", "2", "train.py"],
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "", "CI": "1"},
-        start_new_session=True,
-        # A shell has what it starts in the background ignore Ctrl-C, and this campaign may be such a thing.
-        preexec_fn=_hear_interrupts,  # noqa: PLW1509  (no threads here)
-    )
+def kill_some(chance: random.Random) -> None:
+    """Kill one process of a run, or several, perhaps stop another before; raise when anything is left."""
+    with tempfile.TemporaryDirectory() as folder:
+        before = _private_dirs()
+        run = launch(Path(folder), _SCRIPT, *_WORKERS)
+        time.sleep(chance.choice([chance.uniform(0.2, 3), chance.uniform(2, 9)]))
+        family = descendants(run.pid)
+        is_stopped = chance.random() < 0.3 and len(family) > 1
+        if is_stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(family[1], signal.SIGSTOP)  # the agent, as if it was stuck: only its launcher's end helps
+        victims = (
+            {run.pid} if is_stopped else {*chance.sample(family, min(len(family), chance.choice([1, 1, 2, 9])))}
+        )
+        family = descendants(run.pid)
+        for pid in victims | ({run.pid} if chance.random() < 0.5 else set()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if run.poll() is None and not victims & set(family[:2]):
+            run.kill()  # of a worker's death, the run tells in its own time
+        run.communicate(timeout=60)
+        _check_gone(family)
+        remove_abandoned_dirs()  # as the next launcher does
+        made = _private_dirs() - before
+        if left := [name for name in made if not _is_held(_MEMORY / name)]:
+            raise AssertionError(f"left in memory: {left}")
+
+
+def interrupt(command: list[str], seconds: float) -> None:
+    """Press Ctrl-C; raise when there is a traceback, a status that is not the command's or Ctrl-C's, or a rest."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "train.py").write_text(_SCRIPT)
+        (Path(folder) / "fsdp.yaml").write_text("use_cpu: true\nnum_processes: 2\n")
+        (Path(folder) / "ck").mkdir()
+        before = {path.name for path in Path(folder).iterdir()}
+        run = subprocess.Popen(
+            [sys.executable, "-c", "import sys; from fsdplaunch.__main__ import main; main()", *command],
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ(),
+            start_new_session=True,
+            preexec_fn=_hear_interrupts,  # noqa: PLW1509  (it only sets a signal)
+        )
+        _wait_until_ours(run)
+        time.sleep(seconds)
+        family = descendants(run.pid)
+        with contextlib.suppress(ProcessLookupError):
+            run.send_signal(signal.SIGINT)
+        _, said = run.communicate(timeout=60)
+        own = (0,) if command[0] != "merge-weights" else (1, 2)
+        if "Traceback" in said or "Exception ignored" in said or run.returncode not in (130, -signal.SIGINT, *own):
+            raise AssertionError(f"status {run.returncode}: {said[-1500:]}")
+        _check_gone(family)
+        left = {path.name for path in Path(folder).iterdir()} - before - {"runs"}
+        if left:
+            raise AssertionError(f"written: {left}")
 
 
 def _hear_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def kill_launcher(seconds: float, *, stopped: str) -> None:
-    """Stop a process, kill the launcher, and raise when anything is left."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = launch(folder)
-        time.sleep(seconds)
-        family = descendants(run.pid)
-        if stopped == "agent" and len(family) > 1:
-            os.kill(family[1], signal.SIGSTOP)
-        run.kill()
-        run.communicate()
-        _check_gone(family)
-
-
-def interrupt(seconds: float) -> None:
-    """Press Ctrl-C; raise when there is a traceback, another status than Ctrl-C's, or anything left."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = launch(folder)
-        _wait_until_ours(run)
-        time.sleep(seconds)
-        family = descendants(run.pid)
-        run.send_signal(signal.SIGINT)
-        _, said = run.communicate(timeout=60)
-        if "Traceback" in said or run.returncode not in (130, -signal.SIGINT):
-            raise AssertionError(f"status {run.returncode}: {said[-1500:]}")
-        _check_gone(family)
-
-
 def _wait_until_ours(run: "subprocess.Popen[str]") -> None:
-    """Wait until the interpreter runs code of this package: what comes before is Python's own."""
-    end = time.monotonic() + 10
+    """Wait until this package's code runs: it takes over the handler that Python set in its own start."""
+    end, was_set = time.monotonic() + 10, False
     while time.monotonic() < end and run.poll() is None:
-        status = Path(f"/proc/{run.pid}/status").read_text()
-        caught = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), 16)
-        if caught >> (signal.SIGINT - 1) & 1:
-            time.sleep(0.03)
-            return
-        time.sleep(0.002)
+        with contextlib.suppress(OSError, StopIteration):
+            status = Path(f"/proc/{run.pid}/status").read_text()
+            caught = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), 16)
+            is_set = bool(caught >> (signal.SIGINT - 1) & 1)
+            if was_set and not is_set:
+                return
+            was_set = is_set or was_set
+
+
+def _private_dirs() -> set[str]:
+    return {path.name for path in _MEMORY.glob("fsdplaunch-run-*")}
+
+
+def _is_held(folder: Path) -> bool:
+    """Return whether a run uses a folder: other people's may go on beside this campaign."""
+    with contextlib.suppress(FileNotFoundError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return not folder.exists()
+    return True
 
 
 def _check_gone(pids: list[int]) -> None:

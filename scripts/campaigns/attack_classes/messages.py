@@ -54,7 +54,7 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "waiting": {"here": 1, "of": 2},
     "roster": {"machines": [{"rank": 0, "name": "n", "address": "127.0.0.1", "port": 1, "word": "w"}]},
     "go": {
-        **{"run_id": "r", "rank": 1, "names": ["a", "b"], "workers": [1, 1]},
+        **{"run_id": "r", "rank": 1, "names": ["a"], "nodes": 2, "world": 2},
         **{"store_port": 1, "silence": 10.0, "notes": []},
     },
     "end": {"at_once": True},

@@ -1,7 +1,8 @@
 """Those who reach a store of a run and overwrite what stands there: nothing is executed, and the run ends.
 
-A state of torch's elastic rendezvous that somebody else wrote, cut or changed; and runs on one node, all of whose
-stores are overwritten while they go on.
+A state of torch's elastic rendezvous that somebody else wrote, cut or changed. Runs on one node: all of their
+stores are overwritten while they go on, and the file in which their workers meet is spoilt. Runs on two nodes:
+whoever reaches the store's port overwrites it, without the secret, and with it.
 """
 
 import contextlib
@@ -9,21 +10,25 @@ import os
 import pickle
 import random
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from fsdplaunch.parent_death import ended_with_us
+from fsdplaunch.run_secret import STORE_KEY, proof
 from scripts.campaigns.attack_classes.case import Case
+from scripts.campaigns.attack_classes.runs import end_all, launch, launch_two_nodes, variables_of, wait_for
 
-COUNT = 120
-RUNS = 3
+COUNT = 90
 _SECRET = "ab" * 32
+_OVERWRITE_SECONDS = 60.0
+_END_SECONDS = 60.0
+"""How long a run may take to end once its script may."""
 _SCRIPT = """
 import os, time, torch
 model = torch.nn.Linear(4, 4)
@@ -32,8 +37,10 @@ end = time.time() + 90
 while time.time() < end and not os.path.exists("enough"):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
+    open("up" + os.environ["RANK"], "w").write(os.environ.get("FSDPLAUNCH_STORE_FILE", "none"))
     time.sleep(0.1)
 """
+Spoil = Callable[[Path, random.Random], None]
 
 
 class _Bomb:
@@ -49,10 +56,16 @@ class _Bomb:
 def cases(chance: random.Random, count: int | None) -> Iterator[Case]:
     """Make the cases: mostly states, and some whole runs."""
     count = count or COUNT
+    whole = [
+        ("a run whose stores are overwritten", overwrite_run),
+        *((f"a run whose file is {name}", lambda spoil=spoil: spoil_run(spoil)) for name, spoil in SPOILS.items()),
+        ("two nodes, without the secret", lambda: overwrite_two_nodes(known=False)),
+        ("two nodes, with the secret", lambda: overwrite_two_nodes(known=True)),
+    ]
     for number in range(count):
         seed = chance.random()
-        if number < min(RUNS, count // 10):
-            yield Case(name=f"{number}: a run", attack=overwrite_run)
+        if number < min(len(whole), count // 10):
+            yield Case(name=f"{number}: {whole[number][0]}", attack=whole[number][1])
         else:
             yield Case(name=f"{number}: a state", attack=lambda seed=seed: forge_state(random.Random(seed)))
 
@@ -62,7 +75,6 @@ def forge_state(chance: random.Random) -> None:
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     from fsdplaunch.agent.signed_state import SignedBackend
-    from fsdplaunch.run_secret import proof
     from fsdplaunch.runtime.collectives.stores import HashStore
 
     store = HashStore()
@@ -96,38 +108,75 @@ def forge_state(chance: random.Random) -> None:
 
 def overwrite_run() -> None:
     """Overwrite every key of every store of a run on one node; raise when anything is executed, or it ends ill."""
-    with tempfile.TemporaryDirectory() as folder:
-        done = Path(folder) / "done"
-        (Path(folder) / "train.py").write_text(_SCRIPT)
-        command = [sys.executable, "-P", "-m", "fsdplaunch", "launch", "--cpu", "--num-processes", "2", "train.py"]
-        run = subprocess.Popen(
-            command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=_environ(), text=True
-        )
-        try:
-            touched = 0
-            end = time.monotonic() + 120
-            while run.poll() is None and time.monotonic() < end:
-                listeners = listening(descendants(run.pid))
-                if outside := [place for place in listeners if not place.startswith("127.")]:
-                    raise AssertionError(f"it listens at {outside}")
-                touched += sum(overwrite(int(place.rpartition(":")[2]), done) for place in listeners)
-                if touched:
-                    (Path(folder) / "enough").touch()
-                time.sleep(0.3)
-            said = run.communicate(timeout=30)[1]
-        finally:
-            if run.poll() is None:
-                run.send_signal(signal.SIGKILL)
-                run.wait()
+    with tempfile.TemporaryDirectory() as base:
+        folder, done = Path(base), Path(base, "done")
+        run = launch(folder, _SCRIPT, "--num-processes", "2")
+        wait_for((folder / "up1").exists, [run])
+        listeners = listening(descendants(run.pid))
+        if outside := [place for place in listeners if not place.startswith("127.")]:
+            raise AssertionError(f"it listens at {outside}")
+        touched = overwrite(listeners, done)
+        (folder / "enough").touch()
+        said = end_all([run], _END_SECONDS)
         if done.exists():
             raise AssertionError("what was written was executed")
         if run.returncode != 0 or not touched:
-            raise AssertionError(f"ended with {run.returncode} after {touched} stores: {said[-2000:]}")
+            raise AssertionError(f"ended with {run.returncode} after {touched} stores: {said[0][-2000:]}")
 
 
-def _environ() -> dict[str, str]:
-    root = str(Path(__file__).parents[3])
-    return {**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "CI": "1"}
+def _append(path: Path, chance: random.Random) -> None:
+    with path.open("ab") as file:
+        file.write(pickle.dumps(_Bomb(path.parent / "done")) + chance.randbytes(500))
+
+
+SPOILS: dict[str, Spoil] = {
+    "written to": _append,
+    "cut": lambda path, chance: os.truncate(path, chance.randrange(path.stat().st_size)),
+    "replaced": lambda path, chance: path.write_bytes(chance.randbytes(4000)),
+    "removed": lambda path, _chance: path.unlink(),
+}
+
+
+def spoil_run(spoil: Spoil) -> None:
+    """Spoil the file in which the workers of a lone node have met; raise when the run does not end or executes."""
+    with tempfile.TemporaryDirectory() as base:
+        folder = Path(base)
+        run = launch(folder, _SCRIPT, "--num-processes", "2", "--process-group-timeout-seconds", "20")
+        wait_for((folder / "up1").exists, [run])
+        path = Path((folder / "up1").read_text())
+        assert path.is_file(), path  # the case has reached what it is about
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+        spoil(path, random.Random(1))
+        (folder / "enough").touch()
+        end_all([run], _END_SECONDS)
+        if (path.parent / "done").exists() or path.parent.exists():
+            raise AssertionError("something was executed, or left behind")
+
+
+def overwrite_two_nodes(*, known: bool) -> None:
+    """Overwrite the store of a run on two nodes; raise when anything is executed, or a node does not end.
+
+    Args:
+        known: With the secret: under the very keys that agents and workers use.
+    """
+    with tempfile.TemporaryDirectory() as base:
+        folder, done = Path(base), Path(base, "done")
+        nodes = launch_two_nodes(folder, _SCRIPT, _SECRET)
+        wait_for(lambda: (folder / "up0").exists() and (folder / "up1").exists(), nodes)
+        family = [pid for node in nodes for pid in descendants(node.pid)]
+        variables = [variables_of(pid) for pid in family]
+        prefixes = {one[STORE_KEY] for one in variables if STORE_KEY in one} if known else set()
+        run_id = next(path.name for path in (folder / "runs").iterdir() if not path.is_symlink())
+        prefixes |= {proof(_SECRET, "agents", run_id)} if known else set()
+        listeners = listening(family)
+        if outside := [place for place in listeners if place.startswith(("0.", "*", "[::]"))]:
+            raise AssertionError(f"it listens at {outside}")
+        touched = overwrite(listeners, done, *prefixes)
+        (folder / "enough").touch()
+        end_all(nodes, _END_SECONDS + 30)
+        assert touched, "no store was reached"
+        if done.exists():
+            raise AssertionError("what was written was executed")
 
 
 def descendants(pid: int) -> list[int]:
@@ -153,19 +202,37 @@ def listening(pids: list[int]) -> list[str]:
     ]
 
 
-def overwrite(port: int, done: Path) -> int:
-    """Overwrite every key of a store, and those that torch's rendezvous uses; return whether there was a store."""
+def overwrite(places: list[str], done: Path, *prefixes: str) -> int:
+    """Overwrite every key of every store, and those that a run uses; return how many stores there were.
+
+    Args:
+        places: Where something listens, as `listening` says.
+        done: A file that what is written would make if it was executed.
+        prefixes: What the run's own keys begin with, as far as they are known.
+    """
     code = (
         "import sys, pickle, base64, os, datetime; import torch.distributed as dist\n"
         "class Bomb:\n"
-        "    def __reduce__(self): return os.system, ('touch ' + sys.argv[2],)\n"
+        "    def __reduce__(self): return os.system, ('touch ' + sys.argv[3],)\n"
         "bomb = base64.b64encode(pickle.dumps(Bomb())).decode()\n"
-        "store = dist.TCPStore('127.0.0.1', int(sys.argv[1]), None, False, datetime.timedelta(seconds=2))\n"
+        "store = dist.TCPStore(sys.argv[1], int(sys.argv[2]), None, False, datetime.timedelta(seconds=2))\n"
         "keys = store.list_keys() if hasattr(store, 'list_keys') else []\n"
-        "for key in [*keys, 'torch.rendezvous.run', 'attempt', 'port']: store.set(key, bomb)\n"
+        "names = ('attempt', 'attempt0/port', 'attempt0/here', 'attempt0/all')\n"
+        "own = [f'{prefix}/{name}' for prefix in sys.argv[4:] for name in names]\n"
+        "for key in [*keys, *own, 'torch.rendezvous.run', 'attempt', 'port']: store.set(key, bomb)\n"
     )
-    words = [sys.executable, "-c", code, str(port), str(done)]
-    try:
-        return int(subprocess.run(words, capture_output=True, timeout=20, check=False).returncode == 0)
-    except subprocess.TimeoutExpired:
-        return 0
+    hosts = [place.rpartition(":")[::2] for place in places]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, host.strip("[]"), port, str(done), *prefixes],
+            stderr=subprocess.DEVNULL,
+            preexec_fn=ended_with_us(),  # noqa: PLW1509  (no threads here)
+        )
+        for host, port in hosts
+    ]
+    end = time.monotonic() + _OVERWRITE_SECONDS
+    while any(one.poll() is None for one in running) and time.monotonic() < end:
+        time.sleep(0.05)
+    for one in running:
+        one.kill()
+    return sum(one.wait() == 0 for one in running)

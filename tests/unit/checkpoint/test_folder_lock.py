@@ -7,12 +7,14 @@ import sys
 
 import pytest
 
+from fsdplaunch.checkpoint.atomic_output import atomic_output
 from fsdplaunch.checkpoint.folder_lock import FolderLock
 from fsdplaunch.errors import CheckpointError
 
 _HOLD = """
 import sys, time
 from pathlib import Path
+from fsdplaunch.checkpoint.atomic_output import atomic_output
 from fsdplaunch.checkpoint.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 lock.acquire()
@@ -56,3 +58,26 @@ def test_lock_is_taken_again_and_again_and_a_strange_note_does_no_harm(tmp_path)
         first.release()
         second.acquire()
         second.release()
+
+
+def test_what_is_no_lock_file_is_said_and_not_written_through(tmp_path):
+    place, target = tmp_path / ".c.lock", tmp_path / "precious"
+    target.write_text("kept")
+    for make in (lambda: place.symlink_to(target), lambda: os.mkfifo(place), place.mkdir):
+        make()
+        with pytest.raises(CheckpointError, match=r"c cannot be locked: .*\.c\.lock"):
+            FolderLock(tmp_path / "c").acquire()
+        place.rmdir() if place.is_dir() else place.unlink()
+    assert target.read_text() == "kept"
+
+
+def test_second_merge_into_one_output_is_refused_while_the_first_runs(tmp_path):
+    with atomic_output(tmp_path / "out", overwrite=False) as partial:
+        (partial / "model.safetensors").touch()
+        with (
+            pytest.raises(CheckpointError, match=f"out is being written by process {os.getpid()} on "),
+            atomic_output(tmp_path / "out", overwrite=False),
+        ):
+            pass
+        assert partial.is_dir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]

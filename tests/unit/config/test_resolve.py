@@ -55,7 +55,7 @@ def test_a_strategy_becomes_reshard_and_mesh_under_version_2(strategy, machines,
     text = f"num_processes: 8\nnum_machines: {machines}\n"
     read = config(text + f"fsdp_config: {{fsdp_version: 2, fsdp_sharding_strategy: {strategy}}}\n")
     assert read.fsdp_config.fsdp_reshard_after_forward is reshard
-    assert mesh_sizes(read, 8) == mesh
+    assert mesh_sizes(read, 8) == (*mesh, 1, 1)
 
 
 def test_a_mesh_becomes_numbers_when_the_world_is_known():
@@ -107,3 +107,22 @@ def test_sending_rank_0s_values_can_be_turned_off_under_both_versions(version):
     off = config(f"fsdp_config: {{fsdp_version: {version}, fsdp_sync_module_states: false}}\n")
     assert off.fsdp_config.fsdp_sync_module_states is False
     assert encode(off)["FSDP_SYNC_MODULE_STATES"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("text", "axes"),
+    [
+        ("tp_size: 2", (1, 4, 1, 2)),
+        ("tp_size: -1, dp_shard_size: 2", (1, 2, 1, 4)),
+        ("tp_size: 2, cp_size: 2", (1, 2, 2, 2)),
+        ("dp_replicate_size: 2, dp_shard_size: 2, tp_size: 2", (2, 2, 1, 2)),
+        ("dp_replicate_size: -1, dp_shard_size: 1, cp_size: 4", (2, 1, 4, 1)),
+    ],
+)
+def test_all_axes_become_numbers(text, axes):
+    read = config(f"fsdp_config: {{fsdp_version: 2}}\nparallelism_config: {{{text}}}\n")
+    assert mesh_sizes(read, 8) == axes
+    env = encode(with_mesh(read, 8))
+    names = ("DP_REPLICATE", "DP_SHARD", "CP", "TP")
+    assert tuple(int(env[f"PARALLELISM_CONFIG_{name}_SIZE"]) for name in names) == axes
+    assert env["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"

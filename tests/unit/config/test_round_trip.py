@@ -16,6 +16,7 @@ from fsdplaunch.config.rules.registry import find_notes, find_violations
 from fsdplaunch.config.schema import kinds as v
 from fsdplaunch.config.schema.config import Config, PrecisionSection
 from fsdplaunch.config.schema.walk import all_keys, build_config, keys_by_path, value_at
+from fsdplaunch.config.schema.xla import XLA_SETTINGS
 from fsdplaunch.config.write.render import render, values_to_write
 from fsdplaunch.config.write.to_fsdp2 import to_fsdp2
 from fsdplaunch.config.write.yaml_edit import set_keys
@@ -50,7 +51,18 @@ BY_KIND = {
     id(v.HOSTS): st.lists(WORDS, max_size=3).map(tuple),
     id(v.LINES): st.lists(TEXT, max_size=3).map(tuple),
     id(v.TABLE): st.dictionaries(WORDS, JSON, max_size=3),
+    id(XLA_SETTINGS): st.fixed_dictionaries(
+        {},
+        optional={
+            "compute_dtype": st.sampled_from(["float32", "bfloat16", "float16"]),
+            "flatten_parameters": st.booleans(),
+            "reduce_scatter_bucket_size_mb": st.integers(0, 99),
+            "sharding_groups": st.lists(st.lists(st.integers(0, 7), max_size=2), max_size=2),
+            "_debug_msg": st.just("words of one's own"),
+        },
+    ),
     id(v.VARIABLES): st.dictionaries(WORDS.filter(str.isidentifier), st.just("") | TEXT, max_size=3),
+    id(v.PLAN): st.dictionaries(WORDS.map(str.strip).filter(bool), WORDS.map(str.strip).filter(bool), max_size=3),
     id(v.RANKS): st.just("all") | RANKS,
     id(v.DEVICES): st.just("all") | RANKS | st.just("GPU-1a2b,MIG-3c"),
     id(v.MODULES): st.lists(MODULES.filter(str.isidentifier), max_size=3).map(tuple),

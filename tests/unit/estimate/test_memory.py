@@ -201,3 +201,23 @@ def test_resized_run_keeps_its_way_to_shard():
     assert (resized(inside, 32).shards, resized(inside, 32).replicas) == (8, 4)
     spread = TrainingSetup(strategy="FULL_SHARD", world=16, per_node=8, shards=16)
     assert resized(spread, 32).shards == 32
+
+
+def test_ranks_that_split_layers_and_sequences_need_less_for_each() -> None:
+    case = case_of(layers=8, hidden=256, heads=8)
+    plain = TrainingSetup(strategy="FULL_SHARD", world=8, per_node=8, shards=8, length=1024)
+    layers = replace(plain, shards=4, tensor=2)
+    sequences = replace(plain, context=2)
+    one, two, cut = (memory_need(case.sizes, case.shape, each) for each in (plain, layers, sequences))
+    assert two.moments["backward"]["gathered"] == pytest.approx(one.moments["backward"]["gathered"] / 2, rel=0.01)
+    assert kept(two) == pytest.approx(kept(one), rel=0.01)
+    assert cut.moments["loss"]["gathered"] == one.moments["loss"]["gathered"]
+    blocks = one.moments["loss"]["activations"] - cut.moments["loss"]["activations"]
+    assert 2 * blocks == pytest.approx(one.moments["loss"]["activations"], rel=0.2)
+    assert (layers.replicas, layers.spread) == (1, 4)
+    names = [row.name for row in make_report(case, layers, title="", model="", memory=GIB).rows]
+    assert names[0] == "FULL_SHARD, layers over 2"
+    assert any(
+        "ranks that split layers add up" in n
+        for n in make_report(case, layers, title="", model="", memory=GIB).notes
+    )

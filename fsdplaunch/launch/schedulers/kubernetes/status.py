@@ -9,6 +9,7 @@ from fsdplaunch.errors import EXIT_FAILED, LaunchError
 from fsdplaunch.launch.runs.states import State
 from fsdplaunch.launch.schedulers.kubernetes import kubectl
 from fsdplaunch.launch.schedulers.kubernetes.manifests import JOB_CONTAINER, TRAIN_JOB_CONTAINER
+from fsdplaunch.parent_death import ended_with_us
 
 LOOK_SECONDS = 2.0
 """Between two looks at a run that is followed."""
@@ -134,5 +135,8 @@ def _open_streams(job: Job, streams: dict[str, "subprocess.Popen[bytes]"]) -> No
             continue
         what = ["logs", "--follow", "--container", container(job), name]
         streams[name] = subprocess.Popen(
-            kubectl.words_for(what, job.get("namespace")), stdin=subprocess.DEVNULL, start_new_session=True
+            kubectl.words_for(what, job.get("namespace")),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=ended_with_us(),  # noqa: PLW1509  (no threads here)
         )

@@ -13,11 +13,13 @@ from typing import Any
 from fsdplaunch.config.schema.config import SshSection
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.entry_points import SSH_REMOTE
+from fsdplaunch.terminal_text import quoted
 
 READY = "fsdplaunch: far side ready"
 """What the remote side, of any version, prints once it runs; everything before is ssh's or the shell's."""
 SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
+_NAME = re.compile(r"[^\s\x00-\x1f\x7f'\"`$;|&<>()\\]{1,300}")
 _ALIVE_TIMES, _CONNECT_SECONDS = 3, 10
 
 
@@ -47,8 +49,8 @@ def read_hosts(section: SshSection) -> list[SshHost]:
     if section.hostfile:
         hosts = _read_hostfile(Path(section.hostfile))
     for host in hosts:
-        if host.name.startswith("-") or not re.fullmatch(r"[^\s'\"`$;|&<>()\\]+", host.name):
-            msg = f"{host.name!r} is not a name of a node"
+        if "-" in (host.name[0], host.name.rpartition("@")[2][:1]) or not _NAME.fullmatch(host.name):
+            msg = f"{quoted(host.name)} is not a name of a node"
             raise UsageError(msg, hint="name nodes as you would to ssh, for example node1 or me@10.0.0.2")
     twice = {host.name for host in hosts if sum(other.name == host.name for other in hosts) > 1}
     if twice:
@@ -69,7 +71,11 @@ def _read_hostfile(path: Path) -> list[SshHost]:
         if not words:
             continue
         slots = [word.partition("=")[2] for word in words[1:] if word.startswith("slots=")]
-        if len(words) - len(slots) != 1 or len(slots) > 1 or not all(s.isdecimal() and int(s) for s in slots):
+        if (
+            len(words) - len(slots) != 1
+            or len(slots) > 1
+            or not all(re.fullmatch(r"[0-9]{1,6}", slot) and int(slot) for slot in slots)
+        ):
             msg = f"{path}:{number}: {line.strip()!r} is not NAME or NAME slots=N"
             raise UsageError(msg)
         hosts.append(SshHost(name=words[0], slots=int(slots[0]) if slots else None))

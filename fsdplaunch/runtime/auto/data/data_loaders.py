@@ -20,7 +20,7 @@ from fsdplaunch.runtime.auto.data.samplers import FullBatches, RankBatches, Rank
 from fsdplaunch.runtime.auto.data.worker_draws import WorkerDraws
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
-from fsdplaunch.runtime.data.data_loader import is_split, set_attributes
+from fsdplaunch.runtime.data.data_loader import count_readers, is_split, set_attributes
 from fsdplaunch.runtime.torch_internals.data_loaders import iterator_methods, set_iterator_methods
 
 
@@ -45,7 +45,12 @@ class _Loaders:
     def _are_ours(self, loader: Any) -> bool:
         """Return whether a loader is to be divided, after dividing it if it is."""
         hook_context = self.hook_context
-        if hook_context.size == 1 or not hook_context.ownership.decided() or is_split(loader):
+        if hook_context.size == 1:
+            return False
+        divides, split = hook_context.ownership.decided(), is_split(loader)
+        if split and hook_context.ownership.ours and hook_context.data.size < hook_context.size:
+            count_readers(loader, hook_context.data)
+        if split or not divides or hook_context.data.size == 1:
             return False
         if loader not in self.fitted:
             self.fitted.add(loader)
@@ -79,7 +84,7 @@ class _Loaders:
             return (
                 length
                 if self.hook_context.keeps_batch or _is_complete(self.hook_context)
-                else math.ceil(length / self.hook_context.size)
+                else math.ceil(length / self.hook_context.data.size)
             )
 
         return measure
@@ -120,15 +125,19 @@ def _check_batch(loader: Any, hook_context: HookContext) -> None:
     size = loader.batch_size
     if size is None or not hook_context.models or hook_context.evaluating():
         return
-    if hook_context.keeps_batch and size % hook_context.size and size > 1:
-        msg = f"{script_line()} reads batches of {size}, which {hook_context.size} workers cannot divide evenly"
+    if hook_context.keeps_batch and size % hook_context.data.size and size > 1:
+        msg = (
+            f"{script_line()} reads batches of {size}, which {hook_context.data.size} workers cannot divide evenly"
+        )
         raise ShardingError(msg, hint="change the batch size or the number of workers, or leave keep_global_batch")
     if "batch" not in hook_context.printed:
         hook_context.printed.add("batch")
         each, all_ = (
-            (size // hook_context.size, size) if hook_context.keeps_batch else (size, size * hook_context.size)
+            (size // hook_context.data.size, size)
+            if hook_context.keeps_batch
+            else (size, size * hook_context.data.size)
         )
-        messages.say(f"batches of {each} on each of {hook_context.size} ranks, {all_} together")
+        messages.say(f"batches of {each} on each of {hook_context.data.size} ranks, {all_} together")
 
 
 def _read_with_own_draws(loader: Any, iterate: Any, hook_context: HookContext) -> Any:
@@ -169,7 +178,7 @@ def _read_stream(loader: Any, iterate: Any, hook_context: HookContext) -> Any:
     hook_context.batches.divided = True
     kept = {"dataset": loader.dataset, "batch_sampler": loader.batch_sampler}
     divides = loader.batch_sampler is not None and hook_context.keeps_batch
-    rows = max(loader.batch_size // hook_context.size, 1) if divides else 1
+    rows = max(loader.batch_size // hook_context.data.size, 1) if divides else 1
     set_attributes(loader, dataset=RankTurns(loader.dataset, hook_context, rows))
     if divides:
         part = BatchSampler(loader.sampler, rows, loader.drop_last)

@@ -26,7 +26,7 @@ _LIKE = ("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "mult
 @contextmanager
 def drawing_for_global_batch(hook_context: HookContext) -> Iterator[None]:
     """Draw as one process does, where the configuration keeps the global batch."""
-    if not hook_context.keeps_batch or hook_context.size == 1:
+    if not hook_context.keeps_batch or hook_context.data.size == 1:
         yield
         return
     slicing = _Slicing(hook_context)
@@ -59,8 +59,8 @@ class _Slicing:
 
     def _own(self, drawn: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's rows of what was drawn for all."""
-        rows = drawn.size(dim) // self.hook_context.size
-        return drawn.narrow(dim, self.hook_context.rank * rows, rows)
+        rows = drawn.size(dim) // self.hook_context.data.size
+        return drawn.narrow(dim, self.hook_context.data.rank * rows, rows)
 
     def _rows_first(self, size: Any) -> bool:
         """Return whether a size is that of one value, or several, per row of this rank's batch."""
@@ -80,7 +80,7 @@ class _Slicing:
                     return operator(tensor, *args, **kwargs).add_(self.hook_context.streams.seed_offset)  # type: ignore[no-any-return]
                 if dim is None or kwargs.get("generator") is not None:
                     return operator(tensor, *args, **kwargs)  # type: ignore[no-any-return]
-                every = _empty_for_all(tensor, dim, self.hook_context.size)
+                every = _empty_for_all(tensor, dim, self.hook_context.data.size)
                 operator(every, *args, **kwargs)
                 return tensor.copy_(self._own(every, dim))
 
@@ -109,7 +109,7 @@ class _Slicing:
                 note_single(self.hook_context, size)
                 return original(*args, **kwargs)
             rest = {name: value for name, value in kwargs.items() if name != "size"}
-            return self._own(original((size[0] * self.hook_context.size, *size[1:]), **rest), 0)
+            return self._own(original((size[0] * self.hook_context.data.size, *size[1:]), **rest), 0)
 
         return draw
 
@@ -123,7 +123,7 @@ class _Slicing:
                 note_single(self.hook_context, size)
                 return original(*args, **kwargs)
             limits = args if "size" in kwargs else args[:-1]
-            every = (size[0] * self.hook_context.size, *size[1:])
+            every = (size[0] * self.hook_context.data.size, *size[1:])
             return self._own(original(*limits, **{**kwargs, "size": every}), 0)
 
         return draw
@@ -148,7 +148,7 @@ class _Slicing:
         """Return an argument with as many rows as all ranks have, of which this rank's are its own."""
         if not isinstance(value, torch.Tensor) or not value.dim() or value.size(0) != rows:
             return value
-        return value.detach().repeat(self.hook_context.size, *[1] * (value.dim() - 1))
+        return value.detach().repeat(self.hook_context.data.size, *[1] * (value.dim() - 1))
 
 
 def _empty_for_all(tensor: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:

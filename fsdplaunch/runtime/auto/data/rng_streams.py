@@ -27,7 +27,7 @@ class RngStreams:
     """The generators of one worker.
 
     Attributes:
-        rank: Rank 0 goes on as one process would; the others diverge from it.
+        rank: Among those that read different data. Rank 0 goes on as one process would; others diverge from it.
         kept: All ranks go on alike, for a run that computes what one process would.
         diverged: Whether they have diverged.
         evaluating: Whether the script evaluates.
@@ -59,8 +59,9 @@ class RngStreams:
         dist.broadcast_object_list(box, src=0)
         self._shared = box[0]
         self.diverged = True
-        if self.rank:
+        if dist.get_rank():
             set_random_states(self._shared)
+        if self.rank:
             self._reseed(torch.initial_seed())
 
     def _reseed(self, seed: int) -> None:

@@ -81,21 +81,21 @@ def filled(items: list[Any], multiple: int, first: list[Any]) -> list[Any]:
 
 def own_share(batch: list[Any], first: list[Any], hook_context: HookContext) -> list[Any]:
     """Return this rank's part of a batch, after filling up a last one that cannot be divided."""
-    full = filled(batch, hook_context.size, first)
+    full = filled(batch, hook_context.data.size, first)
     if hook_context.keeps_batch and len(full) > len(batch) > 1:
         say_filled(len(batch), len(full) - len(batch), hook_context)
-    each = len(full) // hook_context.size
+    each = len(full) // hook_context.data.size
     hook_context.batches.note(each)
-    return full[hook_context.rank * each : (hook_context.rank + 1) * each]
+    return full[hook_context.data.rank * each : (hook_context.data.rank + 1) * each]
 
 
 def _own_turns(inner: Any, hook_context: HookContext) -> Iterator[Any]:
     """Yield one of each round of as many items, or batches, as there are ranks; a last round is filled up."""
     first: list[Any] = []
-    for round_ in rounds(inner, hook_context.size, hook_context):
+    for round_ in rounds(inner, hook_context.data.size, hook_context):
         first = first or round_
         hook_context.batches.divided = True
-        yield filled(round_, hook_context.size, first)[hook_context.rank]
+        yield filled(round_, hook_context.data.size, first)[hook_context.data.rank]
 
 
 def say_filled(size: int, more: int, hook_context: HookContext) -> None:
@@ -103,8 +103,8 @@ def say_filled(size: int, more: int, hook_context: HookContext) -> None:
     if "filled" not in hook_context.printed:
         hook_context.printed.add("filled")
         messages.say(
-            f"a batch of {size} is filled up with {more} of the first items for {hook_context.size} ranks, so its "
-            "step is not quite that of one process (drop_last=True leaves such batches out)"
+            f"a batch of {size} is filled up with {more} of the first items for {hook_context.data.size} ranks, "
+            "so its step is not quite that of one process (drop_last=True leaves such batches out)"
         )
 
 
@@ -118,9 +118,9 @@ class RankBatches(BatchSampler):
         self.inner, self.hook_context = inner, hook_context
         self.sampler, self.drop_last, self.batch_size = inner.sampler, inner.drop_last, inner.batch_size
         self.together = (
-            max(self.batch_size, hook_context.size)
+            max(self.batch_size, hook_context.data.size)
             if hook_context.keeps_batch
-            else self.batch_size * hook_context.size
+            else self.batch_size * hook_context.data.size
         )
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -172,7 +172,7 @@ class FullBatches(Sampler[Any]):
     def __len__(self) -> int:
         """Return how many batches an epoch has."""
         complete = self.hook_context.keeps_batch or (self.hook_context.models and self.hook_context.evaluating())
-        return len(self.inner) if complete else math.ceil(len(self.inner) / self.hook_context.size)
+        return len(self.inner) if complete else math.ceil(len(self.inner) / self.hook_context.data.size)
 
 
 class RankItems(Sampler[Any]):
@@ -191,7 +191,7 @@ class RankItems(Sampler[Any]):
     def __len__(self) -> int:
         """Return how many items an epoch has."""
         complete = self.hook_context.models and self.hook_context.evaluating()
-        return len(self.inner) if complete else math.ceil(len(self.inner) / self.hook_context.size)
+        return len(self.inner) if complete else math.ceil(len(self.inner) / self.hook_context.data.size)
 
 
 class RankTurns(IterableDataset[Any]):
@@ -201,8 +201,8 @@ class RankTurns(IterableDataset[Any]):
         self.turn = turn
         self.stream, self.rank, self.size, self.streams = (
             stream,
-            hook_context.rank,
-            hook_context.size,
+            hook_context.data.rank,
+            hook_context.data.size,
             hook_context.streams,
         )
 

@@ -13,8 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdplaunch.config.environment import decode
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.rank import configured_data_ranks
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals.optimizers import LBFGS_ADDS, LBFGS_GATHERS
 
@@ -71,7 +73,9 @@ def _averaged(closure: Callable[[], Any], whole_sum: Callable[[], bool]) -> Call
     def compute() -> torch.Tensor:
         loss = torch.as_tensor(closure()).detach().clone()
         dist.all_reduce(loss)
-        return loss if whole_sum() else loss / dist.get_world_size()
+        ranks = dist.get_world_size()
+        readers = configured_data_ranks(decode(), rank=0, size=ranks).size
+        return loss * (readers if whole_sum() else 1) / ranks
 
     return compute
 

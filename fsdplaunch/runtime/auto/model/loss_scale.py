@@ -43,13 +43,13 @@ class LossScale:
                 continue
             if self.reduction == "sum":
                 self.hook_context.batches.whole_sum = True
-                loss.grad_fn.register_prehook(_times(self.hook_context.size))
+                loss.grad_fn.register_prehook(_times(self.hook_context.data.size))
             else:
                 self._scale(loss)
 
     def _scale(self, loss: torch.Tensor) -> None:
         context = self.hook_context
-        found = batch_reductions(loss.grad_fn, context.batches.sizes, context.size)
+        found = batch_reductions(loss.grad_fn, context.batches.sizes, context.data.size)
         key = (script_line(), tuple((each.name, each.kind, each.shape[1:], each.weight > 0) for each in found))
         if key not in self.plans:
             self.plans[key] = self._planned(key[0], loss, found)
@@ -57,7 +57,7 @@ class LossScale:
         context.batches.whole_sum = bool(plan) and all(need == "ranks" for need in plan)
         for reduction, need in zip(found, plan, strict=True):
             if need == "ranks":
-                reduction.node.register_prehook(_times(context.size))
+                reduction.node.register_prehook(_times(context.data.size))
         self._weigh([each for each, need in zip(found, plan, strict=True) if need == "part"], loss)
 
     def _weigh(self, reductions: list[BatchReduction], loss: torch.Tensor) -> None:

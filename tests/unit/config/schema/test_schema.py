@@ -92,7 +92,7 @@ def test_every_key_refuses_what_is_no_value_of_it():
 
 
 def test_own_sections_are_those_that_accelerate_lacks():
-    sections = ("launch", "precision", "sharding", "checkpoint", "slurm", "kubernetes", "ssh")
+    sections = ("launch", "precision", "sharding", "checkpoint", "slurm", "kubernetes", "ssh", "xla")
     assert own_sections() == sections
 
 
@@ -134,6 +134,7 @@ def test_keys_that_nodes_of_one_run_may_set_differently():
         "main_process_ip",
         "main_process_port",
         "num_processes",
+        "launch.keep_warm_seconds",
         "launch.local_address",
         "launch.network_interface",
         "launch.rendezvous_endpoint",
@@ -143,4 +144,6 @@ def test_keys_that_nodes_of_one_run_may_set_differently():
         "launch.workers_per_node",
         "ssh.hosts",
         "ssh.hostfile",
+        "xla.processes_per_host",
+        "xla.cpu_devices",
     }

@@ -13,6 +13,7 @@ from fsdplaunch.launch.coordination.interfaces import RunAssignment
 from fsdplaunch.launch.coordination.node_config import agreed_config, provisional_config
 from fsdplaunch.launch.coordination.placement import find_placement
 from fsdplaunch.launch.coordination.run_secrets import SecretSource
+from fsdplaunch.launch.coordination.socket_interfaces import interface_variables
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan
 from fsdplaunch.run_dir import node_folder
 
@@ -22,7 +23,8 @@ def assignment(rank: int) -> RunAssignment:
         run_id="r7",
         rank=rank,
         names=["a (10.0.0.10)", "b (10.0.0.2)"],
-        workers=[4, 2],
+        nodes=2,
+        world=6,
         store="10.0.0.10:29501",
         address=("10.0.0.10", "10.0.0.2")[rank],
     )
@@ -112,7 +114,7 @@ def test_store_gets_the_next_port_or_any_that_is_free():
     ids=["found", "said-by-the-user", "asked-for"],
 )
 def test_workers_talk_over_the_interface_of_the_nodes(launch, environ, variables):
-    assert join.interface_variables(Config(launch=launch), "127.0.0.1", environ) == variables
+    assert interface_variables(Config(launch=launch), "127.0.0.1", environ) == variables
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,9 @@
 """The run's secret: where a node finds it, who is refused, and what both sides are told."""
 
+import os
+import shlex
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -127,3 +131,71 @@ def test_source_waits_a_moment_for_a_shared_file_and_no_longer(tmp_path):
     threading.Timer(0.3, lambda: SecretSource("", tmp_path / ".join-x").offer()).start()
     assert is_secret(source.wait())
     assert [path.name for path in tmp_path.iterdir()] == [".join-x"]
+
+
+def test_secret_file_that_is_no_file_of_this_users_alone_is_refused(tmp_path, monkeypatch):
+    good = "ab" * 32
+    path = tmp_path / "s; rm -rf x"
+    for mode in (0o604, 0o640, 0o620, 0o666):
+        path.write_text(good)
+        path.chmod(mode)
+        with pytest.raises(UsageError, match=rf"others may read .* \(mode {mode:04o}\)") as caught:
+            read_secret_file(path)
+        assert caught.value.hint == f"chmod 600 {shlex.quote(str(path))}"
+    path.chmod(0o600)
+    assert read_secret_file(path) == good
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    if path.stat().st_uid:
+        with pytest.raises(UsageError, match="is another user's"):
+            read_secret_file(path)
+    monkeypatch.undo()
+    for text in ("", "ab", "xy" * 32, good[:-1] + "\u0661", f"{good}\n{good}", "\x00" * 64, "ab" * 5000):
+        path.write_text(text)
+        with pytest.raises(UsageError, match="holds no secret"):
+            read_secret_file(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
+def test_secret_file_of_another_user_is_refused(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("ab" * 32)
+    path.chmod(0o600)
+    os.chown(path, 65534, 65534)
+    with pytest.raises(UsageError, match=r"is another user's, who knows what it holds \(user 65534\)"):
+        read_secret_file(path)
+
+
+def test_secret_file_that_would_be_waited_for_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    cases = {"pipe": "holds no secret", "loop": "symbolic links", "": "is a directory", "no": "no such"}
+    for name, said in cases.items():
+        with pytest.raises(UsageError, match=said):
+            read_secret_file(tmp_path / name)
+
+
+LEAVES_ONE = """
+import os, sys
+from pathlib import Path
+from fsdplaunch.launch.coordination.run_secrets import SecretSource
+SecretSource("", Path(sys.argv[1], ".join-killed")).offer()
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_secret_that_a_killed_launcher_left_goes_with_the_next_one(tmp_path):
+    command = [sys.executable, "-c", LEAVES_ONE, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout.readline() == "there\n"
+        first = SecretSource("", tmp_path / ".join-first")
+        first.offer()
+        assert {path.name for path in tmp_path.iterdir()} == {".join-killed", ".join-first"}
+        launcher.kill()
+    (tmp_path / ".join-pipe").symlink_to("/etc/passwd")
+    second = SecretSource("", tmp_path / ".join-second")
+    second.offer()
+    assert {path.name for path in tmp_path.iterdir()} == {".join-first", ".join-pipe", ".join-second"}
+    first.withdraw()
+    second.withdraw()
+    assert {path.name for path in tmp_path.iterdir()} == {".join-pipe"}

@@ -180,3 +180,41 @@ def test_array_that_slurm_has_forgotten_is_known_by_its_folders(array: Path, mon
     monkeypatch.setenv("PATH", "")
     run = find_run(array.parent, "r1")
     assert (run.state, run.unfinished) == ("1 done, 1 failed (7)", False)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"route": "slurm", "job": "--me"},
+        {"route": "slurm", "job": 12},
+        {"route": "kubernetes", "kind": "job", "name": "--all"},
+        {"route": "kubernetes", "kind": "job", "name": "a", "namespace": "--all-namespaces"},
+        {"route": "here", "host": socket.gethostname(), "pid": "1", "since": None},
+        {"route": "here", "host": socket.gethostname(), "pid": -1, "since": None},
+        {"route": ["here"], "host": "x", "pid": 5},
+        {"route": "here"},
+    ],
+)
+def test_what_no_launcher_writes_is_not_believed(tmp_path: Path, job: dict):
+    assert state(make(tmp_path, "r1", job=job)) == ("unknown", False)
+    with pytest.raises(UsageError, match="r1 is not running"):
+        cancel(find_run(tmp_path, "r1"))
+
+
+def test_broken_run_does_not_hide_the_others(tmp_path: Path):
+    make(tmp_path, "good", result={"exit_code": 0})
+    for number, text in enumerate(("[" * 100_000, "[]", '{"exit_code": "0"}', "\x00")):
+        folder = make(tmp_path, f"bad{number}")
+        (folder / "result.json").write_text(text)
+        (folder / JOB).write_text(text)
+    os.mkfifo(make(tmp_path, "pipe") / "result.json")
+    assert {run.id: run.state for run in read_runs(tmp_path)}["good"] == "done"
+    assert len(read_runs(tmp_path)) == 6
+
+
+def test_log_that_is_a_pipe_is_not_waited_for(tmp_path: Path):
+    folder = make(tmp_path, "r1", result={"exit_code": 0}) / "ranks" / "0"
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "stdout.log")
+    run = find_run(tmp_path, "r1")
+    assert LogTail().read(log_files(run, rank=0, stream="stdout")) == b""

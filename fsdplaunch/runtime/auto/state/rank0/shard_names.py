@@ -58,7 +58,7 @@ def shard_ranks(tensor: DTensor, rank: int) -> list[int]:
     if not len(mine):
         return []
     for axis, placement in reversed(list(enumerate(tensor.placements))):
-        if not placement.is_shard():
+        if placement.is_replicate():
             mesh = mesh.select(axis, int(mine[0][axis]))
     return [int(each) for each in mesh.reshape(-1)]
 

@@ -3,7 +3,7 @@
 import os
 import threading
 
-from fsdplaunch.agent.fork_server.channel import open_channel
+from fsdplaunch.channel import open_channel
 
 
 def test_message_and_open_files_arrive_together():

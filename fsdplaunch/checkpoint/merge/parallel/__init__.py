@@ -1,0 +1,1 @@
+"""A merge by several processes or machines."""

@@ -1,0 +1,228 @@
+"""Checkpoints of PyTorch/XLA: one torch.save file per rank, of `XlaFullyShardedDataParallel`; read without torch.
+
+Each holds `model`, the rank's slices, and `shard_metadata`, which says what they are of. A parameter, or all of a
+unit that were flattened into one, is padded and cut into equal runs of elements; or cut into equal runs of rows.
+"""
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fsdplaunch.checkpoint.checked_ints import check_count, check_counts
+from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
+from fsdplaunch.checkpoint.item_location import ItemLocation
+from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex
+from fsdplaunch.checkpoint.readers.flat_params import FlatLayout, FlatParameterSpan
+from fsdplaunch.checkpoint.readers.rank_files import (
+    MAX_DIRECTORY,
+    MAX_RANKS,
+    MAX_STATE,
+    MOST_OF_NAMES,
+    SMALL_NAMES,
+    FoundTensors,
+    add_shard,
+    found_tensor,
+    note_bytes,
+    refuse,
+    stored_tensor,
+)
+from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, TorchZipItem, ZipDirectory, member_bytes, read_zip
+from fsdplaunch.checkpoint.regions import Region, row_major
+from fsdplaunch.checkpoint.regular_file import open_regular, read_exactly
+from fsdplaunch.checkpoint.safe_pickle.dcp_classes import SIZE_NAMES
+from fsdplaunch.checkpoint.safe_pickle.rank_file_classes import NAMES, read_state
+from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
+from fsdplaunch.errors import CheckpointError
+
+XLA_FILE = re.compile(r"rank-?(?P<rank>\d+)-of-(?P<world>\d+)(-pytorch_model)?\.(bin|pth|pt)")
+"""As transformers' Trainer, this package and torch_xla's documents name them."""
+_SHARD = "_fsdp_shard"
+_WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_fpw_module)\.")
+_FLAT = re.compile(r"flat_param_\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFile:
+    """One rank's file.
+
+    Attributes:
+        name: Its name.
+        model: Its slices and buffers by torch_xla's names.
+        metadata: What they are.
+        window: Reads it.
+        built: Its table of contents.
+        most: Characters of all names that a description of its size can have: a list may stand in many places.
+    """
+
+    name: str
+    model: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    window: ReadWindow
+    built: ZipDirectory
+    most: int
+
+
+def read_xla_files(folder: Path) -> tuple[CheckpointIndex, dict[ItemLocation, TorchZipItem]]:
+    """Read what each rank's file says it holds.
+
+    Returns:
+        What the checkpoint holds, and where each slice's bytes are, by its place.
+
+    Raises:
+        CheckpointError: A file is damaged, hostile or missing, or they do not fit together.
+    """
+    names = _names(folder)
+    found, ends = FoundTensors(folder), dict[str, int]()
+    for rank, name in enumerate(names):
+        ends[name] = _read_file(folder / name, rank, len(names), found)
+    tensors = tuple(stored_tensor(folder, name, full) for name, full in found.tensors.items())
+    return CheckpointIndex(tensors=tensors, values=(), files=ends), found.items
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the files of all ranks, rank 0 first."""
+    matches = [match for path in folder.iterdir() if (match := XLA_FILE.fullmatch(path.name))]
+    worlds = {int(match["world"]) for match in matches}
+    ranks = {int(match["rank"]): match[0] for match in matches}
+    world = max(worlds)
+    if len(worlds) > 1 or len(ranks) < len(matches):
+        msg = f"{folder} holds the files of several saves: {min(ranks.values())} and others"
+        raise CheckpointError(msg, hint="move the files of one of them into a folder of its own")
+    missing = [rank for rank in range(min(world, MAX_RANKS)) if rank not in ranks]
+    if missing or world > MAX_RANKS:
+        msg = f"{folder} lacks the files of {len(missing)} of {world} ranks: {', '.join(map(str, missing[:5]))}"
+        raise CheckpointError(msg, hint="bring the files of all ranks together")
+    return [ranks[rank] for rank in range(world)]
+
+
+def _read_file(path: Path, rank: int, world: int, found: FoundTensors) -> int:
+    """Add what one rank's file holds to `found` and return the file's size in bytes."""
+    try:
+        fd = open_regular(path)
+    except InvalidFileError as problem:
+        refuse(path, str(problem))
+    try:
+        size = os.fstat(fd).st_size
+        window = ReadWindow(lambda offset, count: read_exactly(fd, offset, count), size)
+        file = _opened(path, window)
+        if (file.metadata.get("rank"), file.metadata.get("world_size")) != (rank, world):
+            refuse(path, "it says that it is of another rank, or of another number of ranks, than its name")
+        left = file.most
+        for name, value in file.model.items():
+            left -= _take(file, str(name), value, rank, world, found)
+            if left < 0:
+                refuse(path, "it names more parameters than a description of its size can")
+    except InvalidFileError as problem:
+        refuse(path, str(problem))
+    except (LookupError, TypeError, ValueError):
+        refuse(path, "what it says of its slices is damaged")
+    finally:
+        os.close(fd)
+    return size
+
+
+def _opened(path: Path, window: ReadWindow) -> RankFile:
+    built = read_zip(window, MAX_DIRECTORY)
+    raw = member_bytes(window, f"{built.prefix}/data.pkl", built, MAX_STATE)
+    state = read_state(raw, f"{path}: its data.pkl", {**NAMES, **SIZE_NAMES})
+    model, metadata = state.get("model"), state.get("shard_metadata")
+    if not isinstance(model, dict) or not isinstance(metadata, dict):
+        msg = "it has no model with shard_metadata beside it"
+        raise InvalidFileError(msg)
+    most = MOST_OF_NAMES * len(raw) + SMALL_NAMES
+    return RankFile(name=path.name, model=model, metadata=metadata, window=window, built=built, most=most)
+
+
+def _take(file: RankFile, name: str, value: Any, rank: int, world: int, found: FoundTensors) -> int:
+    """Add one entry of a rank's model, and return the characters of the names in it."""
+    if not isinstance(value, TensorDescription):
+        msg = f"{short(name)} is a {type(value).__name__}, no tensor"
+        raise InvalidFileError(msg)
+    parts = name.split(".")
+    cut = next((at for at, part in enumerate(parts) if part.startswith(_SHARD)), None)
+    if cut is None:
+        if rank == 0:  # every rank has the buffers
+            _put(file, _own(name), value.shape, Region((0,) * len(value.shape), value.shape), value, found)
+        return len(name)
+    unit, key = ".".join(parts[:cut]), ".".join(parts[cut:])
+    used = 0
+    for own, shape, region, local in _pieces(file.metadata, unit, key, value, rank, world):
+        used += len(own) + 1
+        if used > file.most:
+            break
+        _put(file, own, shape, region, local, found)
+    return used
+
+
+def _pieces(
+    metadata: Mapping[str, Any], unit: str, key: str, value: TensorDescription, rank: int, world: int
+) -> Iterator[tuple[str, tuple[int, ...], Region, TensorDescription]]:
+    """Yield a slice's rectangles: the parameter's name and shape, where in it, and where in the file."""
+    info = metadata["shard_info"][unit][key]
+    shape = _shape(info["_orig_size"])
+    name = ".".join(filter(None, (unit, str(info["_orig_name"]))))
+    if len(value.shape) != 1:
+        yield from _rows(_own(name), shape, value, rank)
+        return
+    spans = tuple(_spans(metadata, name, shape))
+    part = value.shape[0]
+    layout = FlatLayout(tuple(range(world)), part, part * world, spans)
+    for span, region, local in layout.pieces(rank, value):
+        yield span.names[0], span.shape, region, local
+
+
+def _spans(metadata: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Iterator[FlatParameterSpan]:
+    """Yield the parameters one after the other in what was cut: itself, or those that were flattened into it."""
+    home, _, leaf = name.rpartition(".")
+    if not _FLAT.fullmatch(leaf):
+        yield FlatParameterSpan((_own(name),), shape, 0)
+        return
+    names, shapes, _ = metadata["flatten_info"][name]
+    start = 0
+    for own, sizes in zip(names, shapes, strict=True):
+        span = FlatParameterSpan((_own(f"{home}.{own}"),), _shape(sizes), start)
+        yield span
+        start += math.prod(span.shape)
+
+
+def _rows(
+    name: str, shape: tuple[int, ...], value: TensorDescription, rank: int
+) -> Iterator[tuple[str, tuple[int, ...], Region, TensorDescription]]:
+    """Yield the rows of a parameter that a rank holds; those beyond its end are padding."""
+    if not shape or value.shape[1:] != shape[1:] or value.strides != row_major(value.shape):
+        msg = f"{short(name)} of shape {list(shape)} has a slice of shape {list(value.shape)}"
+        raise InvalidFileError(msg)
+    first = min(rank * value.shape[0], shape[0])
+    sizes = (min(value.shape[0], shape[0] - first), *shape[1:])
+    if sizes[0]:
+        region = Region((first, *(0 for _ in shape[1:])), sizes)
+        yield name, shape, region, replace(value, shape=sizes, strides=row_major(sizes))
+
+
+def _put(
+    file: RankFile,
+    name: str,
+    shape: tuple[int, ...],
+    region: Region,
+    local: TensorDescription,
+    found: FoundTensors,
+) -> None:
+    full = found_tensor(found, file.name, name, tuple(name.split(".")), local.dtype, shape)
+    place = note_bytes(file.name, local, local.dtype, name, file.window, file.built, found)
+    add_shard(found, file.name, name, full, region, local, place)
+
+
+def _own(name: str) -> str:
+    """Return a name without what torch_xla's wrappers put into it."""
+    return _WRAPPERS.sub("", name)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Read a size, as torch_xla writes it: a list, or a torch.Size."""
+    if type(value) not in {list, tuple}:
+        return (check_count(value, "a size"),)
+    return check_counts(tuple(value), "a size")

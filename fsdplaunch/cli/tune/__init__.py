@@ -1,0 +1,1 @@
+"""`fsdplaunch tune`: what is asked, the search, how it is shown, what it leaves behind."""

@@ -1,0 +1,120 @@
+"""Keys of PyTorch/XLA: a section of our own, and the arguments of its FSDP class. Part of the one schema."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fsdplaunch.config.schema import kinds as v
+from fsdplaunch.config.schema import parsers as p
+from fsdplaunch.config.schema.key import key
+
+_DTYPES = {"FP32": "float32", "BF16": "bfloat16", "FP16": "float16", "HALF": "float16"}
+_FLAGS = (
+    "coalesce_all_gather_ops",
+    "disable_reshard_on_root",
+    "execute_sharding_on_init",
+    "flatten_parameters",
+    "fp32_reduce_scatter",
+    "optimization_barrier_in_backward",
+    "optimization_barrier_in_forward",
+    "pin_layout_in_collective_ops",
+    "reshard_after_forward",
+    "shard_param_on_dim_0",
+    "sync_on_finalization",
+    "_debug_dummy_all_gather_op",
+    "_debug_dummy_all_reduce_op",
+    "_debug_dummy_forward_pass",
+    "_debug_dummy_optimization_barrier_op",
+    "_debug_dummy_reduce_scatter_op",
+    "_debug_print",
+    "_use_xla_patched_linear",
+)
+_WHOLE = ("reduce_scatter_bucket_size_mb", "sharding_rank", "sharding_world_size", "_shard_size_multiple")
+_RENAMED = {"mark_step_on_finalization": "sync_on_finalization"}
+"""Names that older releases of PyTorch/XLA have."""
+_FUNCTIONS = {
+    "auto_wrap_policy": "fsdp_auto_wrap_policy chooses the units",
+    "auto_wrapper_callable": "xla_fsdp_grad_ckpt wraps them for checkpointing",
+    "param_init_fn": "prepare initialises models from the meta device",
+}
+
+
+def _dtype(value: Any) -> str:
+    """Read a dtype by torch's name or a short one."""
+    name = str(value).removeprefix("torch.").upper()
+    name = _DTYPES.get(name, name.lower())
+    if name not in _DTYPES.values():
+        raise ValueError(value)
+    return name
+
+
+def _groups(value: Any) -> list[list[int]]:
+    """Read groups of ranks, a list of lists."""
+    if not isinstance(value, list) or not all(isinstance(group, list) for group in value):
+        raise ValueError(value)
+    return [[p.parse_whole(rank) for rank in group] for group in value]
+
+
+_FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    **dict.fromkeys(_FLAGS, ("true or false", p.parse_flag)),
+    **dict.fromkeys(_WHOLE, ("a whole number", p.parse_whole)),
+    **dict.fromkeys(("compute_dtype", "buffer_dtype"), ("float32, bfloat16 or float16", _dtype)),
+    "sharding_groups": ("a list of lists of ranks", _groups),
+    "_debug_msg": ("text", p.parse_text),
+}
+"""Every argument of `XlaFullyShardedDataParallel` that a file can hold: what it must be, and its parser."""
+
+
+def parse_xla_settings(value: Any) -> dict[str, Any]:
+    """Read arguments of `XlaFullyShardedDataParallel`, by name.
+
+    Raises:
+        ValueError: It is no mapping.
+        NotedValueError: A name is no argument's, or a value is none that it takes.
+    """
+    table = {_RENAMED.get(name, name): given for name, given in p.parse_table(value).items()}
+    return {name: _field(name, given) for name, given in table.items() if given is not None}
+
+
+def _field(name: str, value: Any) -> Any:
+    if name in _FUNCTIONS:
+        msg = f"{name} is a function, which a file cannot hold: {_FUNCTIONS[name]}"
+        raise p.NotedValueError(msg)
+    if name not in _FIELDS:
+        msg = f"{name} is no argument of XlaFullyShardedDataParallel"
+        raise p.NotedValueError(msg)
+    expects, parse = _FIELDS[name]
+    try:
+        return parse(value)
+    except ValueError:
+        msg = f"{name} must be {expects}, got {value}"
+        raise p.NotedValueError(msg) from None
+
+
+XLA_SETTINGS = v.Kind(
+    "a mapping of arguments of XlaFullyShardedDataParallel",
+    parse_xla_settings,
+    {"type": "object"},
+    write=p.write_json,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class XlaSection:
+    """How PyTorch/XLA's processes start. A section of our own; read where a run uses PyTorch/XLA."""
+
+    processes_per_host: int | None = key(
+        v.COUNT,
+        None,
+        """Processes on each host. Left out, one under xla_fsdp_v2, which drives all of the host's devices, else
+        one per TPU chip.""",
+        aliases=("num_processes",),
+        per_node=True,
+    )
+    cpu_devices: int | None = key(
+        v.COUNT,
+        None,
+        """Devices that PyTorch/XLA makes of this node's CPU where it has no TPU; xla_fsdp_v2 shards over them.
+        Left out, num_processes where that is a number, else 2; without xla_fsdp_v2, 1.""",
+        per_node=True,
+    )

@@ -1,0 +1,60 @@
+"""What a launch decides for PyTorch/XLA: processes per host, and the variables that its runtime reads. Pure."""
+
+from collections.abc import Mapping
+
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.xla import runs_spmd
+from fsdplaunch.errors import MachineError
+
+DEVICE = "PJRT_DEVICE"
+_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+
+
+def is_on_cpu(config: Config, *, environ: Mapping[str, str], chips: int) -> bool:
+    """Tell whether PyTorch/XLA computes on the CPU: set so, or because there is no TPU.
+
+    Args:
+        config: Resolved.
+        environ: The caller's; a PJRT_DEVICE there is followed.
+        chips: TPU chips of this host.
+    """
+    if config.use_cpu:
+        return True
+    return environ.get(DEVICE, "").upper() == "CPU" if environ.get(DEVICE) else chips == 0
+
+
+def xla_processes(config: Config, *, environ: Mapping[str, str], chips: int) -> int:
+    """Return how many processes PyTorch/XLA has on this host.
+
+    Args:
+        config: Resolved.
+        environ: The caller's.
+        chips: TPU chips of this host.
+
+    Raises:
+        MachineError: Several processes on a CPU, where PyTorch/XLA cannot join them.
+    """
+    on_cpu = is_on_cpu(config, environ=environ, chips=chips)
+    processes = config.xla.processes_per_host or (1 if on_cpu else max(chips, 1))
+    if on_cpu and (processes > 1 or config.num_machines > 1):
+        where = f"{processes} processes" if processes > 1 else f"{config.num_machines} nodes"
+        msg = f"PyTorch/XLA on a CPU cannot join {where}: each would train a model of its own"
+        raise MachineError(
+            msg, hint="use one node and xla.processes_per_host: 1; xla.cpu_devices makes several devices"
+        )
+    return processes
+
+
+def xla_variables(config: Config, *, environ: Mapping[str, str], chips: int) -> dict[str, str]:
+    """Return the variables that choose PyTorch/XLA's device, as far as the caller has not.
+
+    Args:
+        config: Resolved.
+        environ: The caller's.
+        chips: TPU chips of this host.
+    """
+    quiet = {} if environ.get(_LOG_LEVEL) else {_LOG_LEVEL: "2"}  # a line for every compilation otherwise
+    if not is_on_cpu(config, environ=environ, chips=chips):
+        return quiet if environ.get(DEVICE) else quiet | {DEVICE: "TPU"}
+    devices = str(config.xla.cpu_devices or 1) if runs_spmd(config) else "1"
+    return quiet | {DEVICE: "CPU", "CPU_NUM_DEVICES": environ.get("CPU_NUM_DEVICES") or devices}

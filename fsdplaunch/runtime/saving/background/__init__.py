@@ -1,0 +1,1 @@
+"""Saves that are copied and written while training goes on."""

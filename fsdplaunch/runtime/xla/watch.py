@@ -1,0 +1,31 @@
+"""Note that a model was given to one of PyTorch/XLA's two classes, whoever did it."""
+
+import functools
+from typing import Any
+
+from fsdplaunch.runtime.sharding_watch import mark_sharded
+
+
+def wrapper_classes() -> tuple[type, type]:
+    """Return PyTorch/XLA's class of one process per device, and that of SPMD."""
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+    from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
+
+    return XlaFullyShardedDataParallel, SpmdFullyShardedDataParallel
+
+
+def watch_wrappers() -> None:
+    """Start to notice when one of them is built."""
+    for each in wrapper_classes():
+        _notice(each)
+
+
+def _notice(wrapper: Any) -> None:
+    construct = wrapper.__init__
+
+    @functools.wraps(construct)
+    def construct_and_mark(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        mark_sharded(wrapper.__name__)
+
+    wrapper.__init__ = construct_and_mark

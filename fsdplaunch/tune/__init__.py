@@ -1,0 +1,1 @@
+"""Measure which configuration is fastest here: candidates, trials, search, result. Never imports torch."""

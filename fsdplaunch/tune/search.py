@@ -1,0 +1,227 @@
+"""The search: every single change, the best changes together, and the two best against each other. Pure.
+
+It starts nothing itself: `Trial` does, or a test. With the same outcomes it makes the same choices, which is what
+going on after an interruption rests on.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from fsdplaunch.byte_sizes import size_words
+from fsdplaunch.tune.candidate import Candidate
+from fsdplaunch.tune.decide import Pair, Verdict, contenders, decide
+from fsdplaunch.tune.outcome import Outcome
+from fsdplaunch.tune.predict import Predictor
+from fsdplaunch.tune.rows import CannotMeasureError, Duel, Row, SearchStopped
+from fsdplaunch.tune.space import Space, identity
+
+Trial = Callable[[Candidate, int], Outcome]
+"""Runs a candidate for so many measured steps."""
+_RUNGS = 2
+"""How often the steps are doubled for those that are left, before the two best meet."""
+_GAIN = 0.98
+"""A change that brings the step below this share of yours is tried together with others."""
+_MOST_TOGETHER = 6
+"""Combinations that are tried at a time."""
+_TIMES = 3
+"""How often the best is combined with one more change."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Search:
+    """One search.
+
+    Attributes:
+        space: What may be tried.
+        trial: Runs a candidate.
+        predictor: Says what cannot fit.
+        steps: Measured steps of a first launch.
+        changed: Called whenever a row has changed.
+        rows: Every candidate, in the order in which they came up.
+        duels: The last comparisons.
+    """
+
+    space: Space
+    trial: Trial
+    predictor: Predictor
+    steps: int
+    changed: Callable[[], None] = lambda: None
+    rows: dict[Candidate, Row] = field(default_factory=dict)
+    duels: list[Duel] = field(default_factory=list)
+    _seen: dict[object, Candidate] = field(default_factory=dict)
+    _singles: list[Candidate] = field(default_factory=list)
+
+    def run(self) -> Candidate | None:
+        """Search to the end and return the candidate to take; None when none fits.
+
+        Raises:
+            SearchStopped: The user stopped it; rows and duels hold what is known.
+            CannotMeasureError: The first candidate shows that none can be measured.
+        """
+        self._singles = self.space.singles()
+        self._try_all([Candidate(), *self._singles])
+        self._combine()
+        return self._settle()
+
+    def best(self) -> Candidate | None:
+        """Return the fastest candidate that fits, by what is known now."""
+        running = contenders(self._fitting())
+        return running[0] if running else None
+
+    def _fitting(self) -> dict[Candidate, Outcome]:
+        return {each: row.fastest for each, row in self.rows.items() if row.fits and row.fastest is not None}
+
+    def _try_all(self, candidates: Iterable[Candidate]) -> None:
+        """Measure new candidates, then those again that may be the fastest, half of them at a time."""
+        new = [candidate for candidate in candidates if candidate not in self.rows]
+        for candidate in new:
+            self.rows[candidate] = Row(candidate=candidate)
+        self.changed()
+        for candidate in new:
+            self._try(self.rows[candidate])
+        steps = self.steps
+        for _ in range(_RUNGS):
+            running = contenders(self._fitting())
+            if len(running) <= 2:  # noqa: PLR2004  (the two that meet)
+                break
+            steps *= 2
+            for candidate in running[: max(2, (len(running) + 1) // 2)]:
+                if self.rows[candidate].most_steps < steps:
+                    self._measure(self.rows[candidate], steps)
+        self._mark_slower()
+
+    def _mark_slower(self) -> None:
+        running = set(contenders(self._fitting()))
+        for candidate in self._fitting():
+            self.rows[candidate].state = "measured" if candidate in running else "slower"
+        self.changed()
+
+    def _try(self, row: Row) -> None:
+        """Measure a candidate for the first time, unless it is a run that is known or cannot fit."""
+        config = self.space.config(row.candidate)
+        if config is None:
+            row.state, row.reason = "not run", "the rules refuse it"
+            return
+        key = identity(config, self.space.world, self.predictor.units(config))
+        twin = self._seen.setdefault(key, row.candidate)
+        row.predicted = self.predictor.predict(config)
+        if twin != row.candidate:
+            row.state, row.reason = "same run", f"the same run as {twin.label}"
+        elif refusal := self.predictor.refusal(config):
+            row.state, row.reason = "not run", refusal
+        else:
+            self._measure(row, self.steps)
+            fastest = row.fastest
+            if fastest is not None:
+                self.predictor.learn(config, fastest)
+        self.changed()
+
+    def _measure(self, row: Row, steps: int) -> Outcome:
+        before, row.state = row.state, "running"
+        self.changed()
+        try:
+            outcome = self.trial(row.candidate, steps)
+        except SearchStopped:
+            row.state = before
+            raise
+        row.outcomes.append(outcome)
+        limit = self.predictor.limit
+        if outcome.failure:
+            row.state, row.reason = "failed", outcome.failure
+        elif limit is not None and outcome.memory > limit:
+            row.state, row.reason = "does not fit", f"{size_words(outcome.memory)} of {size_words(limit)}"
+        else:
+            row.state = "measured"
+        self.changed()
+        alone = row.candidate.is_yours and len(row.outcomes) == 1
+        if alone and outcome.kind in ("write", "error"):
+            raise CannotMeasureError(outcome.failure)
+        return outcome
+
+    def _combine(self) -> None:
+        """Add one more helpful change to the best candidate, as long as that helps."""
+        if self.best() is None:
+            self._find_any()
+        for _ in range(_TIMES):
+            base = self.best()
+            if base is None:
+                return
+            helpers = [single for single in self._singles if self._may_help(single, base)]
+            together = [base.with_changes(single) for single in helpers]
+            new = [each for each in dict.fromkeys(together) if each not in self.rows]
+            self._try_all(self._valid(new)[:_MOST_TOGETHER])
+            if self.best() == base:
+                return
+
+    def _find_any(self) -> None:
+        """Look for a candidate that fits: two changes together, then what is only done for want of memory."""
+        alive = [each for each in self._singles if self.rows[each].state != "same run"]
+        pairs = [first.with_changes(second) for first, second in combinations(alive, 2)]
+        self._try_all(self._valid(dict.fromkeys(pairs))[: 2 * _MOST_TOGETHER])
+        if self.best() is None:
+            last = self.space.last_resorts()
+            more = [each.with_changes(single) for each in last for single in alive]
+            self._try_all(self._valid(dict.fromkeys([*last, *more]))[:_MOST_TOGETHER])
+
+    def _valid(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        return [each for each in candidates if each not in self.rows and self.space.config(each) is not None]
+
+    def _may_help(self, single: Candidate, base: Candidate) -> bool:
+        """Return whether a change of another key gained by itself; where yours does not fit, whether it may."""
+        taken = {path for path, _ in base.changes}
+        row, yours = self.rows[single], self.rows[Candidate()]
+        if taken & {path for path, _ in single.changes} or row.state == "same run":
+            return False
+        if not yours.fits or yours.fastest is None:
+            return row.state != "failed" or bool(row.outcomes and row.outcomes[-1].kind == "memory")
+        return row.fits and row.fastest is not None and row.fastest.median < _GAIN * yours.fastest.median
+
+    def _settle(self) -> Candidate | None:
+        """Let the two best meet, and then the better one and yours: what is proposed must be faster than that."""
+        measured = self._fitting()
+        ordered = sorted(measured, key=lambda candidate: measured[candidate].median)
+        if len(ordered) < 2:  # noqa: PLR2004
+            return ordered[0] if ordered else None
+        best = ordered[0]
+        for rival in self._rivals(ordered, near=Candidate() in contenders(measured)):
+            best = self._meet(best, rival)
+            if best.is_yours:
+                break
+        return best
+
+    def _rivals(self, ordered: Sequence[Candidate], *, near: bool) -> list[Candidate]:
+        """Return whom the best must meet: the runner-up, and yours; that first where it may be as fast."""
+        best, runner_up, yours = ordered[0], ordered[1], Candidate()
+        if best.is_yours or runner_up.is_yours or yours not in ordered:
+            return [runner_up]
+        return [yours, runner_up] if near else [runner_up, yours]
+
+    def _meet(self, first: Candidate, second: Candidate) -> Candidate:
+        """Measure two candidates in turn until it is clear which is faster, or that neither is."""
+        rows = self.rows[first], self.rows[second]
+        measured = self._fitting()
+        before = measured[first], measured[second]
+        rounds: list[Pair] = []
+        verdict: Verdict = "open"
+        place = len(self.duels)
+        while verdict == "open":
+            self.duels[place:] = [Duel(first=first, second=second, rounds=tuple(rounds), verdict="open")]
+            order = rows if len(rounds) % 2 == 0 else rows[::-1]
+            for row in order:
+                if self._measure(row, self.steps).failure:
+                    return self._without(row, *rows)
+            pair = rows[0].outcomes[-1], rows[1].outcomes[-1]
+            rounds.append(pair)
+            verdict = decide(rounds, before)
+        duel = Duel(first=first, second=second, rounds=tuple(rounds), verdict=verdict)
+        self.duels[place:] = [duel]
+        other = second if duel.kept == first else first
+        self.rows[other].state = "as fast" if verdict == "equal" else "slower"
+        self.rows[duel.kept].state = "measured"
+        self.changed()
+        return duel.kept
+
+    def _without(self, failed: Row, first: Row, second: Row) -> Candidate:
+        """Return the other one when one of the two failed at last."""
+        return (second if failed is first else first).candidate

@@ -1,0 +1,57 @@
+"""`fsdplaunch tune` refuses what it cannot measure, with one message, before anything is started or written."""
+
+import pytest
+
+SCRIPT = "print('trains')\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "error: no script given"),
+        (["nothing.py"], "error: script not found: nothing.py"),
+        (["--try", "nonsense=1", "train.py"], "error: --try: nonsense is not a key"),
+        (["--try", "fsdp_reshard_after_forward=true", "train.py"], "names nothing that makes another run"),
+        (["--memory", "much", "train.py"], "error: --memory 'much' is not a size"),
+        (["--write", "fsdp.yaml", "train.py"], "error: fsdp.yaml exists"),
+        (["--write", "no/where.yaml", "train.py"], "there is no folder"),
+        (["--html", "folder", "train.py"], "error: folder is a folder"),
+        (["--resume", "nothing"], "error: --resume nothing: no search by this name"),
+        (["--set", "num_machines=2", "--set", "main_process_ip=a", "train.py"], "is for 2 nodes, and"),
+        (["--set", "distributed_type=MULTI_GPU", "train.py"], "distributed_type MULTI_GPU shards nothing"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_one_message_and_nothing_is_written(cli, tmp_path, arguments, words):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "fsdp.yaml").write_text("fsdp_config:\n  fsdp_version: 2\n")
+    before = sorted(tmp_path.rglob("*"))
+    done = cli("tune", *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_search_goes_on_with_its_own_options_only(cli, tmp_path):
+    folder = tmp_path / "runs" / "2026-tune"
+    folder.mkdir(parents=True)
+    (folder / "tune.json").write_text('{"request": {}, "outcomes": []}')
+    done = cli("tune", "--resume", "2026", "train.py")
+    assert done.returncode == 2
+    assert "--resume goes on with its own script and options" in done.stderr
+    broken = cli("tune", "--resume", "2026")
+    assert broken.returncode == 2
+    assert "is not the file of a search" in broken.stderr
+
+
+def test_the_wizard_offers_it_to_a_person_only(cli, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = cli("config", "--yes", "--script", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "Measure" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+    missing = cli("config", "--yes", "--overwrite", "--script", "nothing.py")
+    assert missing.returncode == 2
+    assert "error: script not found: nothing.py" in missing.stderr

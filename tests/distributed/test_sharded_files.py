@@ -1,0 +1,130 @@
+"""Sharded files and their index, written without a gathered plan, are those of torch's own save, on real ranks."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import fsdplaunch
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.saving.model_and_optimizer import model_to_save, optimizer_to_save
+from fsdplaunch.runtime.saving.sharded import write_sharded
+from tests.distributed.pool import RankPool
+from tests.distributed.test_async_copies import go_on
+from tests.distributed.tiny import plugin
+
+FORMS: dict[str, dict[str, Any]] = {
+    "2": {"fsdp_version": 2},
+    "2 hybrid": {"fsdp_version": 2, "sharding_strategy": "HYBRID_SHARD", "dp_replicate_size": 2},
+    "1": {"fsdp_version": 1},
+    "1 flat": {"fsdp_version": 1, "use_orig_params": False},
+    "1 hybrid": {"fsdp_version": 1, "sharding_strategy": "HYBRID_SHARD", "dp_replicate_size": 2},
+}
+
+
+def states(fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """A model with uneven rows, fewer than ranks, buffers, a parameter without state; and its optimizer."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 1), nn.Linear(1, 1))
+    model[3].weight.requires_grad_(not fields.get("use_orig_params", True))  # flat parameters take all or none
+    chosen = plugin(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=1, **fields)
+    model, optimizer = fsdplaunch.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1), plugin=chosen)
+    go_on(model, optimizer)
+    kind = "SHARDED_STATE_DICT"
+    parts = (model_to_save(model, kind, 0), optimizer_to_save(model, optimizer, kind, 0))
+    return {part.name: part.state for part in parts}
+
+
+def without_mesh() -> dict[str, dict[str, Any]]:
+    """FSDP1 as torch's examples build it, whose state dicts have ShardedTensors."""
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(
+        nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1)), device_id=torch.device("cpu")
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    go_on(model, optimizer)
+    kind = "SHARDED_STATE_DICT"
+    parts = (model_to_save(model, kind, 0), optimizer_to_save(model, optimizer, kind, 0))
+    return {part.name: part.state for part in parts}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
+
+
+def index(folder: Path) -> Any:
+    found = pickle.loads((folder / ".metadata").read_bytes())
+    storage = [(key, key.index, info) for key, info in found.storage_data.items()]
+    return list(found.state_dict_metadata.items()), storage, found.planner_data, getattr(found, "version", None)
+
+
+def save_both(folder: str, fields: dict[str, Any] | None) -> list[tuple[bool, bool, bool]]:
+    """Whether each state was planned alone, its files are torch's, and its index is."""
+    planned, answers = [], []
+    plan_alone = write_sharded._plan_alone
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write_sharded, "_plan_alone", lambda *args: planned.append(plan_alone(*args)) or planned[-1])
+        for name, state in (without_mesh() if fields is None else states(fields)).items():
+            own, theirs = Path(folder) / "own" / name, Path(folder) / "theirs" / name
+            write_sharded.write_sharded(state, own, None)
+            dcp.save(state, checkpoint_id=theirs)
+            dist.barrier()
+            answers.append((planned[-1] is not None, files(own) == files(theirs), index(own) == index(theirs)))
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("ranks", "form"),
+    [(2, "2"), (2, "1"), (4, "2"), (4, "1 flat"), (4, "2 hybrid"), (4, "1 hybrid")],
+    indirect=["ranks"],
+)
+def test_files_and_index_are_those_of_torch(ranks: RankPool, tmp_path: Path, form: str) -> None:
+    for answer in ranks.run(save_both, str(tmp_path), FORMS[form]):
+        assert answer == [(True, True, True)] * 2
+
+
+@pytest.mark.parametrize("ranks", [4], indirect=True)
+def test_sharded_tensors_of_fsdp1_without_a_mesh(ranks: RankPool, tmp_path: Path) -> None:
+    for answer in ranks.run(save_both, str(tmp_path), None):
+        assert answer == [(True, True, True)] * 2
+
+
+def save_what_differs(folder: str) -> tuple[list[tuple[bool, bool, bool]], str, bool]:
+    """The same for states that only some ranks have, and for one that a rank cannot write."""
+    rank, answers = dist.get_rank(), []
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = torch.distributed.tensor.distribute_tensor(torch.arange(12.0).view(6, 2), mesh)
+    alone = {f"only.{rank}": torch.full((2,), float(rank)), "w": sharded, "word": "x" * rank}
+    write_sharded.write_sharded({"model": alone}, Path(folder) / "own", None)
+    dcp.save({"model": alone}, checkpoint_id=Path(folder) / "theirs")
+    dist.barrier()
+    answers.append((files(Path(folder) / "own") == files(Path(folder) / "theirs"), True, True))
+
+    class Broken(write_sharded.FileSystemWriter):
+        def write_data(self, *args: Any) -> Any:
+            if rank == 1:
+                raise OSError(28, "No space left on device")
+            return super().write_data(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write_sharded, "FileSystemWriter", Broken)
+        try:
+            write_sharded.write_sharded({"model": {"w": sharded}}, Path(folder) / "broken", None)
+            said = "nothing"
+        except CheckpointError as error:
+            said = str(error)
+    dist.barrier()
+    return answers, said, (Path(folder) / "broken/.metadata").exists()
+
+
+def test_what_ranks_cannot_know_and_what_one_cannot_write(two_ranks: RankPool, tmp_path: Path) -> None:
+    for answers, said, has_index in two_ranks.run(save_what_differs, str(tmp_path)):
+        assert answers == [(True, True, True)]
+        assert "broken: rank 1: OSError: [Errno 28] No space left on device" in said
+        assert not has_index

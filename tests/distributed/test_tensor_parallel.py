@@ -1,0 +1,204 @@
+"""Layers that ranks split compute what one process does: losses, norms, parameters."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+
+import fsdplaunch
+from fsdplaunch.errors import ShardingError
+from tests.distributed import split_models as models
+from tests.distributed.pool import RankPool
+
+
+def variables(tensor: int, plan: dict[str, str] | None = None, **more: str) -> dict[str, str]:
+    """What a launch with tp_size sets."""
+    env = {"FSDP_VERSION": "2", "PARALLELISM_CONFIG_TP_SIZE": str(tensor), **more}
+    return env | ({"FSDPLAUNCH_SHARDING_TENSOR_PARALLEL_PLAN": json.dumps(plan)} if plan else {})
+
+
+def against_one(name: str) -> dict[str, Any]:
+    alone, model = models.built(name), models.built(name)
+    losses = models.train(alone, models.adamw(alone))
+    model, optimizer = fsdplaunch.prepare(model, models.adamw(model))
+    split = models.train(model, optimizer)
+    return {
+        "losses": max(abs(a - b) for a, b in zip(losses, split, strict=True)),
+        "learnt": losses[0] - losses[-1],
+        "values": models.difference(models.full_values(alone), models.full_values(model)),
+        "lines": list(fsdplaunch.describe(model).lines()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("plain", 1), *((name, tensor) for name in models.MODELS for tensor in (2, 4))]
+)
+def test_a_run_with_split_layers_is_that_of_one_process(four_ranks: RankPool, name: str, tensor: int) -> None:
+    result = four_ranks.run(against_one, name, env=variables(tensor, models.MODELS[name][1]), timeout=200)[0]
+    assert result["learnt"] > 0.01
+    assert result["losses"] < 1e-5
+    assert result["values"] < 1e-5
+
+
+def refused(name: str, change: str = "") -> str:
+    """The sentence a model is refused with."""
+    model = models.built(name)
+    if change == "other data":
+        model, _ = fsdplaunch.prepare(model, models.adamw(model))
+    try:
+        if change == "other data":
+            ids = models.batch(dist.get_rank())
+            model(input_ids=ids, labels=ids)
+        else:
+            fsdplaunch.prepare(model)
+    except ShardingError as error:
+        return f"{error.message} ({error.hint})"
+    return "accepted"
+
+
+def step_with(plan_without: str) -> str:
+    """Train one step of Qwen3 by its own plan without some of its patterns, written in the file."""
+    model = models.built("qwen3")
+    plan = {name: style for name, style in model.tp_plan.items() if plan_without not in name}
+    os.environ["FSDPLAUNCH_SHARDING_TENSOR_PARALLEL_PLAN"] = json.dumps(plan)
+    model, optimizer = fsdplaunch.prepare(model, models.adamw(model))
+    try:
+        models.train(model, optimizer, steps=1)
+    except ShardingError as error:
+        return error.message
+    return "trained"
+
+
+def test_a_norm_inside_of_split_heads_that_the_plan_forgets_is_found_at_the_first_step(
+    four_ranks: RankPool,
+) -> None:
+    said = four_ranks.run(step_with, "_norm", env=variables(2))
+    assert "different gradients of model.layers.0.self_attn.q_norm.weight" in said[0]
+    assert four_ranks.run(step_with, "nothing of it", env=variables(2)) == ["trained"] * 4
+
+
+REFUSED = {
+    "no pattern": ("plain", {"layers.*.attn.query": "colwise"}, "layers.*.attn.query matches no module"),
+    "no style": ("plain", {"layers.*.up": "columnwise"}, "columnwise is no style to split a layer"),
+    "no matrix": ("plain", {"layers.*.before": "colwise"}, "is a LayerNorm, and colwise splits a linear layer"),
+    "no plan": ("gpt2", {}, "GPT2LMHeadModel has no plan of how its layers can be split"),
+    "twice": (
+        "plain",
+        {"layers.*.up": "colwise", "layers.0.*": "rowwise"},
+        "layers.0.up is colwise by layers.*.up and rowwise by layers.0.*",
+    ),
+}
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_training(four_ranks: RankPool) -> None:
+    for name, plan, message in REFUSED.values():
+        said = four_ranks.run(refused, name, env=variables(2, plan))
+        assert all(message in text for text in said), said[0]
+    heads = four_ranks.run(refused, "llama", env=variables(4) | {"SPLIT_MODELS_KV_HEADS": "2"})
+    assert "LlamaForCausalLM has 2 key-value heads, which 4 ranks (tp_size) cannot divide" in heads[0]
+    said = four_ranks.run(refused, "plain", "other data", env=variables(2, models.PLAIN_PLAN))
+    assert "ranks 0, 1 split layers together (tp_size), and their inputs differ" in said[0]
+    assert "ranks 2, 3" in said[3]
+
+
+def save(folder: str, name: str) -> None:
+    """Train two steps, save a checkpoint and beside it the gathered values."""
+    model = models.built(name)
+    model, optimizer = fsdplaunch.prepare(model, models.adamw(model))
+    models.train(model, optimizer, steps=2)
+    fsdplaunch.save_checkpoint(folder, model=model, optimizer=optimizer, step=2)
+    values = models.full_values(model)
+    losses = models.train(model, optimizer, first=2, steps=2)
+    if dist.get_rank() == 0:
+        torch.save({"values": values, "losses": losses}, f"{folder}.gathered")
+
+
+def load(folder: str, name: str) -> tuple[bool, float]:
+    """Whether the values are those that were saved, and how far the next losses are from the saved ones."""
+    torch.manual_seed(99)
+    model = models.MODELS[name][0]()
+    model, optimizer = fsdplaunch.prepare(model, models.adamw(model))
+    fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer)
+    gathered, mine = torch.load(f"{folder}.gathered"), models.full_values(model)
+    same = all(torch.equal(values, mine[key]) for key, values in gathered["values"].items())
+    losses = models.train(model, optimizer, first=2, steps=2)
+    return same, max(abs(a - b) for a, b in zip(losses, gathered["losses"], strict=True))
+
+
+def read_weights(path: str, folder: str, name: str) -> bool:
+    """Whether a model without memory that reads its shards from a merged file has the gathered values."""
+    with torch.device("meta"):
+        model = models.MODELS[name][0]()
+    model = fsdplaunch.prepare(model, weights=path)
+    assert fsdplaunch.describe(model).split, "the layers are not split"
+    mine, gathered = models.full_values(model), torch.load(f"{folder}.gathered")["values"]
+    return all(torch.equal(values, mine[key]) for key, values in gathered.items())
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen3", "SHARDED_STATE_DICT"), ("mixtral", "FULL_STATE_DICT")])
+def test_a_checkpoint_of_one_mesh_loads_on_each_other_and_merges(
+    four_ranks: RankPool, two_ranks: RankPool, tmp_path: Path, name: str, kind: str
+) -> None:
+    folder, plan = tmp_path / "step", models.MODELS[name][1]
+    four_ranks.run(save, str(folder), name, env=variables(2, plan, FSDP_STATE_DICT_TYPE=kind), timeout=200)
+    for pool, tensor in ((four_ranks, 1), (four_ranks, 2), (four_ranks, 4), (two_ranks, 2)):
+        for same, distance in pool.run(load, str(folder), name, env=variables(tensor, plan), timeout=200):
+            assert same, (pool.size, tensor)
+            assert distance < 1e-5
+    if kind == "SHARDED_STATE_DICT":
+        fsdplaunch.merge_fsdp_weights(
+            str(folder / "checkpoint-2" / "pytorch_model_fsdp_0"), str(tmp_path / "merged")
+        )
+        merged = load_file(tmp_path / "merged" / "model.safetensors")
+        gathered = torch.load(f"{folder}.gathered")["values"]
+        assert all(torch.equal(merged[key], values) for key, values in gathered.items() if key in merged)
+        assert gathered.keys() - merged.keys() <= {"lm_head.weight", "model.embed_tokens.weight"}
+        env = variables(2, plan)
+        assert all(four_ranks.run(read_weights, str(tmp_path / "merged"), str(folder), name, env=env, timeout=200))
+
+
+def read_data(folder: str, first: int, batches: int) -> list[list[int]]:
+    """Batches of a prepared loader, read from where the checkpoint has it unless it is the first run."""
+    torch.manual_seed(5)
+    model, loader = fsdplaunch.prepare(models.Plain(), DataLoader(torch.arange(32), batch_size=2, shuffle=True))
+    if first:
+        fsdplaunch.load_checkpoint(folder, model=model, loader=loader)
+    read = [batch.tolist() for batch, _ in zip(loader, range(batches), strict=False)]
+    if not first:
+        fsdplaunch.save_checkpoint(folder, model=model, loader=loader, step=1)
+    return read
+
+
+def test_ranks_that_split_layers_read_the_same_data_and_a_resumed_run_goes_on_there(
+    four_ranks: RankPool, tmp_path: Path
+) -> None:
+    env = variables(2, models.PLAIN_PLAN)
+    first = four_ranks.run(read_data, str(tmp_path / "run"), 0, 4, env=env)
+    assert first[0] == first[1]
+    assert first[2] == first[3]
+    items = [item for rank in (0, 2) for batch in first[rank] for item in batch]
+    assert len(set(items)) == 16
+    then = four_ranks.run(read_data, str(tmp_path / "run"), 1, 2, env=variables(1))
+    assert set(items).isdisjoint(item for rank in then for batch in rank for item in batch)
+    assert {item for rank in then for batch in rank for item in batch} | set(items) == set(range(32))
+
+
+def odd_vocabulary() -> dict[str, Any]:
+    """A vocabulary that two ranks cannot divide, under the model's own plan: losses against one process."""
+    models.WORDS = models.SIZES["vocab_size"] = 97
+    try:
+        return against_one("llama")
+    finally:
+        models.WORDS = models.SIZES["vocab_size"] = 96
+
+
+def test_a_vocabulary_that_ranks_cannot_divide_stays_in_full(four_ranks: RankPool) -> None:
+    result = four_ranks.run(odd_vocabulary, env=variables(2), timeout=200)[0]
+    assert result["values"] < 1e-5
+    assert any("layers split: 14 of 21 parameters" in line for line in result["lines"])

@@ -1,0 +1,91 @@
+"""`fsdplaunch tune` on two CPU workers: interrupted, gone on with, and what it leaves behind and untouched."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+
+from tests.e2e.conftest import clean_environ
+
+SCRIPT = """
+import os, time, torch
+from torch import nn
+torch.set_num_threads(1)
+model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+rows = torch.utils.data.TensorDataset(torch.randn(4000, 16))
+print("output of the script")
+for (x,) in torch.utils.data.DataLoader(rows, batch_size=4):
+    if os.environ["FSDP_ACTIVATION_CHECKPOINTING"] == "true":
+        raise ValueError("no checkpointing here")
+    time.sleep(0.05 if os.environ["FSDP_RESHARD_AFTER_FORWARD"] == "true" else 0.01)  # the known answer
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with open(os.environ.get("OUT", "log.txt"), "a") as log:
+        log.write("step")
+torch.save(model.state_dict(), "model.pt")
+"""
+TRIES = ("--try", "fsdp_reshard_after_forward=false", "--try", "fsdp_activation_checkpointing=true")
+
+
+def test_a_search_is_stopped_goes_on_finds_the_known_best_and_leaves_the_users_files_alone(fsdplaunch, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "fsdp.yaml").write_text("# mine\nfsdp_config:\n  fsdp_version: 2\n")
+    (tmp_path / "log.txt").write_text("x" * (2 << 20))  # too large to be copied: a link until it is written
+    command = [sys.executable, "-m", "fsdplaunch", "tune", "--steps", "4", *TRIES, "train.py"]
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    running = subprocess.Popen(command, cwd=tmp_path, env=clean_environ(), text=True, **streams)
+    wait_until_second_trial(tmp_path)
+    running.send_signal(signal.SIGINT)
+    stdout, stderr = running.communicate(timeout=120)
+    assert running.returncode == 130, stderr
+    assert "so far, yours is the one to keep" in stdout
+    assert "stopped; to go on: fsdplaunch tune --resume runs/" in stderr
+    assert "output of the script" not in stdout + stderr
+    folder = stderr.rpartition("--resume ")[2].strip()
+
+    done = fsdplaunch("tune", "--resume", folder, "--json", "--write", "fast.yaml", "--html", "tune.html")
+    assert done.returncode == 0, done.stderr
+    assert "going on after 1 launch" in done.stderr
+    found = json.loads(done.stdout)
+    assert found["best"] == {"fsdp_config.fsdp_reshard_after_forward": False}
+    assert found["complete"] is True
+    rows = {str(row["changes"]): row for row in found["candidates"]}
+    yours, keeps, fails = rows["{}"], rows[str(found["best"])], found["candidates"][2]
+    assert (yours["state"], keeps["state"], fails["state"]) == ("slower", "measured", "failed")
+    assert re.fullmatch("rank [01]: ValueError: no checkpointing here", fails["reason"])
+    assert yours["step_seconds"] >= 0.05
+    assert 0.01 <= keeps["step_seconds"] < yours["step_seconds"]
+    assert 8 / 0.06 > yours["samples_per_second"] > 0  # four rows on each of two workers
+    assert yours["memory"] > 50 << 20
+    assert 0 <= yours["waiting"] <= 1
+    assert found["comparisons"][0]["verdict"] == "first"
+    assert "# mine" in (tmp_path / "fast.yaml").read_text()
+    assert (
+        "less time per step by itself\n  fsdp_reshard_after_forward: false" in (tmp_path / "fast.yaml").read_text()
+    )
+    assert "<svg" in (tmp_path / "tune.html").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "fast.yaml", "fsdp.yaml", "log.txt", "runs", "train.py", "tune.html",
+    ]  # fmt: skip
+    assert (tmp_path / "log.txt").stat().st_size == 2 << 20
+    assert not list(tmp_path.glob("runs/*/work"))
+    assert "output of the script" in (tmp_path / folder / "trials/001/ranks/0/stdout.log").read_text()
+
+
+def wait_until_second_trial(folder):
+    end = time.monotonic() + 90
+    while time.monotonic() < end and not list(folder.glob("runs/*-tune/trials/002/ranks/*")):
+        time.sleep(0.05)
+
+
+def test_a_script_that_writes_elsewhere_is_stopped_before_it_does(fsdplaunch, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = fsdplaunch("tune", "--steps", "3", *TRIES, "train.py", OUT=str(tmp_path / "out.txt"))
+    assert done.returncode == 1
+    assert "out.txt is outside of the folder that a measured run may write to" in done.stderr
+    assert "hint:  give the script a folder below this one, as a relative path; or --allow-writes" in done.stderr
+    assert not (tmp_path / "out.txt").exists()

@@ -1,0 +1,100 @@
+"""An ordinary script over ranks that split its layers and sequences computes and writes what one process does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.needs import needs
+from tests.scripts.conftest import PROGRAMS, Forks
+from tests.scripts.test_programs import assert_same_files
+
+PLAN = {
+    "transformer.h.*.attn.c_attn": "colwise_gather_output",
+    "transformer.h.*.attn.c_proj": "rowwise_split_input",
+    "transformer.h.*.mlp.0": "colwise",
+    "transformer.h.*.mlp.2": "rowwise",
+}
+LAYERS: dict[str, Any] = {
+    "parallelism_config__parallelism_config_tp_size": 2,
+    "sharding__tensor_parallel_plan": PLAN,
+}
+SEQUENCES: dict[str, Any] = {"parallelism_config__parallelism_config_cp_size": 2}
+
+
+def test_nano_gpt_with_split_layers_and_sequences_is_that_of_one_process(forks: Forks, tmp_path: Path) -> None:
+    script = PROGRAMS / "nano_gpt.py"
+    plain = forks.run(script, tmp_path / "plain")
+    for number, keys in enumerate((LAYERS, LAYERS | SEQUENCES)):
+        split = forks.run(script, tmp_path / str(number), ranks=4, launch__keep_global_batch=True, **keys)
+        assert split.codes == [0] * 4, split.err[0]
+        assert split.losses() == pytest.approx(plain.losses(), abs=1e-4)
+        assert "layers split: 12 of 28 parameters over 2 ranks, by sharding.tensor_parallel_plan" in split.err[0]
+        assert_same_files(plain.folder, split.folder)
+    assert "sequences split: over 2 ranks inside of the blocks" in split.err[0]
+
+
+RANK_0_SAVES = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+model = DDP(nn.Sequential(*[Block() for _ in range(2)]))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+data = TensorDataset(torch.randn(16, 8))
+for (x,) in DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False)):
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+full = {name: value.full_tensor() for name, value in model.module.named_parameters()}
+if dist.get_rank() == 0:
+    torch.save({name: value.clone() for name, value in model.module.state_dict().items()}, "saved.pt")
+    saved = torch.load("saved.pt")
+    assert all(torch.equal(saved[name], value) for name, value in full.items())
+    print("the same")
+"""
+
+
+def test_a_script_of_ranks_that_divides_data_by_rank_reads_alike_where_layers_are_split(
+    forks: Forks, tmp_path: Path
+) -> None:
+    script = tmp_path / "by_rank.py"
+    script.write_text(RANK_0_SAVES)
+    plan = {"*.up": "colwise", "*.down": "rowwise"}
+    keys = LAYERS | {"sharding__tensor_parallel_plan": plan}
+    done = forks.run(script, tmp_path / "run", ranks=4, **keys)
+    assert done.codes == [0] * 4, done.err
+    assert "the same" in done.out[0]
+
+
+ACCELERATE = """
+import os
+from accelerate import Accelerator
+accelerator = Accelerator()
+mesh = accelerator.torch_device_mesh
+assert accelerator.parallelism_config.tp_size == accelerator.parallelism_config.dp_shard_size == 2
+assert mesh.mesh_dim_names == ("dp_shard", "tp"), mesh
+print("splits layers with", mesh["tp"].mesh.tolist())
+"""
+
+
+@needs("accelerate", "1.13", "makes no mesh of the environment")
+def test_accelerate_lays_out_the_mesh_of_the_file(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "mesh.py"
+    script.write_text(ACCELERATE)
+    keys = {"parallelism_config__parallelism_config_dp_shard_size": 2} | LAYERS
+    keys.pop("sharding__tensor_parallel_plan")
+    run = forks.run(script, tmp_path / "run", ranks=4, environ={"FSDPLAUNCH_ALLOW_UNSHARDED": "1"}, **keys)
+    assert run.codes == [0] * 4, run.err
+    groups = [f"splits layers with {[rank - rank % 2, rank - rank % 2 + 1]}" for rank in range(4)]
+    assert [text.strip() for text in run.out] == groups

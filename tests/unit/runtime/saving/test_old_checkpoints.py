@@ -1,0 +1,203 @@
+"""keep_last deletes what saves wrote, and nothing else; whatever stands in its way, no save fails."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdplaunch.checkpoint.manifest import find_gap, write_manifest
+from fsdplaunch.runtime.saving import old_checkpoints, run_locks
+from fsdplaunch.runtime.saving.checkpoint_dirs import begin, find_checkpoint, numbered, publish
+from fsdplaunch.runtime.saving.old_checkpoints import remove_old
+
+NOBODY = 65534
+
+
+def save(root: Path, step: int) -> Path:
+    """Write a checkpoint as a save does."""
+    target = root / f"checkpoint-{step}"
+    partial = begin(target)
+    (partial / "pytorch_model_fsdp_0").mkdir()
+    (partial / "pytorch_model_fsdp_0" / ".metadata").write_text("index")
+    (partial / "extra.bin").write_text("x")
+    write_manifest(partial, {}, step)
+    publish(partial, target)
+    return target
+
+
+def names(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()}
+
+
+def test_files_of_others_in_old_checkpoints_stay_and_are_named(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    old = tmp_path / "checkpoint-1"
+    (old / "pytorch_model_fsdp_0" / "notes").mkdir()
+    (old / "pytorch_model_fsdp_0" / "notes" / "mine.txt").write_text("kept")
+    (old / "link").symlink_to("/etc")
+    (note,) = remove_old(tmp_path, 2)
+    assert note == f"{old} stays with what is no part of the checkpoint: link and 1 more"
+    left = {str(path.relative_to(old)) for path in old.rglob("*")}
+    inside = "pytorch_model_fsdp_0"
+    assert left == {"link", inside, f"{inside}/notes", f"{inside}/notes/mine.txt"}
+    assert names(tmp_path) == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
+    assert remove_old(tmp_path, 2) == []  # it is no checkpoint any more
+    assert find_checkpoint(tmp_path).path == tmp_path / "checkpoint-3"
+    assert find_gap(old) is not None
+    assert Path("/etc").is_dir()
+
+
+def test_removal_that_was_killed_half_way_keeps_them_too(tmp_path):
+    for step in (1, 2):
+        save(tmp_path, step)
+    hidden = tmp_path / ".checkpoint-1.removed"
+    (tmp_path / "checkpoint-1").rename(hidden)
+    (hidden / "mine.txt").write_text("kept")
+    (hidden / "extra.bin").unlink()
+    remove_old(tmp_path, 1)
+    assert names(tmp_path) == {"checkpoint-1", "checkpoint-2"}
+    assert names(tmp_path / "checkpoint-1") == {"mine.txt"}
+
+
+def test_links_go_and_what_they_lead_to_stays(tmp_path):
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    real = save(elsewhere, 1)
+    for step in (2, 3):
+        save(root, step)
+    (root / "checkpoint-1").symlink_to(real)
+    (root / "checkpoint-9").symlink_to("checkpoint-9")
+    (root / "checkpoint-8").symlink_to("nowhere")
+    (root / ".checkpoint-7.partial").symlink_to(elsewhere)
+    (root / ".checkpoint-6.removed").symlink_to(elsewhere)
+    assert remove_old(root, 1) == []
+    assert names(root) == {"checkpoint-3", "checkpoint-8", "checkpoint-9"}
+    assert find_gap(real) is None
+    save(root, 4)
+    assert remove_old(root, 1) == []
+    assert names(root) == {"checkpoint-4", "checkpoint-8", "checkpoint-9"}
+
+
+def test_links_in_the_way_of_a_save_are_replaced(tmp_path):
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    root.mkdir()
+    (elsewhere / "kept").touch()
+    (root / ".checkpoint-1.partial").symlink_to(elsewhere)
+    (root / ".checkpoint-1.old").symlink_to(elsewhere)
+    for _ in range(3):
+        assert find_gap(save(root, 1)) is None
+    (root / "checkpoint-2").symlink_to(save(elsewhere, 2))
+    for _ in range(2):
+        assert find_gap(save(root, 2)) is None
+    assert (elsewhere / "kept").exists()
+
+
+def test_mounted_checkpoint_stays(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    mounted = tmp_path / "checkpoint-2"
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == mounted)
+    assert remove_old(tmp_path, 1) == [f"{mounted} stays: it is a mounted disk"]
+    assert names(tmp_path) == {"checkpoint-2", "checkpoint-3"}
+
+
+def test_what_the_system_refuses_is_said_and_no_error(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, step)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(old_checkpoints.shutil, "rmtree", refuse)
+    (note,) = remove_old(tmp_path, 1)
+    assert note.endswith("checkpoint-1.removed stays: device or resource busy")
+    monkeypatch.setattr(Path, "rename", refuse)
+    save_names = names(tmp_path)
+    remove_old(tmp_path, 0)
+    assert names(tmp_path) == save_names
+
+
+AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from fsdplaunch.runtime.saving.old_checkpoints import remove_old
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+print(remove_old(Path(sys.argv[1]), 1))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_folder_that_may_not_be_written_stays_whole(tmp_path_factory):
+    root = tmp_path_factory.mktemp("shared")
+    for folder in (root, *root.parents):
+        if folder.stat().st_uid == 0 and str(folder).startswith("/tmp/") and folder != Path("/tmp"):
+            folder.chmod(0o755)
+    for step in (1, 2):
+        save(root, step)
+    for path in (root, *root.rglob("*")):
+        os.chown(path, NOBODY, NOBODY)
+    (root / "checkpoint-1").chmod(0o555)
+    said = subprocess.run([sys.executable, "-c", AS_NOBODY, str(root)], capture_output=True, text=True, timeout=60)
+    assert "checkpoint-1 stays: it is not writable" in said.stdout, said.stderr
+    assert find_gap(root / "checkpoint-1") is None
+    assert [number for number, _ in numbered(root)] == [2, 1]
+
+
+HOLDS = """
+import os, sys, time
+from pathlib import Path
+from fsdplaunch.runtime.saving.run_locks import lock_for_run
+root = Path(sys.argv[1])
+target = root / "checkpoint-1" if sys.argv[2] == "numbered" else root
+lock_for_run(target, root)
+if os.fork() == 0:
+    time.sleep(60)
+print("held", os.getpid(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("kind", ["numbered", "single"])
+@pytest.mark.parametrize("end", ["killed", "done"])
+def test_run_keeps_others_out_until_it_ends_however_it_does(tmp_path, kind, end):
+    root = tmp_path / "ckpt"
+    root.mkdir()
+    target = root / "checkpoint-2" if kind == "numbered" else root
+    code = "import os; os.setsid()\n" + HOLDS.replace('"checkpoint-1"', '"checkpoint-1"')
+    run = subprocess.Popen(
+        [sys.executable, "-c", code, str(root), kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        pid = int(run.stdout.readline().split()[1])
+        with pytest.raises(Exception, match=f"ckpt is being written by process {pid} on {os.uname().nodename}"):
+            run_locks.lock_for_run(target, root)
+        assert not run_locks.is_locked(target, root)
+        if end == "killed":
+            run.kill()  # its fork lives on, and has let go
+        run.stdin.close()
+        run.wait()
+        run_locks.lock_for_run(target, root)
+        run_locks.lock_for_run(target, root)
+        assert run_locks.is_locked(target, root)
+        run_locks._release_all()
+        assert names(root) == set()
+        assert names(tmp_path) == {"ckpt"}
+    finally:
+        os.killpg(pid, 9)
+
+
+def test_outside_of_a_launch_the_lock_lasts_as_long_as_a_save(tmp_path, monkeypatch):
+    target = tmp_path / "checkpoint-1"
+    for in_launch in (False, True):
+        if in_launch:
+            monkeypatch.setenv("FSDPLAUNCH_RUN_DIR", "runs/r1")
+        run_locks.lock_for_run(target, tmp_path)
+        assert run_locks.is_locked(target, tmp_path)
+        run_locks.end_save(target, tmp_path)
+        assert run_locks.is_locked(target, tmp_path) is in_launch
+    run_locks._release_all()
+    assert names(tmp_path) == set()

@@ -1,0 +1,225 @@
+"""Every rank's own plan, and the index rank 0 writes, are what torch's planner makes of the plans of all ranks."""
+
+import io
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata, ShardMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardedProperties
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdplaunch.checkpoint.readers.dcp_index import item_locations, read_metadata
+from fsdplaunch.runtime.saving.sharded.index_file import data_file, write_index
+from fsdplaunch.runtime.saving.sharded.layouts import UnknownLayoutError
+from fsdplaunch.runtime.saving.sharded.shared_plan import SharedPlan
+from fsdplaunch.runtime.torch_internals.dcp import FORMAT_VERSION, StorageInfo, flatten_state_dict
+
+
+@contextmanager
+def one_of(rank: int, world: int) -> Iterator[None]:
+    """Be one of so many ranks, that are not there."""
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def split(shape: tuple[int, ...], mesh: Any, placements: Any) -> DTensor:
+    """A DTensor with this rank's shard, which may be empty."""
+    local = torch.empty(shape)
+    for dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            parts = list(local.chunk(mesh.size(dim), placement.dim))
+            empty = local.narrow(placement.dim, 0, 0)
+            parts += [empty] * (mesh.size(dim) - len(parts))
+            local = parts[mesh.get_local_rank(dim)]
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=torch.empty(shape).stride()
+    )
+
+
+def flat_mesh(rank: int, world: int) -> dict[str, Any]:
+    """FSDP2: even and uneven rows, fewer rows than ranks, columns, buffers, optimizer state, values."""
+    mesh = init_device_mesh("cpu", (world,))
+    rows = [Shard(0)]
+    state = {"step": torch.tensor(3.0), "exp_avg": split((5 * world + 1, 3), mesh, rows)}
+    return {
+        "model": {
+            "mean": torch.zeros(7),
+            "even": split((2 * world, 4), mesh, rows),
+            "uneven": split((2 * world + 1,), mesh, rows),
+            "few": split((2, 3, 1, 2), mesh, rows),
+            "none": split((0, 3), mesh, rows),
+            "columns": split((3, world), mesh, [Shard(1)]),
+            "everywhere": split((9, 9), mesh, [Replicate()]),
+            "count": torch.tensor(1),
+        },
+        "optimizer": {
+            "state": {"even": state, "uneven": {"step": torch.tensor(2.0)}, "none": {}},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["even", "uneven"], "t": torch.ones(())}],
+        },
+    }
+
+
+def replicas(rank: int, world: int) -> dict[str, Any]:
+    """HSDP: each shard on several ranks."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
+    sharded = [Replicate(), Shard(0)]
+    found: dict[str, Any] = {f"layers.{number}": split((number + 1, 5), mesh, sharded) for number in range(7)}
+    return found | {"two": split((4, 6), mesh, [Shard(1), Shard(0)]), "mean": torch.zeros(2), "word": "text"}
+
+
+def old_shards(rank: int, world: int) -> dict[str, Any]:
+    """FSDP1 without a mesh: tensors that know all shards; the last ranks may have none."""
+
+    def sharded(rows: int) -> ShardedTensor:
+        parts = torch.empty(rows, 3).chunk(world)
+        starts = [sum(len(part) for part in parts[:number]) for number in range(len(parts))]
+        listed = [
+            ShardMetadata([start, 0], list(part.shape), f"rank:{number}/cpu")
+            for number, (start, part) in enumerate(zip(starts, parts, strict=True))
+        ]
+        own = [LocalShard(parts[rank].clone(), listed[rank])] if rank < len(parts) else []
+        properties = ShardedProperties(dtype=torch.float32)
+        metadata = ShardedTensorMetadata(listed, torch.Size((rows, 3)), properties)
+        return ShardedTensor._init_from_local_shards_and_global_metadata(own, metadata)
+
+    return {"model": {"mean": torch.ones(3), "a": sharded(2 * world), "b": sharded(world - 1), "c": sharded(1)}}
+
+
+STATES = {"flat": flat_mesh, "replicas": replicas, "FSDP1": old_shards}
+
+
+@dataclass
+class Ranks:
+    """What each of some ranks planned, and what torch makes of it."""
+
+    local: list[SavePlan]
+    shared: list[SharedPlan]
+    own: list[SavePlan]
+    planner: DefaultSavePlanner
+
+
+def planned(kind: str, world: int) -> Ranks:
+    ranks = Ranks([], [], [], DefaultSavePlanner())
+    for rank in range(world):
+        with one_of(rank, world):
+            planner = DefaultSavePlanner()
+            state = STATES[kind](rank, world)
+            planner.set_up_planner(state, is_coordinator=rank == 0)
+            ranks.local.append(planner.create_local_plan())
+            ranks.shared.append(SharedPlan(*flatten_state_dict(state), world))
+            ranks.own.append(ranks.shared[-1].own_plan(ranks.local[-1], rank))
+            ranks.planner = planner if rank == 0 else ranks.planner
+    return ranks
+
+
+def places_of(plans: list[SavePlan]) -> list[list[tuple[int, int]]]:
+    """Invented places of the items in the ranks' files: some small, some beyond 4 GB."""
+    return [
+        [(number * 10 ** (1 + number % 9), 300 + 7**number % 10**11) for number, _ in enumerate(plan.items)]
+        for plan in plans
+    ]
+
+
+def as_plain(metadata: Any) -> Any:
+    """All of an index in plain data, in its order, hints of indices included."""
+    entries = [(name, repr(entry)) for name, entry in metadata.state_dict_metadata.items()]
+    storage = [
+        (key.fqn, key.offset, key.index, info.relative_path, info.offset, info.length, sorted(vars(info)))
+        for key, info in metadata.storage_data.items()
+    ]
+    return entries, storage, metadata.planner_data, metadata.storage_meta, getattr(metadata, "version", None)
+
+
+@pytest.mark.parametrize("world", [2, 4, 6, 8])
+@pytest.mark.parametrize("kind", STATES)
+def test_plans_and_index_are_those_of_torch(kind, world, tmp_path):
+    ranks = planned(kind, world)
+    assert len({shared.digest for shared in ranks.shared}) == 1
+    plans, metadata = ranks.planner.create_global_plan(ranks.local)
+    for own, theirs in zip(ranks.own, plans, strict=True):
+        assert own.items == theirs.items
+        assert [item.index.index for item in own.items] == [item.index.index for item in theirs.items]
+        assert own.planner_data == theirs.planner_data
+    places = places_of(plans)
+    # As the writer of a file does it: values, then tensors.
+    metadata.storage_data = {
+        item.index: StorageInfo(data_file(rank), *place)
+        for rank, plan in enumerate(plans)
+        for is_tensor in (False, True)
+        for item, place in zip(plan.items, places[rank], strict=True)
+        if (item.tensor_data is not None) is is_tensor
+    }
+    metadata.storage_meta = StorageMeta(checkpoint_id=tmp_path, save_id="one")
+    if FORMAT_VERSION is not None:
+        metadata.version = FORMAT_VERSION
+    for shared in ranks.shared[:: world - 1]:  # the first rank writes, any other could
+        with (tmp_path / ".metadata").open("wb") as file:
+            write_index(file, shared, places, metadata.storage_meta)
+        written = pickle.loads((tmp_path / ".metadata").read_bytes())
+        assert as_plain(written) == as_plain(pickle.loads(pickle.dumps(metadata)))
+    found = item_locations(read_metadata(tmp_path), "")
+    assert sorted(map(tuple, found.values())) == sorted(
+        (info.relative_path, info.offset, info.length) for info in metadata.storage_data.values()
+    )
+
+
+def test_what_not_every_rank_can_know_is_refused():
+    with one_of(1, 4):
+        mesh = init_device_mesh("cpu", (4,))
+        partial = DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
+        two_axes = init_device_mesh("cpu", (2, 2))
+        both = DTensor.from_local(torch.ones(1, 2), two_axes, [Shard(0), Shard(0)], run_check=False)
+        for value in (partial, both):
+            with pytest.raises(UnknownLayoutError):
+                SharedPlan({"w": value}, {"w": ("w",)}, 4)
+        with pytest.raises(UnknownLayoutError, match="mesh does not hold all ranks"):
+            SharedPlan({"w": split((8,), mesh, [Shard(0)])}, {"w": ("w",)}, 8)
+
+
+def test_ranks_that_differ_have_other_digests():
+    with one_of(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        plain = {"w": split((4, 2), mesh, [Shard(0)]), "b": torch.ones(2), "n": 3}
+        variants = [
+            plain,
+            plain | {"w": split((4, 2), mesh, [Shard(1)])},
+            plain | {"w": split((5, 2), mesh, [Shard(0)])},
+            plain | {"b": torch.ones(2, dtype=torch.bfloat16)},
+            plain | {"more": 1},
+            {"b": plain["b"], "w": plain["w"], "n": 3},
+            plain | {"n": torch.ones(())},
+        ]
+        digests = {SharedPlan(each, {name: (name,) for name in each}, 2).digest for each in variants}
+        same = SharedPlan(dict(plain), {name: (name,) for name in plain}, 2).digest
+        assert len(digests) == len(variants)
+        assert same in digests
+
+
+def test_index_of_a_larger_job_keeps_to_its_batches(tmp_path):
+    """More chunks of a tensor, and more items of a rank, than a pickle sets at once."""
+    with one_of(0, 1500):
+        mesh = init_device_mesh("cpu", (1500,))
+        state: dict[str, Any] = {"w": split((1500, 2), mesh, [Shard(0)]), "v": split((3000, 2), mesh, [Shard(0)])}
+        shared = SharedPlan(state, {name: (name,) for name in state}, 1500)
+    buffer = io.BytesIO()
+    write_index(buffer, shared, [[(0, 10), (10, 20)]] * 1500, None)
+    written = pickle.loads(buffer.getvalue())
+    assert [chunk.offsets[0] for chunk in written.state_dict_metadata["v"].chunks] == list(range(0, 3000, 2))
+    assert len(written.storage_data) == 3000
+    assert [key.index for key in written.storage_data] == [rank for rank in range(1500) for _ in range(2)]
+    assert {info.relative_path for info in written.storage_data.values()} == set(map(data_file, range(1500)))

@@ -1,0 +1,193 @@
+"""The search finds the best of simulated candidates, and goes on, stops and fails as it should."""
+
+import pytest
+
+from fsdplaunch.config.load.load import stack
+from fsdplaunch.config.load.yaml_reader import read_text
+from fsdplaunch.config.schema.walk import keys_by_path
+from fsdplaunch.errors import UsageError
+from fsdplaunch.tune.candidate import Candidate
+from fsdplaunch.tune.outcome import Outcome
+from fsdplaunch.tune.predict import Predictor
+from fsdplaunch.tune.rows import CannotMeasureError, SearchStopped
+from fsdplaunch.tune.search import Search
+from fsdplaunch.tune.space import Space
+from fsdplaunch.tune.state import TuneState, find_state
+from fsdplaunch.tune.tries import read_tries
+
+GIB = 1024**3
+TRIES = ["fsdp_reshard_after_forward=false", "fsdp_activation_checkpointing=true", "fsdp_forward_prefetch=true"]
+
+
+def set_of(candidate):
+    return {path[-1].removeprefix("fsdp_"): value for path, value in candidate.changes}
+
+
+def searching(trial, *, limit=None, tries=TRIES, **values):
+    space = Space(
+        read=lambda overrides: stack(read_text("", "fsdp.yaml"), overrides=overrides).config,
+        world=2,
+        on_gpu=False,
+        tries=read_tries(tries),
+    )
+    predictor = Predictor(world=2, on_gpu=False, limit=limit)
+    return Search(space=space, trial=trial, predictor=predictor, steps=5, **values)
+
+
+def machine(seconds, memory=lambda changes: GIB, calls=None):
+    """A machine on which a step takes `seconds(changes)`."""
+
+    def trial(candidate, steps):
+        changes = set_of(candidate)
+        if calls is not None:
+            calls.append((candidate.label, steps))
+        base = seconds(changes)
+        times = tuple(base * (1 + 0.001 * (place % 5)) for place in range(steps))
+        return Outcome(seconds=times, memory=memory(changes), wall=1.0)
+
+    return trial
+
+
+def test_gains_of_single_changes_are_combined():
+    def seconds(changes):
+        return 1.0 - 0.2 * ("reshard_after_forward" in changes) - 0.3 * ("forward_prefetch" in changes)
+
+    search = searching(machine(lambda changes: seconds(changes) + 0.5 * ("activation_checkpointing" in changes)))
+    kept = search.run()
+    assert set_of(kept) == {"reshard_after_forward": False, "forward_prefetch": True}
+    states = {row.candidate.label: row.state for row in search.rows.values()}
+    assert states["yours"] == states["activation_checkpointing=true"] == "slower"
+    assert search.duels[-1].verdict == "first"
+
+
+def test_what_is_proposed_was_measured_in_turn_with_yours():
+    speeds = {"reshard_after_forward": 0.6, "forward_prefetch": 0.7, "activation_checkpointing": 0.9}
+    search = searching(machine(lambda changes: min([1.0, *(speeds[name] for name in changes)])))
+    kept = search.run()
+    assert [duel.second for duel in search.duels][-1] == Candidate()
+    assert search.duels[-1].first == kept
+
+
+def test_equal_candidates_are_said_to_be_and_yours_is_kept():
+    search = searching(machine(lambda changes: 1.0))
+    assert search.run() == Candidate()
+    assert {duel.verdict for duel in search.duels} == {"equal"}
+
+
+def test_bad_candidates_are_measured_once_and_good_ones_longer():
+    calls = []
+    search = searching(machine(lambda changes: 3.0 if "activation_checkpointing" in changes else 1.0, calls=calls))
+    search.run()
+    assert [steps for label, steps in calls if label == "activation_checkpointing=true"] == [5]
+    assert 10 in [steps for label, steps in calls if label == "yours"]
+
+
+def test_memory_limit_makes_the_slower_one_the_best():
+    def memory(changes):
+        return GIB if "activation_checkpointing" in changes else 3 * GIB
+
+    def seconds(changes):
+        return 1.3 if "activation_checkpointing" in changes else 1.0
+
+    search = searching(machine(seconds, memory), limit=2 * GIB, tries=TRIES[:2])
+    assert set_of(search.run()) == {"activation_checkpointing": True}
+    assert search.rows[Candidate()].state == "does not fit"
+    assert search.rows[Candidate()].reason == "3.0 GiB of 2.0 GiB"
+
+
+def test_two_changes_that_only_fit_together_are_found():
+    def memory(changes):
+        return (4 - len(changes)) * GIB
+
+    search = searching(machine(lambda changes: 1.0 + len(changes), memory), limit=2 * GIB)
+    assert len(set_of(search.run())) == 2
+
+
+def test_nothing_fits():
+    search = searching(machine(lambda changes: 1.0, lambda changes: 9 * GIB), limit=GIB)
+    assert search.run() is None
+
+
+def test_a_candidate_that_fails_is_a_row():
+    def trial(candidate, steps):
+        if "activation_checkpointing" in set_of(candidate):
+            return Outcome(failure="rank 0: ValueError: no blocks", kind="error")
+        return machine(lambda changes: 0.5 if "reshard_after_forward" in changes else 1.0)(candidate, steps)
+
+    search = searching(trial)
+    assert set_of(search.run()) == {"reshard_after_forward": False}
+    (failed,) = [row for row in search.rows.values() if row.state == "failed"]
+    assert failed.reason == "rank 0: ValueError: no blocks"
+
+
+@pytest.mark.parametrize("kind", ["error", "write"])
+def test_a_script_that_fails_as_it_is_ends_the_search(kind):
+    with pytest.raises(CannotMeasureError, match="bad argument"):
+        searching(lambda candidate, steps: Outcome(failure="bad argument", kind=kind)).run()
+
+
+def test_out_of_memory_as_it_is_does_not():
+    def trial(candidate, steps):
+        if candidate.is_yours:
+            return Outcome(failure="out of memory", kind="memory")
+        return machine(lambda changes: 1.0)(candidate, steps)
+
+    assert searching(trial, tries=TRIES[1:2]).run() is not None
+
+
+def test_values_that_are_the_same_run_are_measured_once():
+    calls = []
+    tries = ["fsdp_auto_wrap_policy=NO_WRAP", "fsdp_forward_prefetch=true"]
+    faster = machine(lambda changes: 1.0 - 0.1 * len(changes), calls=calls)
+    search = searching(faster, tries=tries)
+    search.run()
+    (same,) = [row for row in search.rows.values() if row.state == "same run"]
+    assert same.reason == "the same run as auto_wrap_policy=NO_WRAP"
+    assert same.candidate.label not in [label for label, _ in calls]
+
+
+def test_a_stopped_search_keeps_what_it_knows_and_goes_on_with_it(tmp_path):
+    calls, known = [], machine(lambda changes: 1.0 - 0.2 * len(changes))
+    folder = tmp_path / "2026-tune"
+
+    def launch(candidate, number, steps):
+        calls.append(candidate.label)
+        if len(calls) == 3:
+            return Outcome(failure="stopped by SIGINT", kind="stopped")
+        return known(candidate, steps)
+
+    state = TuneState(folder=folder, request={"script": "train.py"})
+    search = searching(state.trial(launch))
+    with pytest.raises(SearchStopped):
+        search.run()
+    assert search.best().label == calls[1]
+
+    again = find_state("2026", tmp_path)
+    assert again.request == {"script": "train.py"}
+    assert len(again.outcomes) == 2
+    before = calls[:2]
+    calls.clear()
+
+    def go_on(candidate, number, steps):
+        calls.append(candidate.label)
+        return known(candidate, steps)
+
+    resumed = searching(again.trial(go_on))
+    kept = resumed.run()
+    assert kept == searching(known).run()
+    assert not set(calls[:1]) & set(before)
+
+
+def test_a_broken_or_missing_search_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="no search by this name"):
+        find_state("nothing", tmp_path)
+    (tmp_path / "a-tune").mkdir()
+    (tmp_path / "a-tune" / "tune.json").write_text('{"request": {}, "outcomes": [{"steps": 1}]}')
+    with pytest.raises(UsageError, match="is not the file of a search"):
+        find_state("a", tmp_path)
+
+
+def test_labels_do_not_repeat_what_a_key_needs():
+    every, checkpointing = ("sharding", "checkpoint_every"), ("fsdp_config", "fsdp_activation_checkpointing")
+    assert every in keys_by_path()
+    assert Candidate(((checkpointing, True), (every, 2))).label == "checkpoint_every=2"

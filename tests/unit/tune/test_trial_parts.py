@@ -1,0 +1,211 @@
+"""The pure parts of a trial: the folder it runs in, what its ranks recorded, what is predicted from that."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fsdplaunch.config.load.load import stack
+from fsdplaunch.config.load.yaml_reader import read_text
+from fsdplaunch.launch.plan import LaunchTarget
+from fsdplaunch.launch.report.run_result import Failure, RunResult
+from fsdplaunch.tune import scratch, trial
+from fsdplaunch.tune.measured import WARM_UP, read_measured
+from fsdplaunch.tune.outcome import Outcome, outcome_of
+from fsdplaunch.tune.predict import Predictor
+from fsdplaunch.tune.scratch import make_scratch, moved
+
+MIB = 1024**2
+
+
+def test_scratch_reads_as_the_users_folder(tmp_path):
+    user = tmp_path / "user"
+    (user / "pkg").mkdir(parents=True)
+    (user / "runs" / "a").mkdir(parents=True)
+    (user / ".git").mkdir()
+    (user / "train.py").write_text("import pkg")
+    (user / "pkg" / "big.bin").write_bytes(bytes(2 * MIB))
+    (user / "gone").symlink_to(user / "nowhere")
+    target = user / "runs" / "a" / "work"
+    make_scratch(user, target, leave_out=(user / "runs", user / "runs" / "a"))
+    assert {path.name for path in target.iterdir()} == {"pkg", ".git", "train.py", "gone"}
+    assert not (target / "train.py").is_symlink()
+    assert (target / "pkg" / "big.bin").resolve() == user / "pkg" / "big.bin"
+    (target / "pkg" / "new").write_text("x")
+    (target / "train.py").write_text("changed")
+    assert not (user / "pkg" / "new").exists()
+    assert (user / "train.py").read_text() == "import pkg"
+
+
+def test_copies_take_no_more_room_than_they_may(tmp_path, monkeypatch):
+    monkeypatch.setattr(scratch, "_ALL_COPIED_BYTES", 10)
+    user, target = tmp_path / "user", tmp_path / "work"
+    user.mkdir()
+    for name in ("a", "b", "c"):
+        (user / name).write_text("12345678"[: 8 if name != "c" else 2])
+    make_scratch(user, target, leave_out=())
+    assert [(target / name).is_symlink() for name in ("a", "b", "c")] == [False, True, False]
+
+
+def test_scratch_inside_what_it_shows_does_not_show_itself(tmp_path):
+    (tmp_path / "train.py").write_text("x")
+    target = tmp_path / "a-tune" / "work"
+    make_scratch(tmp_path, target, leave_out=(tmp_path / "a-tune", tmp_path))
+    assert [path.name for path in target.iterdir()] == ["train.py"]
+
+
+def test_arguments_that_name_the_users_folder_lead_into_the_scratch_folder():
+    source, target = Path("/home/me"), Path("/home/me/runs/t/work")
+    assert moved("--out=/home/me/out", source, target) == "--out=/home/me/runs/t/work/out"
+    assert moved("/home/me", source, target) == "/home/me/runs/t/work"
+    assert moved("/data/home/me/x", source, target) == "/data/home/me/x"
+    assert moved("/home/meadow", source, target) == "/home/meadow"
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("train.py", "train.py"),
+        ("../train.py", "{parent}/train.py"),
+        ("{source}/train.py", "{work}/train.py"),
+        ("/opt/train.py", "/opt/train.py"),
+    ],
+)
+def test_a_script_is_found_from_the_scratch_folder(tmp_path, name, wanted):
+    source, work = tmp_path / "user", tmp_path / "user" / "runs" / "work"
+    work.mkdir(parents=True)
+    (work / "train.py").write_text("")
+    places = {"parent": tmp_path, "source": source, "work": work}
+    target = LaunchTarget(name=name.format(**places), arguments=(f"{source}/out", "--lr"))
+    runner = trial.TrialRunner(
+        plan=lambda *_: None, target=target, folder=work.parent, source=source, limit_seconds=1.0, guarded=True
+    )
+    found = runner._moved(work)
+    assert found.name == wanted.format(**places)
+    assert found.arguments == (f"{work}/out", "--lr")
+
+
+def record(seconds, memory=100, waits=None):
+    count = len(seconds)
+    return {
+        "steps": count + 1, "seconds": seconds, "rows": [4] * count, "tokens": [0] * count,
+        "waits": [waits] * count if waits is not None else None, "memory": memory, "start": 7, "model": {"a": 1},
+    }  # fmt: skip
+
+
+def test_the_slowest_rank_counts_and_the_first_steps_do_not():
+    first, second = [9.0] * (WARM_UP - 1), [1.0, 2.0, 3.0]
+    found = read_measured([record([*first, *second], 100, 0.5), record([9.0, 9.0, 2.0, 1.0, 1.0], 300, 0.5)], 3)
+    assert found.seconds == (2.0, 2.0, 3.0)
+    assert found.memory == 300
+    assert found.rows == 24 / 7
+    assert found.tokens is None
+    assert found.waiting == (1.5 / 6 + 1.5 / 4) / 2
+    assert outcome_of(found.to_dict()) == found
+
+
+def test_a_script_that_ends_too_early_is_no_measurement():
+    found = read_measured([record([1.0, 1.0]), {}], 10)
+    assert found.failure == "the script ended after no optimizer step, 13 are needed"
+    assert "after 3 optimizer steps, 13 are needed" in read_measured([record([1.0, 1.0])], 10).failure
+    assert len(read_measured([record([1.0] * 8)], 10).seconds) == 6
+
+
+def config(*overrides):
+    return stack(read_text("", "fsdp.yaml"), overrides=overrides).config
+
+
+MODEL = {
+    "tensors": {f"blocks.{number}.w": [[1024, 1024], 4] for number in range(4)},
+    "config": None,
+    "optimizer": "adamw",
+    "batch": None,
+}
+
+
+def test_prediction_follows_the_first_measured_run():
+    predictor = Predictor(world=2, on_gpu=False, limit=None)
+    assert predictor.predict(config()) is None
+    assert predictor.units(config()) is None
+    predictor.learn(config(), Outcome(seconds=(1.0,), memory=500 * MIB, start=300 * MIB, model=MODEL))
+    assert predictor.predict(config()) == 500 * MIB
+    kept = predictor.predict(config("fsdp_reshard_after_forward=false"))
+    # All four blocks of 4 MiB stay gathered; the two that are gathered at a time are among them.
+    assert 500 * MIB < kept <= 500 * MIB + 4 * 4 * MIB
+    assert predictor.predict(config("fsdp_activation_checkpointing=true")) is None
+
+
+def test_what_cannot_fit_is_refused_with_its_number():
+    predictor = Predictor(world=2, on_gpu=False, limit=320 * MIB)
+    predictor.learn(config(), Outcome(seconds=(1.0,), memory=340 * MIB, start=300 * MIB, model=MODEL))
+    assert predictor.refusal(config("fsdp_activation_checkpointing=true")).startswith("needs 3")
+    assert "320.0 MiB allowed" in predictor.refusal(config("fsdp_activation_checkpointing=true"))
+    assert Predictor(world=2, on_gpu=False, limit=MIB).refusal(config()) == ""
+    every = config("fsdp_activation_checkpointing=true", "sharding.checkpoint_every=5")
+    assert predictor.refusal(every) == "the model has 4 blocks"
+
+
+def test_sizes_of_units_tell_which_policies_are_the_same():
+    predictor = Predictor(world=2, on_gpu=False, limit=None)
+    predictor.learn(config(), Outcome(seconds=(1.0,), memory=1, model=MODEL))
+    whole = predictor.units(config("fsdp_auto_wrap_policy=NO_WRAP"))
+    sized = "fsdp_auto_wrap_policy=SIZE_BASED_WRAP"
+    assert predictor.units(config(sized, "fsdp_min_num_params=100000000")) == whole == ()
+    assert predictor.units(config(sized, "fsdp_min_num_params=1000000")) == tuple(f"blocks.{n}" for n in range(4))
+
+
+def test_activations_of_a_known_family_are_predicted_before_they_are_measured():
+    llama = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256, "max_position_embeddings": 64,
+    }  # fmt: skip
+    from fsdplaunch.estimate.hf_config import describe
+
+    names = describe(llama, source="test").sizes.names
+    model = {
+        "tensors": {name: [list(tensor.shape), 4] for name, tensor in names.items()},
+        "config": llama, "optimizer": "adamw", "batch": [8, 64],
+    }  # fmt: skip
+    predictor = Predictor(world=2, on_gpu=False, limit=None)
+    predictor.learn(config(), Outcome(seconds=(1.0,), memory=10 * MIB, model=model))
+    checkpointed = predictor.predict(config("fsdp_activation_checkpointing=true"))
+    assert checkpointed is not None
+    assert 0 < checkpointed < 10 * MIB
+
+
+def test_a_launch_is_over_when_its_time_is_up_or_a_script_does_not_end(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(trial.time, "monotonic", lambda: now[0])
+    plan = SimpleNamespace(run_dir=tmp_path, workers=2)
+    watch, hurried = trial._Watch(plan, 300.0), trial._Watch(plan, 5.0)
+    assert not watch.is_over()
+    for record in watch.records:
+        record.parent.mkdir(parents=True)
+        record.write_text("{}")
+    assert not watch.is_over()
+    now[0] = 9.0
+    assert not watch.is_over()
+    assert hurried.is_over()
+    now[0] = 10.0
+    assert watch.is_over()
+    assert (watch.is_measured, watch.has_ended) == (True, True)
+
+
+def failed(**values):
+    failure = Failure(**{"rank": 1, "exit_code": 1, **values})
+    return RunResult(exit_code=failure.exit_code, seconds=1.0, failure=failure)
+
+
+@pytest.mark.parametrize(
+    ("result", "wanted"),
+    [
+        (failed(message="torch.OutOfMemoryError: CUDA out of memory. Tried ..."), ("memory", "out of memory")),
+        (failed(exit_code=137, signal="SIGKILL"), ("memory", "out of host memory: killed")),
+        (failed(message="WriteRefusedError: /a is outside"), ("write", "/a is outside")),
+        (failed(message="ValueError: bad\nmore"), ("error", "rank 1: ValueError: bad")),
+        (failed(tail=("first", "last words", "")), ("error", "rank 1: last words")),
+        (RunResult(exit_code=130, seconds=1.0, stopped_by="SIGINT"), ("stopped", "stopped by SIGINT")),
+    ],
+)
+def test_a_failed_launch_says_why(result, wanted):
+    assert trial._why(result) == wanted
