@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.name_lists import listed
+from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts
 from fsdplaunch.runtime.sharding.mesh import shard_group, tensor_mesh
 from fsdplaunch.runtime.sharding.settings import Settings
@@ -48,6 +50,11 @@ def split_sequences(model: nn.Module, settings: Settings, axis: DeviceMesh | Non
         return None
     from fsdplaunch.runtime.context_parallel.apply import split_blocks
 
+    strategy = decode().parallelism_config.parallelism_config_cp_comm_strategy
+    if strategy != "allgather":
+        messages.say(
+            f"cp_comm_strategy {strategy} is for accelerate's attention: here positions are exchanged for heads"
+        )
     return split_blocks(model, settings.block_classes, axis)
 
 
