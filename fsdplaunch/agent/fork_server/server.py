@@ -176,6 +176,7 @@ class ForkServerProcess:
 
     def _leave(self) -> None:
         """Shed, in a child, what belongs to the fork server."""
+        leave_private_dir(os.environ)
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -192,7 +193,6 @@ class ForkServerProcess:
             os.dup2(nothing, place)
         os.close(nothing)
         os.chdir("/")
-        leave_private_dir(os.environ)
         self._channel.send({"released": True})
         self._leave()
         return Released(seconds=seconds, loaded=loaded)
