@@ -21,7 +21,7 @@ Trial = Callable[[Candidate, int], Outcome]
 _RUNGS = 2
 """How often the steps are doubled for those that are left, before the two best meet."""
 _GAIN = 0.98
-"""A change whose step is below this share of yours, and below three quarters of your steps, is tried with others."""
+"""A change whose step is below this share of yours, and below most of your steps, is tried with others."""
 _MOST_TOGETHER = 6
 """Combinations that are tried at a time."""
 _TIMES = 3
