@@ -7,6 +7,7 @@ import pytest
 
 from fsdplaunch.config.load.load import stack
 from fsdplaunch.config.load.yaml_reader import read_text
+from fsdplaunch.launch.plan import LaunchTarget
 from fsdplaunch.launch.report.run_result import Failure, RunResult
 from fsdplaunch.tune import scratch, trial
 from fsdplaunch.tune.measured import WARM_UP, read_measured
@@ -59,6 +60,29 @@ def test_arguments_that_name_the_users_folder_lead_into_the_scratch_folder():
     assert moved("/home/me", source, target) == "/home/me/runs/t/work"
     assert moved("/data/home/me/x", source, target) == "/data/home/me/x"
     assert moved("/home/meadow", source, target) == "/home/meadow"
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("train.py", "train.py"),
+        ("../train.py", "{parent}/train.py"),
+        ("{source}/train.py", "{work}/train.py"),
+        ("/opt/train.py", "/opt/train.py"),
+    ],
+)
+def test_a_script_is_found_from_the_scratch_folder(tmp_path, name, wanted):
+    source, work = tmp_path / "user", tmp_path / "user" / "runs" / "work"
+    work.mkdir(parents=True)
+    (work / "train.py").write_text("")
+    places = {"parent": tmp_path, "source": source, "work": work}
+    target = LaunchTarget(name=name.format(**places), arguments=(f"{source}/out", "--lr"))
+    runner = trial.TrialRunner(
+        plan=lambda *_: None, target=target, folder=work.parent, source=source, limit_seconds=1.0, guarded=True
+    )
+    found = runner._moved(work)
+    assert found.name == wanted.format(**places)
+    assert found.arguments == (f"{work}/out", "--lr")
 
 
 def record(seconds, memory=100, waits=None):

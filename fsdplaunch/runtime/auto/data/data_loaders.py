@@ -44,13 +44,12 @@ class _Loaders:
     def _are_ours(self, loader: Any) -> bool:
         """Return whether a loader is to be divided, after dividing it if it is."""
         hook_context = self.hook_context
-        if hook_context.size == 1 or not hook_context.ownership.decided():
+        if hook_context.size == 1:
             return False
-        if is_split(loader):
-            if hook_context.data.size < hook_context.size:
-                count_readers(loader, hook_context.data)
-            return False
-        if hook_context.data.size == 1:
+        divides, split = hook_context.ownership.decided(), is_split(loader)
+        if split and hook_context.ownership.ours and hook_context.data.size < hook_context.size:
+            count_readers(loader, hook_context.data)
+        if split or not divides or hook_context.data.size == 1:
             return False
         if loader not in self.fitted:
             self.fitted.add(loader)
