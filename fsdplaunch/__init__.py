@@ -15,6 +15,7 @@ _HOMES = {
     "clip_grad_norm_": "fsdplaunch.runtime.api.gradients",
     "clip_grad_value_": "fsdplaunch.runtime.api.gradients",
     "no_sync": "fsdplaunch.runtime.api.gradients",
+    "context_parallel": "fsdplaunch.runtime.context_parallel.given_pieces",
     "apply": "fsdplaunch.runtime.api.summon_full_params",
     "summon_full_params": "fsdplaunch.runtime.api.summon_full_params",
     "fsdp_modules": "fsdplaunch.runtime.inspection.accessors",
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from fsdplaunch.runtime.api.gradients import clip_grad_norm_, clip_grad_value_, no_sync
     from fsdplaunch.runtime.api.prepare import prepare
     from fsdplaunch.runtime.api.summon_full_params import apply, summon_full_params
+    from fsdplaunch.runtime.context_parallel.given_pieces import context_parallel
     from fsdplaunch.runtime.inspection.accessors import fsdp_modules, params_with_grad
     from fsdplaunch.runtime.inspection.describe import describe
     from fsdplaunch.runtime.inspection.parameter_names import named_buffers, named_parameters

@@ -20,6 +20,8 @@ _MEMORY = "/dev/shm"  # noqa: S108  (the folders made in it are 0700, with rando
 _PREFIX = "fsdplaunch-run-"
 """Older versions made folders without a lock, whose names begin with fsdplaunch- alone."""
 _MOST_TRIES = 100
+_locks: list[int] = []
+"""Descriptors of this process's private folder."""
 
 
 def make_private_dir(environ: MutableMapping[str, str]) -> None:
@@ -30,7 +32,8 @@ def make_private_dir(environ: MutableMapping[str, str]) -> None:
     """
     for parent in (_MEMORY, tempfile.gettempdir()):
         with suppress(OSError):
-            environ[PRIVATE_DIR] = _make_locked(parent)[0]
+            environ[PRIVATE_DIR], lock = _make_locked(parent)
+            _locks.append(lock)
             return
 
 
@@ -42,11 +45,9 @@ def remove_private_dir(environ: MutableMapping[str, str]) -> None:
 
 def leave_private_dir(environ: MutableMapping[str, str]) -> None:
     """Give up this process's part in the folder and its lock; those that were forked before keep theirs."""
-    folder = environ.pop(PRIVATE_DIR, "")
-    for entry in os.listdir("/proc/self/fd") if folder else ():  # noqa: PTH208
-        with suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{entry}").partition(" ")[0] == folder:  # noqa: PTH115
-                os.close(int(entry))
+    environ.pop(PRIVATE_DIR, "")
+    while _locks:
+        os.close(_locks.pop())
 
 
 def make_process_dir() -> Path:

@@ -70,7 +70,8 @@ def run_agent(argv: Sequence[str], imported: ImportRecord | None = None) -> None
     pid = int(os.environ.pop(LAUNCHER, os.getppid()))
     secret, lifeline = take_secret(os.environ), take_lifeline()
     launcher = Launcher(pid, lifeline)
-    launcher.end_with(signal.SIGTERM)
+    # Until there are workers, and a fork server that ends this process when it is stuck.
+    launcher.end_with(signal.SIGKILL)
     open_missing_streams()
     config = decode()
     options, command = split(argv)
@@ -91,6 +92,7 @@ def run_agent(argv: Sequence[str], imported: ImportRecord | None = None) -> None
     if (request := fork_server.start(*modules)) is not None:
         be_forked(request, record, modules)
         return
+    launcher.end_with(signal.SIGTERM)
     # Nothing that torch started in this process is needed any more, and taking it apart takes time.
     run_dir = Path(os.environ[RUN_DIR])
     run_dir.mkdir(parents=True, exist_ok=True)

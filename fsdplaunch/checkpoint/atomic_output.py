@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.checkpoint.folder_lock import FolderLock
+from fsdplaunch.checkpoint.regular_file import real_path
 from fsdplaunch.checkpoint.rename_exchange import rename_exchange
 from fsdplaunch.errors import CheckpointError, UsageError
 
@@ -34,11 +35,11 @@ def check_output(
     Raises:
         UsageError: When it holds such files, or lies in, above or on a source.
     """
-    target = output.resolve()
+    target = real_path(output)
     if output.suffix in {".safetensors", ".bin"}:
         msg = f"{output} looks like a file; the output is a folder"
         raise UsageError(msg, hint=f"use {output.parent}")
-    for source in {path.resolve() for path in sources}:
+    for source in {real_path(path) for path in sources}:
         if target == source or target.is_relative_to(source) or source.is_relative_to(target):
             relation = "is" if target == source else "lies inside" if target.is_relative_to(source) else "contains"
             msg = f"the output {output} {relation} the checkpoint {source}"

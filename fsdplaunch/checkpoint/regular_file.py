@@ -15,6 +15,11 @@ _KINDS = (
 )
 
 
+def real_path(path: Path) -> Path:
+    """Return where a path leads, through every link; links that lead in a circle lead to themselves."""
+    return Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for a circle, before Python 3.13
+
+
 def odd_kind(path: Path) -> str | None:
     """Return what `path` is when it is there and no regular file, or a link to none, else None."""
     try:

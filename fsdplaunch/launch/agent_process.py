@@ -11,7 +11,7 @@ from fsdplaunch.launch.open_files import inherited_limit
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.launch.preloaded import preload_lists
 from fsdplaunch.launch.warm.client import warm_agent
-from fsdplaunch.parent_death import LIFELINE
+from fsdplaunch.parent_death import LIFELINE, ended_with_us
 
 
 class AgentProcess(Protocol):
@@ -79,6 +79,7 @@ def start_agent(
                 start_new_session=True,
                 pass_fds=[lifeline],
                 cwd=folder,
+                preexec_fn=ended_with_us(),  # noqa: PLW1509  (from its first moment, which may be its last)
             )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

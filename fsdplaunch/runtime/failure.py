@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fsdplaunch.errors import EXIT_FAILED, LaunchError
 from fsdplaunch.runtime.script import user_traceback
-from fsdplaunch.terminal_text import printable, shortened, text_of
+from fsdplaunch.terminal_text import MOST, printable, shortened, text_of
 from fsdplaunch.worker_status import BEGIN_HIDDEN, END_HIDDEN, MARKED
 
 EXIT_INTERRUPTED = 130
@@ -71,7 +71,10 @@ def _leave(leaving: SystemExit) -> int:
     record(f"SystemExit: {words}", "")
     if isinstance(leaving.code, int):
         return leaving.code
-    sys.stderr.write(f"{words}\n")
+    if len(words) > MOST:
+        with _for_the_file():
+            sys.stderr.write(f"{words}\n")
+    sys.stderr.write(f"{shortened(words)}\n")
     return EXIT_FAILED
 
 

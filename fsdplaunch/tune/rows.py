@@ -45,6 +45,11 @@ class Row:
         return min((one for one in self.outcomes if not one.failure), key=lambda one: one.median, default=None)
 
     @property
+    def most_steps(self) -> int:
+        """Return the steps of its longest measurement."""
+        return max((len(one.seconds) for one in self.outcomes), default=0)
+
+    @property
     def fits(self) -> bool:
         """Return whether it was measured and needs no more memory than it may."""
         states = ("measured", "slower", "as fast", "running")

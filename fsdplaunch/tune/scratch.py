@@ -11,6 +11,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 _COPIED_BYTES = 1 << 20
+"""Size up to which a file is copied."""
+_ALL_COPIED_BYTES = 64 << 20
+"""What the copies may take together; the files that come after them are links."""
 _MOST_FILES = 20_000
 _MOST_IN_FOLDER = 2_000
 
@@ -24,7 +27,7 @@ def make_scratch(source: Path, target: Path, *, leave_out: Collection[Path]) -> 
         leave_out: Folders that are not shown: those of trials.
     """
     target.mkdir(parents=True)
-    count = 0
+    count, room = 0, _ALL_COPIED_BYTES
     pending = [(source, target)]
     while pending:
         folder, place = pending.pop()
@@ -35,7 +38,7 @@ def make_scratch(source: Path, target: Path, *, leave_out: Collection[Path]) -> 
                 (place / entry.name).mkdir()
                 pending.append((Path(entry.path), place / entry.name))
             else:
-                _show(entry, place / entry.name)
+                room -= _show(entry, place / entry.name, room)
 
 
 def _entries(folder: Path, leave_out: Collection[Path]) -> list[os.DirEntry[str]]:
@@ -58,12 +61,14 @@ def _is_opened(entry: os.DirEntry[str], count: int) -> bool:
         return sum(1 for _ in inside) <= _MOST_IN_FOLDER
 
 
-def _show(entry: os.DirEntry[str], place: Path) -> None:
-    small = entry.is_file() and entry.stat().st_size <= _COPIED_BYTES and os.access(entry.path, os.R_OK)
-    if small:
+def _show(entry: os.DirEntry[str], place: Path, room: int) -> int:
+    """Copy or link a file, or link a folder; return the bytes that were copied."""
+    size = entry.stat().st_size if entry.is_file() and os.access(entry.path, os.R_OK) else None
+    if size is not None and size <= min(_COPIED_BYTES, room):
         shutil.copy2(entry.path, place)
-    else:
-        place.symlink_to(os.path.realpath(entry.path))
+        return size
+    place.symlink_to(os.path.realpath(entry.path))
+    return 0
 
 
 def moved(text: str, source: Path, target: Path) -> str:

@@ -4,7 +4,7 @@ It starts nothing itself: `Trial` does, or a test. With the same outcomes it mak
 going on after an interruption rests on.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -21,7 +21,7 @@ Trial = Callable[[Candidate, int], Outcome]
 _RUNGS = 2
 """How often the steps are doubled for those that are left, before the two best meet."""
 _GAIN = 0.98
-"""A change that brings the step below this share of yours is tried together with others."""
+"""A change whose step is below this share of yours, and below most of your steps, is tried with others."""
 _MOST_TOGETHER = 6
 """Combinations that are tried at a time."""
 _TIMES = 3
@@ -87,7 +87,8 @@ class Search:
                 break
             steps *= 2
             for candidate in running[: max(2, (len(running) + 1) // 2)]:
-                self._measure(self.rows[candidate], steps)
+                if self.rows[candidate].most_steps < steps:
+                    self._measure(self.rows[candidate], steps)
         self._mark_slower()
 
     def _mark_slower(self) -> None:
@@ -174,7 +175,8 @@ class Search:
             return False
         if not yours.fits or yours.fastest is None:
             return row.state != "failed" or bool(row.outcomes and row.outcomes[-1].kind == "memory")
-        return row.fits and row.fastest is not None and row.fastest.median < _GAIN * yours.fastest.median
+        least = min(_GAIN * yours.fastest.median, yours.fastest.quartiles[0])
+        return row.fits and row.fastest is not None and row.fastest.median < least
 
     def _settle(self) -> Candidate | None:
         """Let the two best meet, and then the better one and yours: what is proposed must be faster than that."""
@@ -182,8 +184,19 @@ class Search:
         ordered = sorted(measured, key=lambda candidate: measured[candidate].median)
         if len(ordered) < 2:  # noqa: PLR2004
             return ordered[0] if ordered else None
-        kept, yours = self._meet(ordered[0], ordered[1]), Candidate()
-        return self._meet(kept, yours) if yours in measured and yours not in ordered[:2] else kept
+        best = ordered[0]
+        for rival in self._rivals(ordered, near=Candidate() in contenders(measured)):
+            best = self._meet(best, rival)
+            if best.is_yours:
+                break
+        return best
+
+    def _rivals(self, ordered: Sequence[Candidate], *, near: bool) -> list[Candidate]:
+        """Return whom the best must meet: the runner-up, and yours; that first where it may be as fast."""
+        best, runner_up, yours = ordered[0], ordered[1], Candidate()
+        if best.is_yours or runner_up.is_yours or yours not in ordered:
+            return [runner_up]
+        return [yours, runner_up] if near else [runner_up, yours]
 
     def _meet(self, first: Candidate, second: Candidate) -> Candidate:
         """Measure two candidates in turn until it is clear which is faster, or that neither is."""

@@ -106,7 +106,7 @@ def identity(config: Config, world: int, units: Any = None) -> tuple[Any, ...]:
             continue  # the mesh and fsdp_reshard_after_forward say it
         if units is not None and spec.path in _WRAP:
             continue
-        idle = spec.key.tunable is not None and _is_idle(spec.key.tunable, config, mesh[1])
+        idle = spec.key.tunable is not None and _is_idle(spec.key.tunable, config, mesh.shards * mesh.context)
         values.append(spec.default if idle else value_at(config, spec.path))
     return tuple(repr(value) for value in values)
 

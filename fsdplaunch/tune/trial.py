@@ -1,5 +1,6 @@
 """One trial: an ordinary launch of the user's script with a candidate's configuration, in a folder of its own."""
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -73,7 +74,7 @@ class TrialRunner:
     def _moved(self, work: Path) -> LaunchTarget:
         name = self.target.name
         if not self.target.is_module and not Path(name).is_absolute() and not (work / name).exists():
-            name = str(self.source / name)  # ../train.py
+            name = os.path.normpath(self.source / name)  # ../train.py
         arguments = tuple(moved(text, self.source, work) for text in self.target.arguments)
         return replace(self.target, name=moved(name, self.source, work), arguments=arguments)
 

@@ -10,6 +10,15 @@ from fsdplaunch.config.world_size import with_mesh, world_size
 
 HEAD = "compute_environment: LOCAL_MACHINE\ndistributed_type: {type}\nnum_machines: 1\nnum_processes: 4\n"
 FSDP = HEAD.format(type="FSDP") + "mixed_precision: bf16\nfsdp_config:\n"
+EIGHT = (
+    "compute_environment: LOCAL_MACHINE\ndebug: false\ndistributed_type: FSDP\ndowncast_bf16: 'no'\n"
+    "enable_cpu_affinity: false\nmachine_rank: 0\nmain_training_function: main\nmixed_precision: bf16\n"
+    "num_machines: 1\nnum_processes: 8\nrdzv_backend: static\nsame_network: true\ntpu_env: []\n"
+    "tpu_use_cluster: false\ntpu_use_sudo: false\nuse_cpu: false\nfsdp_config:\n"
+    "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_cpu_ram_efficient_loading: true\n"
+    "  fsdp_offload_params: false\n  fsdp_reshard_after_forward: true\n  fsdp_version: 2\n"
+)
+"""The keys of the example files that accelerate and TRL publish for meshes."""
 FILES = {
     "FSDP1": FSDP
     + "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer\n"
@@ -38,6 +47,15 @@ FILES = {
     "FSDP2, split sequences": FSDP + "  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
     "  fsdp_state_dict_type: SHARDED_STATE_DICT\nparallelism_config:\n  parallelism_config_cp_size: 4\n"
     "  parallelism_config_dp_shard_size: 1\n  parallelism_config_cp_comm_strategy: alltoall\n",
+    "a published mesh of three axes": EIGHT
+    + "  fsdp_state_dict_type: SHARDED_STATE_DICT\nparallelism_config:\n  parallelism_config_cp_size: 1\n"
+    "  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 2\n"
+    "  parallelism_config_tp_size: 2\n",
+    "published split sequences": EIGHT
+    + "  fsdp_state_dict_type: FULL_STATE_DICT\n  fsdp_activation_checkpointing: true\n"
+    "  fsdp_activation_checkpointing_offload: true\nparallelism_config:\n"
+    "  parallelism_config_dp_replicate_size: 1\n  parallelism_config_dp_shard_size: 1\n"
+    "  parallelism_config_tp_size: 1\n  parallelism_config_cp_size: 8\n",
     "old places": HEAD.format(type="FSDP")
     + "fp16: true\ndynamo_backend: 'NO'\nfsdp_config:\n  fsdp_version: 2\n  fsdp_auto_wrap_policy: NO_WRAP\n"
     "  fsdp_state_dict_type: FULL_STATE_DICT\n",

@@ -21,7 +21,7 @@ def sequences(context: int, tensor: int = 1, name: str = "", **more: str) -> dic
 
 @pytest.mark.parametrize(
     ("name", "context", "tensor"),
-    [("plain", 2, 1), ("llama", 4, 1), ("llama", 2, 2), ("gpt2", 2, 1), ("mixtral", 2, 1), ("qwen3", 4, 1)],
+    [("plain", 2, 1), ("plain", 2, 2), ("llama", 4, 1), ("gpt2", 2, 1)],
 )
 def test_a_run_with_split_sequences_is_that_of_one_process(
     four_ranks: RankPool, name: str, context: int, tensor: int
@@ -75,21 +75,48 @@ def saved_bytes(length: int) -> int:
     torch.manual_seed(0)
     model = fsdplaunch.prepare(models.Plain())
     ids = torch.randint(0, models.WORDS, (1, length))
-    kept: dict[int, int] = {}
+    kept: dict[int, torch.UntypedStorage] = {}
 
     def note(tensor: torch.Tensor) -> Any:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
     model(input_ids=ids, labels=ids)  # the first pass compares
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = model(input_ids=ids, labels=ids)[0]
     loss.backward()
-    return sum(kept.values())
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 def test_activations_take_less_memory_the_more_ranks_split_a_sequence(four_ranks: RankPool) -> None:
     one, two, four = (four_ranks.run(saved_bytes, 512, env=sequences(size))[0] for size in (1, 2, 4))
-    blocks = 2 * (one - two)  # the rest, embedding and logits, is full on every rank
+    blocks = 4 * (two - four)  # the rest, embedding, logits, what is cut and joined, is full on every rank
+    hidden = 512 * 32 * 4
     assert blocks > 0.6 * one
-    assert 4 * (two - four) == pytest.approx(blocks, rel=0.05)
+    assert two < one - blocks / 2 + 3 * hidden
+
+
+def given_pieces() -> dict[str, float]:
+    """One step of a model that is given pieces, against one process: mean loss and gradients."""
+    torch.manual_seed(0)
+    alone, model = models.Whole(), models.Whole()
+    model.load_state_dict(alone.state_dict())
+    model = fsdplaunch.prepare(model)
+    ids = models.batch(0)[:1, :].expand(2, -1)
+    inputs, labels = ids[:, :-4], ids[:, 1:-3]
+    positions = torch.arange(inputs.size(1)).unsqueeze(0)
+    nn.functional.cross_entropy(alone(inputs, positions).flatten(0, 1), labels.flatten()).backward()
+    with fsdplaunch.context_parallel(model, inputs, labels, positions) as (mine, own_labels, places):
+        logits = model(mine, places)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), own_labels.flatten())
+    loss.backward()
+    grads = {name: param.grad.full_tensor() for name, param in fsdplaunch.named_parameters(model)}
+    wanted = {name: param.grad for name, param in alone.named_parameters()}
+    return {"gradients": models.difference(grads, wanted), "positions": logits.size(1)}
+
+
+def test_a_script_may_split_all_of_a_model_itself(four_ranks: RankPool) -> None:
+    for context, extra in ((4, {}), (2, {"FSDP_ACTIVATION_CHECKPOINTING": "true"})):
+        for result in four_ranks.run(given_pieces, env=sequences(context, **extra)):
+            assert result["positions"] == 8 // context
+            assert result["gradients"] < 1e-6

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     LocalStateDictConfig,
@@ -87,7 +87,17 @@ def write_four(folder: str) -> None:
         for name, kind in placements.items()
         for rows in (1, 4, 7)
     }
-    put(state, Path(folder) / "meshes", ACCELERATE)
+    put(state | _split_layers(mesh), Path(folder) / "meshes", ACCELERATE)
+
+
+def _split_layers(mesh: DeviceMesh) -> dict[str, Any]:
+    """Parameters that the inner ranks split, and FSDP2 over the outer ones."""
+    layers = nn.ParameterDict()
+    for rows in (4, 7):
+        full = torch.arange(rows * 5.0).reshape(rows, 5)
+        layers[f"split{rows}"] = nn.Parameter(distribute_tensor(full, mesh["inner"], [Shard(0)]))
+    fully_shard(layers, mesh=mesh["outer"])
+    return dict(layers.state_dict())
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +125,7 @@ def test_files_of_ranks_become_the_whole_model(two, name, tmp_path):
 def test_parts_on_meshes_of_two_dimensions_are_put_in_place(four_ranks: RankPool, tmp_path):
     four_ranks.run(write_four, str(tmp_path))
     found = merged(tmp_path / "meshes", tmp_path / "out")
-    assert len(found) == 12
+    assert len(found) == 14
     for name, tensor in found.items():
         rows = int(name[-1])
         assert torch.equal(tensor, torch.arange(rows * 5.0).reshape(rows, 5)), name

@@ -1,6 +1,7 @@
 """Layers that ranks split compute what one process does: losses, norms, parameters."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 
 import fsdplaunch
 from fsdplaunch.errors import ShardingError
@@ -34,8 +36,9 @@ def against_one(name: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("tensor", [2, 4, 1])
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("plain", 1), *((name, tensor) for name in models.MODELS for tensor in (2, 4))]
+)
 def test_a_run_with_split_layers_is_that_of_one_process(four_ranks: RankPool, name: str, tensor: int) -> None:
     result = four_ranks.run(against_one, name, env=variables(tensor, models.MODELS[name][1]), timeout=200)[0]
     assert result["learnt"] > 0.01
@@ -57,6 +60,27 @@ def refused(name: str, change: str = "") -> str:
     except ShardingError as error:
         return f"{error.message} ({error.hint})"
     return "accepted"
+
+
+def step_with(plan_without: str) -> str:
+    """Train one step of Qwen3 by its own plan without some of its patterns, written in the file."""
+    model = models.built("qwen3")
+    plan = {name: style for name, style in model.tp_plan.items() if plan_without not in name}
+    os.environ["FSDPLAUNCH_SHARDING_TENSOR_PARALLEL_PLAN"] = json.dumps(plan)
+    model, optimizer = fsdplaunch.prepare(model, models.adamw(model))
+    try:
+        models.train(model, optimizer, steps=1)
+    except ShardingError as error:
+        return error.message
+    return "trained"
+
+
+def test_a_norm_inside_of_split_heads_that_the_plan_forgets_is_found_at_the_first_step(
+    four_ranks: RankPool,
+) -> None:
+    said = four_ranks.run(step_with, "_norm", env=variables(2))
+    assert "different gradients of model.layers.0.self_attn.q_norm.weight" in said[0]
+    assert four_ranks.run(step_with, "nothing of it", env=variables(2)) == ["trained"] * 4
 
 
 REFUSED = {
@@ -112,6 +136,7 @@ def read_weights(path: str, folder: str, name: str) -> bool:
     with torch.device("meta"):
         model = models.MODELS[name][0]()
     model = fsdplaunch.prepare(model, weights=path)
+    assert fsdplaunch.describe(model).split, "the layers are not split"
     mine, gathered = models.full_values(model), torch.load(f"{folder}.gathered")["values"]
     return all(torch.equal(values, mine[key]) for key, values in gathered.items())
 
@@ -136,3 +161,44 @@ def test_a_checkpoint_of_one_mesh_loads_on_each_other_and_merges(
         assert gathered.keys() - merged.keys() <= {"lm_head.weight", "model.embed_tokens.weight"}
         env = variables(2, plan)
         assert all(four_ranks.run(read_weights, str(tmp_path / "merged"), str(folder), name, env=env, timeout=200))
+
+
+def read_data(folder: str, first: int, batches: int) -> list[list[int]]:
+    """Batches of a prepared loader, read from where the checkpoint has it unless it is the first run."""
+    torch.manual_seed(5)
+    model, loader = fsdplaunch.prepare(models.Plain(), DataLoader(torch.arange(32), batch_size=2, shuffle=True))
+    if first:
+        fsdplaunch.load_checkpoint(folder, model=model, loader=loader)
+    read = [batch.tolist() for batch, _ in zip(loader, range(batches), strict=False)]
+    if not first:
+        fsdplaunch.save_checkpoint(folder, model=model, loader=loader, step=1)
+    return read
+
+
+def test_ranks_that_split_layers_read_the_same_data_and_a_resumed_run_goes_on_there(
+    four_ranks: RankPool, tmp_path: Path
+) -> None:
+    env = variables(2, models.PLAIN_PLAN)
+    first = four_ranks.run(read_data, str(tmp_path / "run"), 0, 4, env=env)
+    assert first[0] == first[1]
+    assert first[2] == first[3]
+    items = [item for rank in (0, 2) for batch in first[rank] for item in batch]
+    assert len(set(items)) == 16
+    then = four_ranks.run(read_data, str(tmp_path / "run"), 1, 2, env=variables(1))
+    assert set(items).isdisjoint(item for rank in then for batch in rank for item in batch)
+    assert {item for rank in then for batch in rank for item in batch} | set(items) == set(range(32))
+
+
+def odd_vocabulary() -> dict[str, Any]:
+    """A vocabulary that two ranks cannot divide, under the model's own plan: losses against one process."""
+    models.WORDS = models.SIZES["vocab_size"] = 97
+    try:
+        return against_one("llama")
+    finally:
+        models.WORDS = models.SIZES["vocab_size"] = 96
+
+
+def test_a_vocabulary_that_ranks_cannot_divide_stays_in_full(four_ranks: RankPool) -> None:
+    result = four_ranks.run(odd_vocabulary, env=variables(2), timeout=200)[0]
+    assert result["values"] < 1e-5
+    assert any("layers split: 14 of 21 parameters" in line for line in result["lines"])

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.split_models import PLAIN_PLAN
+
 torch = pytest.importorskip("torch", reason="needs torch")
 pytestmark = [
     pytest.mark.gpu,
@@ -60,3 +62,22 @@ def test_bf16_on_gpus_learns_as_fp32_does(tmp_path: Path, version: int) -> None:
     result = run({"fsdp_version": version, "mixed_precision_policy": "bf16"}, tmp_path)
     assert result["sharded"] == pytest.approx(result["alone"], abs=0.05)
     assert result["resumed"] == pytest.approx(result["sharded"][5:], abs=1e-2)
+
+
+AXES = {"layers split": "PARALLELISM_CONFIG_TP_SIZE", "sequences split": "PARALLELISM_CONFIG_CP_SIZE"}
+
+
+@pytest.mark.skipif(RANKS < 2, reason="layers and sequences are split over two GPUs")
+@pytest.mark.parametrize("words", AXES)
+def test_split_layers_and_sequences_on_gpus_compute_what_one_does(words: str) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    script = str(Path(__file__).parent / "split_on_gpu.py")
+    plan = json.dumps(PLAIN_PLAN) if words == "layers split" else ""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "FSDP_VERSION": "2", AXES[words]: "2"}
+    env |= {"FSDPLAUNCH_SHARDING_TENSOR_PARALLEL_PLAN": plan} if plan else {}
+    command = [*torchrun, "-m", "fsdplaunch.runtime.bootstrap", script]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["split"] == pytest.approx(result["alone"], abs=1e-3)
+    assert any(words in line for line in result["lines"])

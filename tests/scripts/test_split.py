@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.needs import needs
 from tests.scripts.conftest import PROGRAMS, Forks
 from tests.scripts.test_programs import assert_same_files
 
@@ -74,3 +75,26 @@ def test_a_script_of_ranks_that_divides_data_by_rank_reads_alike_where_layers_ar
     done = forks.run(script, tmp_path / "run", ranks=4, **keys)
     assert done.codes == [0] * 4, done.err
     assert "the same" in done.out[0]
+
+
+ACCELERATE = """
+import os
+from accelerate import Accelerator
+accelerator = Accelerator()
+mesh = accelerator.torch_device_mesh
+assert accelerator.parallelism_config.tp_size == accelerator.parallelism_config.dp_shard_size == 2
+assert mesh.mesh_dim_names == ("dp_shard", "tp"), mesh
+print("splits layers with", mesh["tp"].mesh.tolist())
+"""
+
+
+@needs("accelerate", "1.13", "makes no mesh of the environment")
+def test_accelerate_lays_out_the_mesh_of_the_file(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "mesh.py"
+    script.write_text(ACCELERATE)
+    keys = {"parallelism_config__parallelism_config_dp_shard_size": 2} | LAYERS
+    keys.pop("sharding__tensor_parallel_plan")
+    run = forks.run(script, tmp_path / "run", ranks=4, environ={"FSDPLAUNCH_ALLOW_UNSHARDED": "1"}, **keys)
+    assert run.codes == [0] * 4, run.err
+    groups = [f"splits layers with {[rank - rank % 2, rank - rank % 2 + 1]}" for rank in range(4)]
+    assert [text.strip() for text in run.out] == groups

@@ -1,5 +1,6 @@
 """What each entry point imports: start-up time and the workers' independence depend on it."""
 
+import ast
 import subprocess
 import sys
 from collections import Counter
@@ -9,6 +10,7 @@ from pathlib import Path
 import grimp
 import pytest
 
+PACKAGE = Path(__file__).parents[2] / "fsdplaunch"
 HEAVY = ("torch", "rich", "questionary", "pydantic", "yaml")
 
 
@@ -102,3 +104,22 @@ def test_no_folder_has_more_than_20_files():
 def test_nothing_is_imported_before_a_ctrl_c_is_provided_for():
     loaded = modules_after("import fsdplaunch.__main__") - modules_after("")
     assert loaded == {"fsdplaunch", "fsdplaunch.__main__"}
+
+
+def test_torch_xla_is_imported_in_its_own_folder_only_and_that_folder_only_inside_functions():
+    homes = {PACKAGE / "runtime" / "xla", PACKAGE / "runtime" / "torch_internals" / "xla.py"}
+    for file in PACKAGE.rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        everywhere, at_once = set(_imported(ast.walk(tree))), set(_imported(tree.body))
+        own = bool(homes & {file, file.parent})
+        assert own or not any(name.split(".")[0] == "torch_xla" for name in everywhere), file
+        assert own or not any(name.startswith("fsdplaunch.runtime.xla") for name in at_once), file
+
+
+def _imported(nodes):
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)

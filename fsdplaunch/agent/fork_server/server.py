@@ -176,10 +176,12 @@ class ForkServerProcess:
 
     def _leave(self) -> None:
         """Shed, in a child, what belongs to the fork server."""
+        leave_private_dir(os.environ)
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._channel.close()
+        leave_private_dir(dict(os.environ))  # its lock is the agent's and ours
         for end in (*self._wake, *([self._lifeline] if self._lifeline is not None else [])):
             os.close(end)
 
@@ -191,7 +193,6 @@ class ForkServerProcess:
             os.dup2(nothing, place)
         os.close(nothing)
         os.chdir("/")
-        leave_private_dir(os.environ)
         self._channel.send({"released": True})
         self._leave()
         return Released(seconds=seconds, loaded=loaded)

@@ -62,7 +62,8 @@ class ImportRecord:
         for folder in sys.path:
             if folder not in self._folders:
                 self._folders[folder] = _names_in(folder)
-        for path in _loaded_files():
+        links = {f"{folder}/{name}" for folder, names in self._folders.items() for name in names if _is_link(name)}
+        for path in _loaded_files() | links:
             if path not in self._files and (mark := _mark(path)) is not None:
                 self._files[path] = mark
 
@@ -139,6 +140,11 @@ def _names_in(folder: str) -> frozenset[str]:
         return frozenset(os.listdir(folder))  # noqa: PTH208
     except OSError:
         return frozenset()
+
+
+def _is_link(name: str) -> bool:
+    """Return whether a file says by its content where packages are."""
+    return name.endswith((".pth", ".egg-link"))
 
 
 def _relevant(names: frozenset[str], top: set[str]) -> set[str]:

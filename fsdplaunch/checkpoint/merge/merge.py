@@ -37,6 +37,7 @@ from fsdplaunch.checkpoint.merge.safetensors_output import merge_part, merge_to_
 from fsdplaunch.checkpoint.merge.watcher import Watcher
 from fsdplaunch.checkpoint.readers.find import find_model, find_optimizer
 from fsdplaunch.checkpoint.readers.open import OpenCheckpoint, open_checkpoint
+from fsdplaunch.checkpoint.regular_file import real_path
 from fsdplaunch.errors import CheckpointError, UsageError
 
 __all__ = [
@@ -128,7 +129,7 @@ def _find_output(
     except UsageError as problem:
         if options.part is None or options.is_one_file:
             raise
-        return output.resolve(), problem
+        return real_path(output), problem
 
 
 Writer = Callable[[OpenCheckpoint, Path, MergeOptions, Watcher, UsageError | None], MergeResult]
@@ -155,7 +156,7 @@ def _remove(opened: OpenCheckpoint, target: Path) -> bool:
 def _check_output(checkpoint: Path, source: Path, output: Path, options: MergeOptions) -> Path:
     replaced = _OPTIMIZER if options.optimizer else WEIGHTS
     target = check_output(output, (checkpoint, source), overwrite=options.overwrite, replaced=replaced)
-    if options.copy_from is not None and options.copy_from.resolve() == target:
+    if options.copy_from is not None and real_path(options.copy_from) == target:
         msg = f"the output {output} is the model folder whose files are copied"
         raise UsageError(msg, hint="choose another output folder")
     return target

@@ -29,6 +29,7 @@ from fsdplaunch.checkpoint.merge.verify import is_result, verify_merge
 from fsdplaunch.checkpoint.merge.watcher import Watcher
 from fsdplaunch.checkpoint.merge.write import write_plan, write_small_file
 from fsdplaunch.checkpoint.readers.open import OpenCheckpoint
+from fsdplaunch.checkpoint.regular_file import real_path
 from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME
 from fsdplaunch.errors import UsageError
 
@@ -103,7 +104,7 @@ def merge_part(
     prepared = prepare(opened, None, options)
     number, count = options.part or (1, 1)
     identity = {
-        "checkpoint": str(opened.folder.resolve()),
+        "checkpoint": str(real_path(opened.folder)),
         "options": _told(options),
         "plan": plan_digest(prepared.plan, opened.sources),
     }

@@ -15,6 +15,7 @@ from fsdplaunch.checkpoint.readers.dcp_index import INDEX_NAME, CheckpointIndex
 from fsdplaunch.checkpoint.readers.pieces import Piece
 from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow
 from fsdplaunch.checkpoint.readers.zstd_items import ZstdReader
+from fsdplaunch.checkpoint.regular_file import real_path
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.name_lists import listed
 
@@ -140,10 +141,10 @@ class DataFiles:
                 msg,
                 hint="a rank did not finish saving, or its files are on another node; bring them together",
             )
-        home = self.folder.resolve()
+        home = real_path(self.folder)
         for name, end in files.items():
             path = self.folder / name
-            if path.is_symlink() and path.resolve().parent != home:
+            if path.is_symlink() and real_path(path).parent != home:
                 msg = f"{path} is a link that leads out of the checkpoint"
                 raise CheckpointError(msg, hint="put the real file there")
             self._check_size(path, end)

@@ -12,7 +12,7 @@ from fsdplaunch.checkpoint.readers.dcp_index import INDEX_NAME
 from fsdplaunch.checkpoint.readers.hf_shards import SHARD_FILE
 from fsdplaunch.checkpoint.readers.rank_files import RANK_FILE
 from fsdplaunch.checkpoint.readers.xla_files import XLA_FILE
-from fsdplaunch.checkpoint.regular_file import odd_kind
+from fsdplaunch.checkpoint.regular_file import odd_kind, real_path
 from fsdplaunch.errors import CheckpointError, LaunchError, UsageError
 from fsdplaunch.name_lists import listed
 
@@ -172,7 +172,7 @@ def _walk(top: Path, ends: Callable[[list[str]], bool] = is_sharded) -> Iterator
     for depth in range(MAX_DEPTH + 1):
         below: list[Path] = []
         for folder in level:
-            real = folder.resolve()  # a link to a checkpoint beside it is the same checkpoint
+            real = real_path(folder)  # a link to a checkpoint beside it is the same checkpoint
             if real in seen:
                 continue
             seen.add(real)

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -301,7 +302,8 @@ def shard_region(shard: MeshShard, mesh: tuple[int, ...]) -> Region:
         mesh: The mesh's shape.
     """
     offsets, sizes = [0] * len(shard.shape), list(shard.shape)
-    for placement, count, at in zip(shard.placements, mesh, shard.coordinates, strict=True):
+    for axis in _order_of_cuts(shard, mesh):
+        placement, count, at = shard.placements[axis], mesh[axis], shard.coordinates[axis]
         dim = placement.dim
         if dim is None:
             continue
@@ -313,6 +315,25 @@ def shard_region(shard: MeshShard, mesh: tuple[int, ...]) -> Region:
         offsets[dim] += start
         sizes[dim] = min(step, sizes[dim] - start)
     return Region(tuple(offsets), tuple(sizes))
+
+
+def _order_of_cuts(shard: MeshShard, mesh: tuple[int, ...]) -> list[int]:
+    """Return the mesh's axes in the order in which they cut a tensor: those that cut what others cut come last.
+
+    FSDP cuts parameters along an axis before that of tensor parallelism, which had cut them already; torch calls
+    such a placement strided, by as many as the later axes cut.
+    """
+    plain = [axis for axis, placement in enumerate(shard.placements) if placement.cuts == 1]
+    strided = [axis for axis, placement in enumerate(shard.placements) if placement.cuts != 1]
+    for axis in strided:
+        dim = shard.placements[axis].dim
+        later = (mesh[other] for other in plain if other > axis and shard.placements[other].dim == dim)
+        if len(strided) > 1 or prod(later) != shard.placements[axis].cuts:
+            msg = "a tensor is placed by _StridedShard, and not as FSDP cuts what tensor parallelism has cut"
+            raise CheckpointError(
+                msg, hint="save it with SHARDED_STATE_DICT, whose index says where each shard is"
+            )
+    return plain + strided
 
 
 def stored_tensor(folder: Path, name: str, full: _FoundTensor) -> StoredTensor:

@@ -22,9 +22,15 @@ _PLACEMENTS = ("torch.distributed.tensor.placement_types", "torch.distributed._t
 
 @dataclass(frozen=True, slots=True)
 class ShardPlacement:
-    """How a tensor lies along one dimension of a mesh: which of its own is cut, None when it is whole."""
+    """How a tensor lies along one dimension of a mesh: which of its own is cut, None when it is whole.
+
+    Attributes:
+        dim: The tensor's dimension.
+        cuts: Into how many shards later dimensions of the mesh had cut it before.
+    """
 
     dim: int | None
+    cuts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +154,12 @@ def _placement(item: Any) -> ShardPlacement:
     kind = item.name.rpartition(".")[2] if isinstance(item, SavedFields) else type(item).__name__
     if kind == "Replicate":
         return ShardPlacement(None)
-    dim = item.get("dim") if kind == "Shard" else None
-    if type(dim) is not int:
+    dim = item.get("dim") if kind in ("Shard", "_StridedShard") else None
+    cuts = item.get("split_factor") if kind == "_StridedShard" else 1
+    if type(dim) is not int or type(cuts) is not int:
         msg = f"a tensor is placed by {short(kind)}, which cannot be put together from files of single ranks"
         raise InvalidFileError(msg)
-    return ShardPlacement(dim)
+    return ShardPlacement(dim, cuts)
 
 
 def _listed_parts(shell: tensor_classes.WrapperTensor, state: Any) -> ListedShards:

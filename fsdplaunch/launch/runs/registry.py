@@ -98,7 +98,7 @@ def find_run(folder: Path, name: str) -> Run:
         msg = f"there is no folder {folder}"
         raise UsageError(msg, hint="name the one with the runs: --log-dir DIR")
     if name == LATEST and (folder / name).is_dir():
-        name = (folder / name).resolve().name
+        name = os.path.basename(os.path.realpath(folder / name))  # noqa: PTH119  (links may lead in a circle)
     names = [path.name for path in folder.iterdir() if is_run(path)]
     chosen = [one for one in names if one == name] or [
         one for one in names if one.startswith(name) or one.endswith(name)

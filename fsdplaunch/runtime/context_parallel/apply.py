@@ -29,17 +29,18 @@ def split_blocks(model: nn.Module, classes: tuple[str, ...], axis: DeviceMesh) -
         ShardingError: The model has no blocks.
     """
     sequences = SplitSequences(axis=axis)
-    blocks = [unwrapped(block) for block in find_blocks(model, classes).values()]
+    found = [unwrapped(block) for block in find_blocks(model, classes).values()]
+    blocks = [block for block in found if any(True for _ in block.children())]  # embeddings side by side are none
+    if not blocks:
+        msg = f"{class_name(model)} has no blocks inside of which sequences could be split (cp_size)"
+        raise ShardingError(msg, hint="name them in fsdp_transformer_layer_cls_to_wrap, or leave cp_size out")
     for number, block in enumerate(blocks):
-        if "forward" in block.__dict__:
-            msg = f"{class_name(block)} has a forward of its own instance, which cannot be split"
-            raise ShardingError(msg, hint="leave cp_size out")
-        forward = BlockForward(block, sequences, first=number == 0, last=number == len(blocks) - 1)
-        block.__dict__["forward"] = forward
+        last = number == len(blocks) - 1
+        block.__dict__["forward"] = BlockForward(block, sequences, first=number == 0, last=last)
     return sequences
 
 
-def begin_passes(model: nn.Module, sequences: SplitSequences, device: torch.device) -> None:
+def compare_first_pass(model: nn.Module, sequences: SplitSequences, device: torch.device) -> None:
     """Split sequences in each pass with gradients; compare the first one with a pass that splits nothing.
 
     Args:
@@ -53,6 +54,10 @@ def begin_passes(model: nn.Module, sequences: SplitSequences, device: torch.devi
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
         if state["compares"]:
             return
+        sequences.has_pieces = sequences.gives_pieces
+        if sequences.has_pieces:
+            sequences.now = True
+            return
         if torch.is_grad_enabled() and not state["compared"]:
             state.update(compares=True, compared=True)
             try:
@@ -62,7 +67,9 @@ def begin_passes(model: nn.Module, sequences: SplitSequences, device: torch.devi
         sequences.now = torch.is_grad_enabled()
 
     model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
-    check_first_inputs(model, sequences.axis, device, "split sequences together (cp_size)")
+    check_first_inputs(
+        model, sequences.axis, device, "split sequences together (cp_size)", unless=lambda: sequences.gives_pieces
+    )
 
 
 @torch.no_grad()

@@ -26,10 +26,14 @@ class SplitSequences:
     Attributes:
         axis: The ranks that split them.
         now: Whether they are, in the present pass: passes without gradients compute full sequences on every rank.
+        gives_pieces: Whether the script gives the model pieces.
+        has_pieces: Whether it gave the present pass pieces; backward may compute that pass again later.
     """
 
     axis: DeviceMesh
     now: bool = False
+    gives_pieces: bool = False
+    has_pieces: bool = False
 
     def attention(self) -> AbstractContextManager[Any]:
         """Return what must be active while a block computes."""
@@ -41,24 +45,33 @@ class BlockForward:
 
     def __init__(self, block: nn.Module, sequences: SplitSequences | None, *, first: bool, last: bool) -> None:
         self.block = block
+        self.inner = block.__dict__.get("forward")  # of a block that holds split parameters itself
         self.sequences = sequences
         self.first = first
         self.last = last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's output, of this rank's positions; the last block's of all."""
-        own, sequences = type(self.block).forward, self.sequences
+        sequences = self.sequences
         if sequences is None or not sequences.now:
-            return own(self.block, *args, **kwargs)
+            return self._own(*args, **kwargs)
+        if sequences.has_pieces:
+            with sequences.attention():
+                return self._own(*args, **kwargs)
         full = self._positions(args, kwargs) * (1 if self.first else sequences.axis.size())
         args, kwargs = _cut(args, full, sequences.axis), _cut(kwargs, full, sequences.axis)
         with sequences.attention():
-            output = own(self.block, *args, **kwargs)
+            output = self._own(*args, **kwargs)
         return _mapped(output, lambda each: joined(each, sequences.axis, SEQUENCE)) if self.last else output
+
+    def _own(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs) if self.inner else type(self.block).forward(self.block, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockForward":
         """Return the forward of a copy of the block, which other ranks may not have."""
-        return BlockForward(copy.deepcopy(self.block, memo), None, first=self.first, last=self.last)
+        made = BlockForward(copy.deepcopy(self.block, memo), None, first=self.first, last=self.last)
+        made.inner = copy.deepcopy(self.inner, memo)
+        return made
 
     def _positions(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the length of the sequences that the block is given: of its first input."""

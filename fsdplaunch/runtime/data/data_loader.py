@@ -97,7 +97,7 @@ def shard_loader(loader: DataLoader[Any], ranks: DataRanks) -> DataLoader[Any]:
     has a distributed sampler, and a stream that already was split, stay as they are. One rank alone is treated
     like several: a run resumed on more or fewer ranks goes on in the same order.
     """
-    keep_count(loader)
+    keep_count(loader, ranks.size)
     if is_split(loader):
         count_readers(loader, ranks)
         return loader

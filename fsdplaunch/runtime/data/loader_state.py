@@ -6,6 +6,7 @@ What counts are the batches the script has been given; workers of the loader may
 import itertools
 import weakref
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -38,9 +39,11 @@ class LoaderPass:
         skip: Batches that the next pass leaves out at its start.
         skipped: Those that this pass left out.
         goes_on: The next pass is the rest of one that had begun when the run was saved.
+        readers: How many ranks read different batches.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, readers: int) -> None:
+        self.readers = readers
         self.batches = 0
         self.is_over = True
         self.epoch = 0
@@ -55,11 +58,16 @@ class LoaderPass:
         self.batches, self.is_over = self.skipped, False
 
 
-def keep_count(loader: DataLoader[Any]) -> None:
-    """Count the batches a loader gives from now on, in place."""
+def keep_count(loader: DataLoader[Any], readers: int) -> None:
+    """Count the batches a loader gives from now on, in place.
+
+    Args:
+        loader: Any.
+        readers: How many ranks read different batches.
+    """
     if _READING in loader.__dict__:
         return
-    reading = LoaderPass()
+    reading = LoaderPass(readers)
     make = iterator_factory(loader)
     owner = weakref.ref(loader)
 
@@ -116,6 +124,7 @@ def position_of(loader: Any) -> Position:
     position: Position = {
         "batches": from_all(reading.batches if within else 0),
         "items_per_batch": _items_per_batch(loader),
+        "readers": reading.readers,
         "epoch": reading.epoch if within else getattr(sampler, "epoch", 0),
         "seed": getattr(sampler, "seed", None),
     }
@@ -135,11 +144,12 @@ def resume_at(loader: Any, position: Position) -> None:
         CheckpointError: The loader was not prepared, or the ranks had read different amounts and are others now.
     """
     reading, counts = _reading(loader), position["batches"]
-    mine = _items_per_batch(loader)
-    if len(counts) == dist.get_world_size() and mine == position["items_per_batch"]:
+    then = position["items_per_batch"], position.get("readers", len(counts))
+    now = _items_per_batch(loader), reading.readers
+    if len(counts) == dist.get_world_size() and then == now:
         reading.skip = counts[dist.get_rank()]
     else:
-        reading.skip = _converted(counts, position["items_per_batch"], mine)
+        reading.skip = _converted(counts, prod(then), prod(now))
     sampler = _sampler(loader)
     for name in ("epoch", "seed"):
         if hasattr(sampler, name) and position.get(name) is not None:
@@ -157,16 +167,22 @@ def resume_at(loader: Any, position: Position) -> None:
         loader.__dict__[place] = SkippingSampler(getattr(loader, place), reading)
 
 
-def _converted(counts: list[int], items_then: int, items_now: int) -> int:
-    """Return the batches for each rank to skip, when ranks or batches are not those of the checkpoint."""
+def _converted(counts: list[int], round_then: int, round_now: int) -> int:
+    """Return the batches for each rank to skip, when ranks or batches are not those of the checkpoint.
+
+    Args:
+        counts: Batches that each rank had read.
+        round_then: Items that one batch of each rank made together.
+        round_now: Those that it makes now.
+    """
     if len(set(counts)) > 1:
         msg = f"the ranks had read {min(counts)} to {max(counts)} batches, which other ranks cannot go on from"
         raise CheckpointError(msg, hint=f"resume on {len(counts)} ranks with the same batch size")
-    read, per_round = counts[0] * items_then * len(counts), items_now * dist.get_world_size()
-    again = read % per_round
+    read = counts[0] * round_then
+    again = read % round_now
     if again:
-        messages.say(f"{read} items had been read, no multiple of {per_round}: {again} of them come again")
-    return read // per_round
+        messages.say(f"{read} items had been read, no multiple of {round_now}: {again} of them come again")
+    return read // round_now
 
 
 class SkippingSampler(Sampler[Any]):

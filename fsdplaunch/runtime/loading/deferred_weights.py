@@ -11,7 +11,7 @@ How each tensor of the model gets its values:
   that leaves it as it was, it is an error.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ class DeferredWeights(Materializer):
     def __init__(
         self, model: nn.Module, *, where: Path, strict: bool, settings: Settings, **arguments: Any
     ) -> None:
+        self.split_empty: Callable[[ModelTensor], None] | None = arguments.pop("split", None)
         super().__init__(model, origin=f"weights from {where}, strict={strict}", **arguments)
         self.settings = settings
         self.name = class_name(model)
@@ -96,6 +97,8 @@ class DeferredWeights(Materializer):
     def _empty(self, entry: ModelTensor) -> None:
         shape = self.sources[entry.name][0]
         entry.exchange(torch.empty(shape, dtype=self._dtype(entry), device="meta"))
+        if self.split_empty is not None:
+            self.split_empty(entry)
         self.emptied.append(entry)
 
     def _make_room(self, entry: ModelTensor) -> None:

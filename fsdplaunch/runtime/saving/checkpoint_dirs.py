@@ -16,6 +16,7 @@ from fsdplaunch.checkpoint.manifest import (
     own_files,
     sequence_of,
 )
+from fsdplaunch.checkpoint.regular_file import real_path
 from fsdplaunch.errors import CheckpointError
 
 _NUMBERED = re.compile(r"checkpoint-([0-9]+)")
@@ -52,7 +53,7 @@ def _check_replaceable(target: Path) -> None:
     if not target.is_dir():
         msg = f"{target} is {'a link that leads nowhere' if not target.exists() else 'a file'}"
         raise CheckpointError(msg, hint="name a folder")
-    if target.is_mount() or Path.cwd().is_relative_to(target.resolve()):
+    if target.is_mount() or Path.cwd().is_relative_to(real_path(target)):
         what = "a mounted disk" if target.is_mount() else "the folder the script runs in"
         msg = f"{target} is {what}, which cannot be replaced"
         raise CheckpointError(msg, hint="pass step=N to save into a folder inside it, or name such a folder")

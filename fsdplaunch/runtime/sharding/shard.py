@@ -28,7 +28,7 @@ from fsdplaunch.runtime.sharding import fsdp1, fsdp2
 from fsdplaunch.runtime.sharding.checks import check_model, check_same_values, check_sharded_model
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts, find_ignored
 from fsdplaunch.runtime.sharding.materialize import Materializer
-from fsdplaunch.runtime.sharding.mesh import SHARD, is_fake, make_context_mesh, make_mesh, tensor_mesh
+from fsdplaunch.runtime.sharding.mesh import SHARD, is_fake, make_context_mesh, make_mesh
 from fsdplaunch.runtime.sharding.mixed_dtypes import separate_dtypes
 from fsdplaunch.runtime.sharding.optimizer_params import note_full_parameters
 from fsdplaunch.runtime.sharding.rank_consistency import check_settings
@@ -36,11 +36,11 @@ from fsdplaunch.runtime.sharding.registry import ShardedModel, register_model
 from fsdplaunch.runtime.sharding.replicated import keep_equal
 from fsdplaunch.runtime.sharding.root_unit import check_root_unit
 from fsdplaunch.runtime.sharding.settings import Settings
+from fsdplaunch.runtime.sharding.split_axes import begin_passes, split_layers, split_sequences
 from fsdplaunch.runtime.sharding.wrap import Units, plan_units
 from fsdplaunch.runtime.sharding_watch import begin_sharding, mark_sharded
 
 if TYPE_CHECKING:
-    from fsdplaunch.runtime.context_parallel.split_blocks import SplitSequences
     from fsdplaunch.runtime.tensor_parallel.split_plan import SplitPlan
 
 Defer = Callable[..., Materializer]
@@ -140,8 +140,8 @@ def shard_model(
     home = note_full_parameters(dict(named_parameters(model)))
     converted = convert(model, settings, out)
     units = _planned(model, settings, out)
-    split = _split_layers(model, settings, place.mesh)
-    sequences = _split_sequences(model, settings, place.context)
+    split = split_layers(model, settings, place.mesh, out)
+    sequences = split_sequences(model, settings, place.context)
     materializer = _materializer(model, settings, place, out, deferred, split)
     if settings.activation_checkpointing:
         units = checkpoint_blocks(model, units, settings, place.device)
@@ -174,7 +174,7 @@ def shard_model(
     check_sharded_model(sharded, prepared, total=total)
     register_model(sharded, prepared)
     if not place.layout_only and not is_fake(place.mesh):
-        _begin_passes(sharded, split, sequences, place.device)
+        begin_passes(sharded, split, sequences, place.device)
     mark_sharded("prepare")
     for line in describe(sharded).lines():
         messages.say(line)
@@ -187,40 +187,6 @@ def _planned(model: nn.Module, settings: Settings, out: IgnoredParts) -> Units:
     units = separate_dtypes(model, units, settings, skipped)
     check_root_unit(model, units, settings, skipped)
     return units
-
-
-def _split_layers(model: nn.Module, settings: Settings, mesh: DeviceMesh) -> SplitPlan | None:
-    """Decide what ranks split of each layer, and give those layers their forwards; None where they split none."""
-    axis = tensor_mesh(mesh)
-    if axis is None:
-        return None
-    from fsdplaunch.runtime.tensor_parallel.split_forward import split_forwards
-    from fsdplaunch.runtime.tensor_parallel.split_plan import split_plan
-
-    plan = split_plan(model, dict(settings.tensor_plan), axis)
-    split_forwards(plan)
-    return plan
-
-
-def _split_sequences(model: nn.Module, settings: Settings, axis: DeviceMesh | None) -> SplitSequences | None:
-    """Let the model's blocks compute on pieces of the sequences; None where no ranks split them."""
-    if axis is None:
-        return None
-    from fsdplaunch.runtime.context_parallel.apply import split_blocks
-
-    return split_blocks(model, settings.block_classes, axis)
-
-
-def _begin_passes(
-    model: nn.Module, split: SplitPlan | None, sequences: SplitSequences | None, device: torch.device
-) -> None:
-    """Let the first passes of the model show that ranks which split something have the same inputs."""
-    if sequences is not None:
-        from fsdplaunch.runtime.context_parallel.apply import begin_passes
-
-        begin_passes(model, sequences, device)
-    if split is not None:
-        split.expect_same_inputs(model, device)
 
 
 def _materializer(

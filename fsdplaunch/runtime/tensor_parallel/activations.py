@@ -10,6 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from fsdplaunch.errors import ShardingError
+
 
 def copied(tensor: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
     """Return what all ranks have equally, for each to compute a part from: its gradients are added up."""
@@ -27,7 +29,18 @@ def gathered(tensor: torch.Tensor, axis: DeviceMesh, dim: int = -1) -> torch.Ten
 
 
 def piece(tensor: torch.Tensor, axis: DeviceMesh, dim: int = -1) -> torch.Tensor:
-    """Return this rank's piece, along a dimension, of what all ranks have equally."""
+    """Return this rank's piece, along a dimension, of what all ranks have equally.
+
+    Raises:
+        ShardingError: The ranks do not divide it.
+    """
+    if tensor.size(dim) % axis.size():
+        msg = (
+            f"activations of {tuple(tensor.shape)} cannot be divided along dimension {dim} by {axis.size()} ranks"
+        )
+        raise ShardingError(
+            msg, hint="use lengths that tp_size divides, or leave sequence_parallel out of the plan"
+        )
     return _moved(tensor, axis, Replicate(), Shard(dim % tensor.dim()))
 
 

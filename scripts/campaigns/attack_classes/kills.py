@@ -48,15 +48,18 @@ def kill_some(chance: random.Random) -> None:
         run = launch(Path(folder), _SCRIPT, *_WORKERS)
         time.sleep(chance.choice([chance.uniform(0.2, 3), chance.uniform(2, 9)]))
         family = descendants(run.pid)
-        if chance.random() < 0.3 and len(family) > 1:
+        is_stopped = chance.random() < 0.3 and len(family) > 1
+        if is_stopped:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(family[1], signal.SIGSTOP)  # the agent
-        victims = chance.sample(family, chance.choice([1, 1, 2, len(family)]) if len(family) > 1 else 1)
+                os.kill(family[1], signal.SIGSTOP)  # the agent, as if it was stuck: only its launcher's end helps
+        victims = (
+            {run.pid} if is_stopped else {*chance.sample(family, min(len(family), chance.choice([1, 1, 2, 9])))}
+        )
         family = descendants(run.pid)
-        for pid in {*victims, *([run.pid] if chance.random() < 0.5 else [])}:
+        for pid in victims | ({run.pid} if chance.random() < 0.5 else set()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if run.poll() is None and not set(victims) & set(family[:2]):
+        if run.poll() is None and not victims & set(family[:2]):
             run.kill()  # of a worker's death, the run tells in its own time
         run.communicate(timeout=60)
         _check_gone(family)

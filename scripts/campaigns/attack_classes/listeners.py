@@ -59,18 +59,19 @@ time.sleep(1.5)
 _PREPARED = "import fsdplaunch\n" + _TRAINS.replace(
     "for _", "model, optimizer = fsdplaunch.prepare(model, optimizer)\nfor _", 1
 )
+_NO_WRAP = ("--fsdp-auto-wrap-policy", "NO_WRAP")
 _TWO = ("launch", "--cpu", "--num-processes", "2")
 WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "a plain script": (_HEAD + _TRAINS, (*_TWO, "train.py")),
     "four workers": (_HEAD + _TRAINS, ("launch", "--cpu", "--num-processes", "4", "train.py")),
     "a restart": (_HEAD + _FAILS + _TRAINS, (*_TWO, "--max-restarts", "1", "train.py")),
     "fresh interpreters": (_HEAD + _TRAINS, (*_TWO, "--launch.preload", "none", "train.py")),
-    "FSDP1": (_HEAD + _PREPARED, (*_TWO, "--fsdp-version", "1", "train.py")),
+    "FSDP1": (_HEAD + _PREPARED, (*_TWO, "--fsdp-version", "1", *_NO_WRAP, "train.py")),
     "a module": (_HEAD + _TRAINS, (*_TWO, "-m", "train")),
     "a program": (_HEAD + _OWN_GROUP, (*_TWO, "--no-python", sys.executable, "train.py")),
     "a group of its own": (_OWN_GROUP, (*_TWO, "--allow-unsharded", "train.py")),
     "data loaders": (_LOADER, (*_TWO, "train.py")),
-    "accelerate": (_ACCELERATE, (*_TWO, "--fsdp-auto-wrap-policy", "NO_WRAP", "train.py")),
+    "accelerate": (_ACCELERATE, (*_TWO, *_NO_WRAP, "train.py")),
     "the Trainer": (_TRAINER, (*_TWO, "train.py")),
     "check": (_HEAD + _TRAINS, ("check", "train.py")),
     "doctor": ("", ("doctor",)),

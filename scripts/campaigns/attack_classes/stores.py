@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from scripts.campaigns.attack_classes.runs import end_all, launch, launch_two_no
 
 COUNT = 90
 _SECRET = "ab" * 32
+_OVERWRITE_SECONDS = 60.0
 _END_SECONDS = 60.0
 """How long a run may take to end once its script may."""
 _SCRIPT = """
@@ -113,7 +115,7 @@ def overwrite_run() -> None:
         listeners = listening(descendants(run.pid))
         if outside := [place for place in listeners if not place.startswith("127.")]:
             raise AssertionError(f"it listens at {outside}")
-        touched = sum(overwrite(place, done) for place in listeners)
+        touched = overwrite(listeners, done)
         (folder / "enough").touch()
         said = end_all([run], _END_SECONDS)
         if done.exists():
@@ -169,7 +171,7 @@ def overwrite_two_nodes(*, known: bool) -> None:
         listeners = listening(family)
         if outside := [place for place in listeners if place.startswith(("0.", "*", "[::]"))]:
             raise AssertionError(f"it listens at {outside}")
-        touched = sum(overwrite(place, done, *prefixes) for place in listeners)
+        touched = overwrite(listeners, done, *prefixes)
         (folder / "enough").touch()
         end_all(nodes, _END_SECONDS + 30)
         assert touched, "no store was reached"
@@ -200,11 +202,11 @@ def listening(pids: list[int]) -> list[str]:
     ]
 
 
-def overwrite(place: str, done: Path, *prefixes: str) -> int:
-    """Overwrite every key of a store, and those that a run uses; return whether there was a store.
+def overwrite(places: list[str], done: Path, *prefixes: str) -> int:
+    """Overwrite every key of every store, and those that a run uses; return how many stores there were.
 
     Args:
-        place: Where it listens, as `listening` says.
+        places: Where something listens, as `listening` says.
         done: A file that what is written would make if it was executed.
         prefixes: What the run's own keys begin with, as far as they are known.
     """
@@ -219,16 +221,18 @@ def overwrite(place: str, done: Path, *prefixes: str) -> int:
         "own = [f'{prefix}/{name}' for prefix in sys.argv[4:] for name in names]\n"
         "for key in [*keys, *own, 'torch.rendezvous.run', 'attempt', 'port']: store.set(key, bomb)\n"
     )
-    host, _, port = place.rpartition(":")
-    words = [sys.executable, "-c", code, host.strip("[]"), port, str(done), *prefixes]
-    try:
-        done_with = subprocess.run(
-            words,
-            capture_output=True,
-            timeout=20,
-            check=False,
-            preexec_fn=ended_with_us(),
+    hosts = [place.rpartition(":")[::2] for place in places]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, host.strip("[]"), port, str(done), *prefixes],
+            stderr=subprocess.DEVNULL,
+            preexec_fn=ended_with_us(),  # noqa: PLW1509  (no threads here)
         )
-    except subprocess.TimeoutExpired:
-        return 0
-    return int(done_with.returncode == 0)
+        for host, port in hosts
+    ]
+    end = time.monotonic() + _OVERWRITE_SECONDS
+    while any(one.poll() is None for one in running) and time.monotonic() < end:
+        time.sleep(0.05)
+    for one in running:
+        one.kill()
+    return sum(one.wait() == 0 for one in running)

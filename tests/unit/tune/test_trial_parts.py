@@ -7,8 +7,9 @@ import pytest
 
 from fsdplaunch.config.load.load import stack
 from fsdplaunch.config.load.yaml_reader import read_text
+from fsdplaunch.launch.plan import LaunchTarget
 from fsdplaunch.launch.report.run_result import Failure, RunResult
-from fsdplaunch.tune import trial
+from fsdplaunch.tune import scratch, trial
 from fsdplaunch.tune.measured import WARM_UP, read_measured
 from fsdplaunch.tune.outcome import Outcome, outcome_of
 from fsdplaunch.tune.predict import Predictor
@@ -36,6 +37,16 @@ def test_scratch_reads_as_the_users_folder(tmp_path):
     assert (user / "train.py").read_text() == "import pkg"
 
 
+def test_copies_take_no_more_room_than_they_may(tmp_path, monkeypatch):
+    monkeypatch.setattr(scratch, "_ALL_COPIED_BYTES", 10)
+    user, target = tmp_path / "user", tmp_path / "work"
+    user.mkdir()
+    for name in ("a", "b", "c"):
+        (user / name).write_text("12345678"[: 8 if name != "c" else 2])
+    make_scratch(user, target, leave_out=())
+    assert [(target / name).is_symlink() for name in ("a", "b", "c")] == [False, True, False]
+
+
 def test_scratch_inside_what_it_shows_does_not_show_itself(tmp_path):
     (tmp_path / "train.py").write_text("x")
     target = tmp_path / "a-tune" / "work"
@@ -49,6 +60,29 @@ def test_arguments_that_name_the_users_folder_lead_into_the_scratch_folder():
     assert moved("/home/me", source, target) == "/home/me/runs/t/work"
     assert moved("/data/home/me/x", source, target) == "/data/home/me/x"
     assert moved("/home/meadow", source, target) == "/home/meadow"
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("train.py", "train.py"),
+        ("../train.py", "{parent}/train.py"),
+        ("{source}/train.py", "{work}/train.py"),
+        ("/opt/train.py", "/opt/train.py"),
+    ],
+)
+def test_a_script_is_found_from_the_scratch_folder(tmp_path, name, wanted):
+    source, work = tmp_path / "user", tmp_path / "user" / "runs" / "work"
+    work.mkdir(parents=True)
+    (work / "train.py").write_text("")
+    places = {"parent": tmp_path, "source": source, "work": work}
+    target = LaunchTarget(name=name.format(**places), arguments=(f"{source}/out", "--lr"))
+    runner = trial.TrialRunner(
+        plan=lambda *_: None, target=target, folder=work.parent, source=source, limit_seconds=1.0, guarded=True
+    )
+    found = runner._moved(work)
+    assert found.name == wanted.format(**places)
+    assert found.arguments == (f"{work}/out", "--lr")
 
 
 def record(seconds, memory=100, waits=None):

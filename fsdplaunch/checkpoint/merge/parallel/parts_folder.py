@@ -114,6 +114,8 @@ class PartsFolder:
 
     def missing(self, shares: Mapping[int, Sequence[PlannedFile]]) -> tuple[int, ...]:
         """Return the numbers of the parts that have still to be written."""
+        with suppress(FileNotFoundError):
+            os.listdir(self.folder)  # noqa: PTH208  (a network file system then asks its server for new names)
         return tuple(number for number, files in shares.items() if not self.has(number, files))
 
     @contextmanager

@@ -1,0 +1,22 @@
+"""Train the tiny plain model of the CPU's tests alone and with split layers or sequences; print losses as JSON."""
+
+import json
+
+import torch
+
+import fsdplaunch
+from tests.distributed import split_models as models
+
+
+def main() -> None:
+    """Print what rank 0 has found."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    alone, model = models.built("plain").to(device), models.built("plain")
+    losses = models.train(alone, models.adamw(alone))
+    model, optimizer = fsdplaunch.prepare(model, models.adamw(model))
+    split = models.train(model, optimizer)
+    print(json.dumps({"alone": losses, "split": split, "lines": list(fsdplaunch.describe(model).lines())}))
+
+
+if __name__ == "__main__":
+    main()
