@@ -37,7 +37,10 @@ def _nothing_sharded(context: RuleContext) -> Iterator[Violation]:
     for section in () if context.shards or context.shards_on_xla else SHARDING_SECTIONS:
         first = _first_set(context, section)
         if first is not None:
-            message = f"{section} is not used: distributed_type {context.config.distributed_type} shards nothing"
+            kind = context.config.distributed_type
+            message = f"{section} is not used: distributed_type {kind} shards nothing"
+            if section == "parallelism_config":  # accelerate's variables are set under every type
+                message = f"only a script with Accelerator uses {section}: distributed_type {kind} shards nothing"
             yield Violation(about=(first.path, _TYPE), message=message)
 
 

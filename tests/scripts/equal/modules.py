@@ -71,6 +71,9 @@ loaded = pickle.loads(pickle.dumps(model))
 print(
     type(twin) is Net, type(block) is Block, type(loaded) is Net, type(next(loaded.parameters())) is nn.Parameter
 )
+held = pickle.loads(pickle.dumps({"model": model.state_dict(), "weight": model.head.weight}))
+print([type(value) is torch.Tensor for value in held["model"].values()], type(held["weight"]) is nn.Parameter)
+print([(name, tuple(value.shape), f"{value.sum():.4f}") for name, value in held["model"].items()])
 for each in (twin, loaded):
     print(f"{each(x, hidden).sum().item():.5f}")
 print(f"{block(x).sum().item():.5f}")

@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.late_storages import SMALLEST, LateStorages
@@ -120,6 +122,36 @@ class ShardGatherer:
                 yield
         finally:
             _open[:] = before
+
+
+@contextmanager
+def pickling_full_tensors(hook_context: HookContext) -> Iterator[None]:
+    """Let whatever pickles for the script write full tensors: `pickle.dump(model.state_dict(), f)`, joblib's dump.
+
+    Copies and what goes to other processes keep their shards.
+    """
+
+    def make(original: Any) -> Any:
+        def reduce_ex(tensor: DTensor, protocol: Any) -> Any:
+            if not hook_context.ownership.ours or _caller().startswith(_KEEP_SHARDS):
+                return original(tensor, protocol)
+            gathering = ShardGatherer("pickle", keep=True)
+            full = gathering.full(tensor)
+            with gathering.finish("pickle a sharded tensor"):
+                return full.__reduce_ex__(protocol)
+
+        return reduce_ex
+
+    with replaced(DTensor, "__reduce_ex__", make):
+        yield
+
+
+_KEEP_SHARDS = ("torch.", "fsdplaunch.", "copy", "multiprocessing.")
+
+
+def _caller() -> str:
+    """Return the module of the code that pickles, which stands two frames up: C's own pickler has none."""
+    return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 
 _open: list[ShardGatherer] = []

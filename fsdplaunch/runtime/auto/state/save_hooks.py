@@ -26,7 +26,13 @@ from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.state.gather import PickleWalk, ShardGatherer, gathered, tensors_of
+from fsdplaunch.runtime.auto.state.gather import (
+    PickleWalk,
+    ShardGatherer,
+    gathered,
+    pickling_full_tensors,
+    tensors_of,
+)
 from fsdplaunch.runtime.auto.state.late_storages import LateStorages
 from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
 
@@ -43,6 +49,7 @@ def saving_full_tensors(hook_context: HookContext) -> Iterator[None]:
         replaced(torch, "save", lambda save: _torch_save(save, hook_context)),
         replaced(safe, "save_file", lambda save: _save_file(save, hook_context)),
         replaced(safe, "save_model", lambda save: _save_model(save, hook_context)),
+        pickling_full_tensors(hook_context),
     ):
         yield
 
