@@ -5,6 +5,7 @@ or a store that does not survive a restart (static). Here one node keeps everyth
 meet at a store that listens on node 0's address, under keys that only the run knows; what it holds are numbers.
 """
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +21,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from fsdplaunch.launch.coordination.network import answers
+from fsdplaunch.launch.coordination.network import answers, shorten_name_lookups
 from fsdplaunch.launch.open_files import make_room
 from fsdplaunch.run_secret import proof
 from fsdplaunch.runtime.collectives.stores import HashStore, PrefixStore, Store, TCPStore, serving_store
@@ -172,6 +173,7 @@ class AgreedRendezvous(RendezvousHandler):
     def _open(self) -> Store:
         """Open node 0's store, or connect to it."""
         agreed, seconds = self._agreed, timedelta(seconds=self._agreed.read_seconds)
+        shorten_name_lookups(agreed.host, os.environ)  # in this process: workers have variables of their own
         prefix = proof(agreed.secret, "agents", agreed.run_id)
         if agreed.rank == 0:
             make_room(_STORE_CONNECTIONS)

@@ -101,18 +101,20 @@ def may_stay_unsharded() -> bool:
     return ever_sharded() or os.environ.get(ALLOW_UNSHARDED) == "1"
 
 
-def never_sharded(name: str, where: str = "") -> NeverShardedError:
+def never_sharded(name: str, where: str = "", also: str = "") -> NeverShardedError:
     """Return the error for a script named `name` that trained replicas, with what shards in its own way.
 
     Args:
         name: The script's.
         where: What is to be said of the place, if it is known.
+        also: What else would have the model sharded.
     """
     msg = f"{name} ended without sharding a model{_who_trained_what()}{where}"
     library = built_library()
     ways = "call fsdplaunch.prepare(model, ...) in the script" if library is None else library.remedy
     if library is None and _replicated:
         ways = f"set launch.shard to auto, so that what is given to {_replicated[0]} is sharded; or {ways}"
+    ways = f"{ways}; {also}" if also else ways
     return NeverShardedError(msg, hint=f"{ways}; or launch with --allow-unsharded, if that is meant")
 
 

@@ -21,7 +21,7 @@ Trial = Callable[[Candidate, int], Outcome]
 _RUNGS = 2
 """How often the steps are doubled for those that are left, before the two best meet."""
 _GAIN = 0.98
-"""A change that brings the step below this share of yours is tried together with others."""
+"""A change whose step is below this share of yours, and below most of your steps, is tried with others."""
 _MOST_TOGETHER = 6
 """Combinations that are tried at a time."""
 _TIMES = 3
@@ -175,7 +175,8 @@ class Search:
             return False
         if not yours.fits or yours.fastest is None:
             return row.state != "failed" or bool(row.outcomes and row.outcomes[-1].kind == "memory")
-        return row.fits and row.fastest is not None and row.fastest.median < _GAIN * yours.fastest.median
+        least = min(_GAIN * yours.fastest.median, yours.fastest.quartiles[0])
+        return row.fits and row.fastest is not None and row.fastest.median < least
 
     def _settle(self) -> Candidate | None:
         """Let the two best meet, and then the better one and yours: what is proposed must be faster than that."""

@@ -109,4 +109,5 @@ def test_failed_rank_takes_what_it_started_with_it(start):
     run = start(SCRIPT.replace("time.sleep(300)", "sys.exit(5 if rank == '1' else time.sleep(300))"))
     words = [run.wait_for(f"up{rank}").split() for rank in range(2)]
     assert run.end() == 5
-    assert gone_within([int(pid) for word in words for pid in word], 2)
+    ended = [(word[0], word[2]) if WARM else word for word in words]  # the fork server may stay
+    assert gone_within([int(pid) for word in ended for pid in word], 2)

@@ -135,6 +135,37 @@ def test_unseeded_generators_begin_alike_on_all_ranks(runs: Callable[[str], tupl
     first, second = (out.splitlines()[0] for out in many.out)
     assert first.startswith("unseeded 0.")
     assert first == second
+    assert "drawn" not in many.err[0]
+
+
+DRAWN = """
+import random, torch
+from torch.utils.data import DataLoader, Dataset
+class Items(Dataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, number):
+        return torch.ones(2) * number * random.random()
+def init(worker):
+    print("worker", worker, flush=True)
+model = torch.nn.Linear(2, 1).to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for x in DataLoader(Items(), batch_size=8, num_workers=1, worker_init_fn=init):
+    scales = [torch.rand(1) for row in x]
+    (model(x) * torch.cat(scales)).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_draws_of_items_in_loader_processes_and_row_by_row_are_told(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(DRAWN)
+    done = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
+    assert done.codes == [0] * RANKS, done.err
+    assert done.out[0].count("worker 0") == 1  # the script's own function
+    assert done.err[0].count("items of the dataset are drawn at random") == 1
+    line = DRAWN.split("torch.rand", maxsplit=1)[0].count("\n") + 1
+    assert done.err[0].count(f"train.py:{line}: 4 random numbers are drawn one by one") == 1
 
 
 @pytest.mark.parametrize("keep", [True, False])

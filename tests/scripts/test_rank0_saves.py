@@ -16,7 +16,7 @@ import copy, os, random, signal, sys, time
 import torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 dist.init_process_group("gloo")
 rank = int(os.environ["RANK"])
 torch.manual_seed(0)
@@ -24,7 +24,9 @@ random.seed(rank)
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
+        wide = 2048  # large enough to be gathered when it is written
+        blocks = [nn.Sequential(nn.Linear(8, wide), nn.Tanh(), nn.Linear(wide, 8)) for _ in range(3)]
+        self.layers = nn.Sequential(*blocks)
         self.register_buffer("steps", torch.zeros(()))
     def forward(self, x):
         return self.layers(x)
@@ -51,6 +53,7 @@ for number in range(12):
         torch.save({k: v.cpu().clone() for k, v in model.module.state_dict().items()}, f"copied-{number}.pt")
         torch.save({k: v.detach().to(torch.float64) for k, v in ema.state_dict().items()}, f"ema-{number}.pt")
         save_file(model.module.state_dict(), f"file-{number}.safetensors")
+        save_model(model.module, f"model-{number}.safetensors")
     if number == 5:
         dist.barrier()
     full = {name: value.full_tensor() for name, value in model.module.named_parameters()}
@@ -59,10 +62,11 @@ for number in range(12):
         saved = torch.load(f"all-{number}.pt")
         copied, file = torch.load(f"copied-{number}.pt"), load_file(f"file-{number}.safetensors")
         averaged = torch.load(f"ema-{number}.pt")
+        module = load_file(f"model-{number}.safetensors")
         assert int(saved["model"]["module.steps"]) == number + 1
         assert all(state["step"] == number + 1 for state in saved["optimizer"]["state"].values())
         for name, value in full.items():
-            for found in (saved["model"]["module." + name], copied[name], file[name]):
+            for found in (saved["model"]["module." + name], copied[name], file[name], module[name]):
                 assert type(found) is torch.Tensor and torch.equal(found, value), name
             assert averaged[name].dtype is torch.float64 and torch.equal(averaged[name].float(), means[name])
         print("compared", number)
@@ -135,8 +139,8 @@ def test_every_file_that_rank_0_saves_is_whole_and_of_one_step(forks: Forks, tmp
     assert done.codes == [0, 0], "\n".join(done.err)
     assert done.out[0].splitlines() == [*(f"compared {n}" for n in (2, 5, 8, 11)), "saved after the end"]
     last = torch.load(done.folder / "last.pt")
-    assert all(state["exp_avg"].numel() in (8, 64) for state in last["state"].values())
-    assert load_file(done.folder / "file-11.safetensors")["layers.0.0.weight"].shape == (8, 8)
+    assert all(state["exp_avg"].numel() in (8, 2048, 2048 * 8) for state in last["state"].values())
+    assert load_file(done.folder / "file-11.safetensors")["layers.0.0.weight"].shape == (2048, 8)
 
 
 def test_save_by_all_ranks_is_written_once_and_own_files_by_each(forks: Forks, tmp_path: Path) -> None:
@@ -161,7 +165,7 @@ def test_killed_rank_ends_the_save_within_seconds(forks: Forks, tmp_path: Path) 
         (
             SWAPPED,
             "torch.save(model.state_dict(), ",
-            "was called on rank 0 only, and layers.0.0.weight was changed on",
+            "was called on rank 0 only, and layers.0.0.bias was changed on",
         ),
         (UNKNOWN, "torch.save(best", "is neither a parameter nor optimizer state as they are now"),
     ],

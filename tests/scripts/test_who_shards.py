@@ -140,6 +140,30 @@ def test_unsharded_run_ends_at_its_first_step_with_its_line_and_a_remedy(
         assert remedy in err
 
 
+BY_ITSELF = """
+for _ in range(3):
+    model(torch.ones(2, 4)).pow(2).mean().backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            param -= 0.1 * param.grad
+    print("stepped")
+"""
+
+
+def test_script_without_an_optimizer_ends_at_its_second_backward_or_is_sharded_where_it_moves(
+    forks: Forks, tmp_path: Path
+) -> None:
+    done = run(forks, tmp_path, BY_ITSELF)
+    assert done.codes == [1, 1], done.err
+    assert done.out == ["stepped\n"] * 2
+    line = HEAD.count("\n") + 3
+    assert f"found at its second backward pass, train.py:{line}" in done.err[0]
+    assert "model.to(device)" in done.err[0]
+    moved = run(forks, tmp_path, "model.to('cpu')" + BY_ITSELF)
+    assert moved.codes == [0, 0], moved.err
+    assert_sharded(moved)
+
+
 def test_ddp_around_a_sharded_model_is_a_wrapper_like_torchs(forks: Forks, tmp_path: Path) -> None:
     done = run(forks, tmp_path, ALREADY_SHARDED)
     assert done.codes == [0, 0], done.err

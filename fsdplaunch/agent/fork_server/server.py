@@ -181,6 +181,7 @@ class ForkServerProcess:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._channel.close()
+        leave_private_dir(dict(os.environ))  # its lock is the agent's and ours
         for end in (*self._wake, *([self._lifeline] if self._lifeline is not None else [])):
             os.close(end)
 

@@ -7,7 +7,7 @@ import typer
 
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.signatures.numbers import number, whole
-from fsdplaunch.cli.signatures.options import ConfigOption, JsonOption, OverwriteOption, SetOption
+from fsdplaunch.cli.signatures.options import ConfigOption, JsonOption, OverwriteOption, SetOption, script_argument
 
 EPILOG = (
     "Examples: fsdplaunch tune train.py --lr 3e-4; fsdplaunch tune --write fast.yaml --html tune.html train.py; "
@@ -18,7 +18,7 @@ EPILOG = (
 
 def tune(
     context: typer.Context,
-    script: Annotated[str | None, typer.Argument(help="Script to measure", show_default=False)] = None,
+    script: Annotated[str | None, script_argument("Script to measure, and its arguments")] = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")] = False,
@@ -54,7 +54,10 @@ def tune(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure which configuration is fastest here and fits, with a few real steps of the script itself."""
+    """Measure which configuration is fastest here and fits.
+
+    It launches the script itself with one after the other, for a few steps each.
+    """
     from fsdplaunch.cli.size_option import parse_size
     from fsdplaunch.cli.tune.command import tune as run_tune
     from fsdplaunch.cli.tune.report import TuneOutputs

@@ -18,7 +18,10 @@ def warm(
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List, stop or start interpreters that have torch imported and wait for the next launch."""
+    """Keep torch imported for the next launch.
+
+    Lists, stops or starts interpreters that have it and wait.
+    """
     from fsdplaunch.cli import warm as commands
     from fsdplaunch.errors import UsageError
 

@@ -2,11 +2,12 @@
 
 import array
 import fcntl
+import ipaddress
 import secrets
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -130,6 +131,21 @@ class ReachabilityProbe:
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._sock.close()
+
+
+def shorten_name_lookups(host: str, environ: MutableMapping[str, str]) -> None:
+    """Have the C library give up a name after a second, where no name has to be found.
+
+    Torch's store asks for the names of its peers, to mention them. Where no name server answers, each asking takes
+    the library's five seconds.
+
+    Args:
+        host: Where the store is; with a name, lookups stay as they are.
+        environ: This process's variables; what is set there stays.
+    """
+    with suppress(ValueError):
+        ipaddress.ip_address(host)
+        environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def reach(address: str, port: int, word: str) -> str | None:

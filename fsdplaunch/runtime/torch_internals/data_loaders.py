@@ -26,6 +26,15 @@ def set_iterator_methods(iterator: Any, next_data: Callable[..., Any], reset: Ca
     iterator._next_data, iterator._reset = next_data, reset
 
 
+def around_fetches(read: Callable[[Callable[[], Any]], Any]) -> None:
+    """Let `read(fetch)` read each batch of a dataset in this process, one of a loader's workers; all versions."""
+    from torch.utils.data._utils import fetch
+
+    kind: Any = fetch._MapDatasetFetcher
+    original = kind.fetch
+    kind.fetch = lambda self, index: read(lambda: original(self, index))
+
+
 def batches_yielded(iterator: Any) -> int:
     """Return how many batches an iterator has given; all versions."""
     return int(iterator._num_yielded)

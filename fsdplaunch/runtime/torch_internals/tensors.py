@@ -22,7 +22,12 @@ def renew_backward_hooks(tensor: Any) -> None:
 
 def storage_identity(tensor: torch.Tensor) -> int:
     """Return what is equal for tensors of one storage while it lives, empty or not; all versions."""
-    return int(tensor.untyped_storage()._cdata)
+    return identity_of(tensor.untyped_storage())
+
+
+def identity_of(storage: torch.UntypedStorage) -> int:
+    """Return what is equal for two objects that stand for one storage while it lives; all versions."""
+    return int(storage._cdata)
 
 
 def inner_tensor(tensor: torch.Tensor) -> torch.Tensor:

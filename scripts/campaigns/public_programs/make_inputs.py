@@ -1,8 +1,9 @@
-"""Make tiny models and data in a folder: a tokenizer, a Llama, a BERT, texts, labelled sentences, images."""
+"""Make tiny models and data in a folder: a tokenizer, a Llama, a BERT, texts, labels, images, digits."""
 
 import json
 import os
 import random
+import struct
 import sys
 from pathlib import Path
 
@@ -46,6 +47,15 @@ texts = [" ".join(random.choices(WORDS, k=24)) for _ in range(64)]
 Path("texts/train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 labels = [{"sentence1": text, "label": number % 2} for number, text in enumerate(texts)]
 Path("labels.json").write_text("".join(json.dumps(row) + "\n" for row in labels))
+Path("corpus").mkdir()
+for name in ("train", "valid", "test"):
+    Path(f"corpus/{name}.txt").write_text("\n".join(texts))
+for raw in (Path("data/MNIST/raw"), Path("../data/MNIST/raw")):  # where torchvision looks before it downloads
+    raw.mkdir(parents=True, exist_ok=True)
+    for kind, rows in (("train", 128), ("t10k", 64)):
+        digits, pixels = bytes(number % 10 for number in range(rows)), random.randbytes(rows * 28 * 28)
+        (raw / f"{kind}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, rows, 28, 28) + pixels)
+        (raw / f"{kind}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, rows) + digits)
 for split in ("train", "validation"):
     for kind in ("cat", "dog"):
         folder = Path("images", split, kind)

@@ -58,6 +58,10 @@ torch.manual_seed(3)
 print(
     f"{torch.randn_like(weight).sum():.5f} {torch.rand_like(weight).sum():.5f} {sum(r.sum() for r in weight):.5f}"
 )
+state = torch.zeros_like(model.head.bias) + 0.5
+print(
+    f"{model(x[..., :4], torch.zeros_like(weight)[0]).sum():.4f} {model(x, hidden * 0 + state.mean()).sum():.4f}"
+)
 moments = weight.new_zeros(weight.shape)
 moments.add_(weight.grad)
 print(f"{moments.norm().item():.5f}")

@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 unseeded = [random.random(), np.random.rand(), np.random.default_rng().random(), torch.seed()]
+unseeded += [random.Random().random(), torch.Generator().initial_seed()]
 random.seed()
 np.random.seed()
 print("unseeded", *unseeded, random.random(), np.random.rand())

@@ -8,7 +8,7 @@ import functools
 import math
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -17,6 +17,7 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.samplers import FullBatches, RankBatches, RankItems, RankTurns
+from fsdplaunch.runtime.auto.data.worker_draws import WorkerDraws
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.data.data_loader import count_readers, is_split, set_attributes
@@ -141,24 +142,33 @@ def _check_batch(loader: Any, hook_context: HookContext) -> None:
 
 def _read_with_own_draws(loader: Any, iterate: Any, hook_context: HookContext) -> Any:
     """Begin to read a dataset whose items, where they draw random numbers, must not draw the same on all ranks."""
-    streams = hook_context.streams
-    with streams.seeding():
-        iterator = iterate(loader)
-    if loader.num_workers == 0:
-        next_data, reset = iterator_methods(iterator)
+    streams, draws = hook_context.streams, WorkerDraws(loader.worker_init_fn) if loader.num_workers else None
+    kept = loader.worker_init_fn
+    set_attributes(loader, worker_init_fn=draws or kept)
+    try:
+        with streams.seeding():
+            iterator = iterate(loader)
+    finally:
+        set_attributes(loader, worker_init_fn=kept)
+    next_data, reset = iterator_methods(iterator)
 
-        def next_with_own_draws(iterator: Any = iterator) -> Any:
-            with streams.own():
-                batch = next_data(iterator)
-            if streams.own_drawn and "own draws" not in hook_context.printed:
-                hook_context.printed.add("own draws")
-                messages.say(
-                    "items of the dataset are drawn at random: each rank draws its own, not what one process would"
-                )
-            return batch
+    def next_with_own_draws(iterator: Any = iterator) -> Any:
+        with streams.own() if draws is None else nullcontext():
+            batch = next_data(iterator)
+        if streams.own_drawn or (draws is not None and draws.seen()):
+            _tell_own_draws(hook_context)
+        return batch
 
-        set_iterator_methods(iterator, next_with_own_draws, functools.partial(reset, iterator))
+    set_iterator_methods(iterator, next_with_own_draws, functools.partial(reset, iterator))
     return iterator
+
+
+def _tell_own_draws(hook_context: HookContext) -> None:
+    if "own draws" not in hook_context.printed:
+        hook_context.printed.add("own draws")
+        messages.say(
+            "items of the dataset are drawn at random: each rank draws its own, not what one process would"
+        )
 
 
 def _read_stream(loader: Any, iterate: Any, hook_context: HookContext) -> Any:

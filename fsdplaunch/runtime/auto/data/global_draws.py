@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.data.single_draws import note_single
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.torch_internals.random_operators import below, drawing_instead
 
@@ -105,6 +106,7 @@ class _Slicing:
         def draw(*args: Any, **kwargs: Any) -> Any:
             size: Any = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
             if kwargs.get("generator") is not None or not self._rows_first(size):
+                note_single(self.hook_context, size)
                 return original(*args, **kwargs)
             rest = {name: value for name, value in kwargs.items() if name != "size"}
             return self._own(original((size[0] * self.hook_context.data.size, *size[1:]), **rest), 0)
@@ -118,6 +120,7 @@ class _Slicing:
         def draw(*args: Any, **kwargs: Any) -> Any:
             size: Any = kwargs.get("size", args[-1] if args else ())
             if isinstance(size, int) or kwargs.get("generator") is not None or not self._rows_first(size):
+                note_single(self.hook_context, size)
                 return original(*args, **kwargs)
             limits = args if "size" in kwargs else args[:-1]
             every = (size[0] * self.hook_context.data.size, *size[1:])

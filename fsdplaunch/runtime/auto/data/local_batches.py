@@ -17,6 +17,7 @@ class LocalBatches:
         shared_passes: Passes since the last backward that got a share.
         alike_passes: Passes since the last backward that got something else, such as noise for all rows.
         whole_sum: Whether the last loss was a sum over the batch.
+        single: Numbers drawn one by one since the last backward, by the script's line.
         divided: Whether a loader gave this rank its share of something.
         compares: Whether what passes get is still to be compared over ranks.
         fingerprint: A number made of what the last pass got while it is; None before the first.
@@ -27,6 +28,7 @@ class LocalBatches:
     shared_passes: int = 0
     alike_passes: int = 0
     whole_sum: bool = False
+    single: dict[str, int] = field(default_factory=dict)
     divided: bool = False
     compares: bool = True
     fingerprint: float | None = None
@@ -50,6 +52,10 @@ class LocalBatches:
             self.shared_passes += 1
         else:
             self.alike_passes += 1
+
+    def await_backward(self) -> bool:
+        """Return whether a pass was made that no backward has followed."""
+        return bool(self.shared_passes or self.alike_passes)
 
     def leave(self) -> None:
         """Note that a backward has begun, which the passes so far belong to."""

@@ -114,7 +114,7 @@ class RngStreams:
             yield
         finally:
             self._own = random_states()
-            self.own_drawn = self.own_drawn or not _equal(before, self._own)
+            self.own_drawn = self.own_drawn or not equal_states(before, self._own)
             set_random_states(self._main)
             self._main = {}
 
@@ -163,9 +163,12 @@ def random_states() -> dict[str, Any]:
     return states
 
 
-def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether nothing was drawn by torch's and Python's generators between two states."""
-    return torch.equal(one["torch"], other["torch"]) and bool(one["python"] == other["python"])
+def equal_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether nothing was drawn between two states of the generators."""
+    if not torch.equal(one["torch"], other["torch"]) or one["python"] != other["python"]:
+        return False
+    numpys = [states["numpy"] for states in (one, other) if "numpy" in states]
+    return len({(state[1].tobytes(), *state[2:]) for state in numpys}) < 2  # noqa: PLR2004
 
 
 def set_random_states(states: dict[str, Any]) -> None:

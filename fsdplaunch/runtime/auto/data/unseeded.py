@@ -5,6 +5,7 @@ these are seeded by chance in every process. Torch's own begins alike everywhere
 """
 
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from fsdplaunch.runtime.auto.data.rng_streams import RngStreams, random_states, set_random_states
 from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.script_line import is_user_file
 
 
 @contextmanager
@@ -35,6 +37,7 @@ def seeding_alike(streams: RngStreams, size: int) -> Iterator[None]:
             (np.random, "default_rng", 128),
         ):
             stack.enter_context(replaced(owner, name, lambda original, bits=bits: seeds.given(original, bits)))  # type: ignore[misc]
+        stack.enter_context(replaced(random.Random, "seed", seeds.of_a_generator))
         stack.enter_context(replaced(torch, "seed", seeds.of_torch))
         yield
 
@@ -56,6 +59,23 @@ class _Seeds:
             return original(self.source.getrandbits(bits))
 
         return seed
+
+    def of_a_generator(self, original: Any) -> Any:
+        """Make `random.Random.seed`, which its constructor calls: for the script's own."""
+
+        def seed(generator: random.Random, a: Any = None, version: int = 2) -> None:
+            chosen = self.source.getrandbits(64) if a is None and self._is_the_scripts(generator) else a
+            original(generator, chosen, version)
+
+        return seed
+
+    def _is_the_scripts(self, generator: random.Random) -> bool:
+        """Return whether the user's own code makes or seeds a generator: those of libraries name files."""
+        frame = sys._getframe(2)
+        while frame.f_code.co_filename == random.__file__ and frame.f_back is not None:
+            frame = frame.f_back
+        begins = generator is not self.source and not self.streams.diverged
+        return begins and is_user_file(frame.f_code.co_filename)
 
     def of_torch(self, original: Any) -> Any:
         """Make `torch.seed`, which sets a seed by chance and returns it."""

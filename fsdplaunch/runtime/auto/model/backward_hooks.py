@@ -9,6 +9,7 @@ import torch
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.same_rows import SameRows
+from fsdplaunch.runtime.auto.data.single_draws import tell_single
 from fsdplaunch.runtime.auto.model.double_backward import differentiable_grad, refuse_parameters
 from fsdplaunch.runtime.auto.model.forward_hooks import check_not_gathered
 from fsdplaunch.runtime.auto.model.loss_scale import LossScale
@@ -44,6 +45,7 @@ class _Watch:
         if self.hook_context.size > 1:
             self.rows.check()
             if self.hook_context.keeps_batch:
+                tell_single(self.hook_context)
                 self.scale.apply(losses)
         self.hook_context.batches.leave()
 

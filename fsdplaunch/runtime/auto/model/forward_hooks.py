@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.model.double_backward import ModelPass, keep_pass, may_be_differentiated_twice
@@ -20,6 +21,7 @@ from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
 from fsdplaunch.runtime.torch_internals.fsdp2 import is_in_pass
+from fsdplaunch.runtime.torch_internals.tensors import tree_map
 
 _CHANGES = ("set", "load", "update", "init", "reset", "copy", "tie", "freeze", "save", "to", "register")
 """First words of methods that change parameters: gathered parameters are no place to do that."""
@@ -57,7 +59,8 @@ class ForwardHooks:
         for name in _computing_methods(model):
             self._gather_around(model, name)
 
-    def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Begin a pass; return other arguments where some are shards, such as a state made like a parameter."""
         if not self.checked:
             self._check_first()
         if self.begin_training is not None and model.training and torch.is_grad_enabled():
@@ -69,6 +72,7 @@ class ForwardHooks:
             self.noted([*args, *kwargs.values()])
             self.rng_state = torch.get_rng_state() if may_be_differentiated_twice(args, kwargs) else None
         self.depth += 1
+        return None if torch.compiler.is_compiling() else _full_arguments(args, kwargs)
 
     def _check_first(self) -> None:
         """Check once, before the first pass, that the parameters are those that were sharded."""
@@ -114,7 +118,7 @@ class ForwardHooks:
         def call_gathered(*args: Any, **kwargs: Any) -> Any:
             if self.depth or not any(isinstance(arg, torch.Tensor) for arg in [*args, *kwargs.values()]):
                 return plain(*args, **kwargs)
-            self._enter(model_of(), args, kwargs)
+            args, kwargs = self._enter(model_of(), args, kwargs) or (args, kwargs)
             _gathering.append(f"{original_name(model_of())}.{name}")
             try:
                 return gathered(*args, **kwargs)
@@ -126,6 +130,26 @@ class ForwardHooks:
 
         call_gathered.fsdplaunch_gathers = True  # type: ignore[attr-defined]
         model.__dict__[name] = call_gathered
+
+
+def _full_arguments(args: Any, kwargs: Any) -> Any:
+    """Return arguments with full tensors in the place of shards; None where there are none.
+
+    A shard that has a gradient stays: to gather it would lose what other ranks' rows add to that.
+    """
+    if not any(_is_shard(value) for value in (*args, *kwargs.values())):
+        return None
+    return tree_map(lambda value: value.full_tensor() if _is_plain_shard(value) else value, (args, kwargs))
+
+
+def _is_shard(value: Any) -> bool:
+    return isinstance(value, DTensor) or (
+        isinstance(value, list | tuple) and any(isinstance(each, DTensor) for each in value)
+    )
+
+
+def _is_plain_shard(value: Any) -> bool:
+    return isinstance(value, DTensor) and not value.requires_grad
 
 
 _gathering: list[str] = []

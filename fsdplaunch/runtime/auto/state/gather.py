@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.auto.state.late_storages import SMALLEST, LateStorages
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
 from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
 from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier
@@ -33,6 +34,7 @@ class ShardGatherer:
         together: Whether all ranks make the call; otherwise rank 0 alone does, and fetches what others hold.
         call: The script's, which all workers must make.
         count: How many were gathered.
+        late: What gathers them when they are written; None where they are wanted at once.
     """
 
     def __init__(self, call: str, *, keep: bool) -> None:
@@ -40,6 +42,7 @@ class ShardGatherer:
         self.call = f"{call} at {script_line()}"
         self.count = 0
         self.together = True
+        self.late: LateStorages | None = None
         self._full: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def meet(self) -> None:
@@ -63,13 +66,28 @@ class ShardGatherer:
         local = detached.to_local()
         key = (storage_identity(local), local.storage_offset(), tuple(tensor.shape), tensor.dtype)
         if key not in self._full:  # tied tensors stay tied
-            full = detached.full_tensor() if self.together else self._fetch(tensor)
-            if full.untyped_storage().nbytes() != full.nbytes:  # a slice of uneven shards with their padding
-                full = full.clone() if self.keep else full
+            late = self.late if tensor.nbytes >= SMALLEST else None
+            full = self._gathered(tensor) if late is None else self._promised(tensor, late)
             # The shard is kept as well: its storage's address must not be given to another while this one counts.
-            self._full[key] = local, full.cpu() if self.keep else full.new_empty(0)
+            self._full[key] = local, full
         full = self._full[key][1]
         return nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
+
+    def _promised(self, tensor: DTensor, late: LateStorages) -> torch.Tensor:
+        """Return what stands for the full tensor until it is written."""
+        if self.keep:
+            return late.tensor(tensor.shape, tensor.dtype, lambda: self._gathered(tensor))
+        late.take_part(lambda: self._gathered(tensor))
+        return torch.empty(0, dtype=tensor.dtype)
+
+    def _gathered(self, tensor: DTensor) -> torch.Tensor:
+        detached: Any = tensor.detach()
+        full: torch.Tensor = detached.full_tensor() if self.together else self._fetch(tensor)
+        if not self.keep:
+            return full.new_empty(0)
+        if full.untyped_storage().nbytes() != full.nbytes:  # a slice of uneven shards with their padding
+            full = full.clone()
+        return full.cpu()
 
     def _fetch(self, tensor: DTensor) -> torch.Tensor:
         saves = rank0_saves()

@@ -27,6 +27,7 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.gather import PickleWalk, ShardGatherer, gathered, tensors_of
+from fsdplaunch.runtime.auto.state.late_storages import LateStorages
 from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
 
 _SPOOLED_BYTES = 64 << 20
@@ -54,6 +55,8 @@ def _torch_save(save: Any, hook_context: HookContext) -> Any:
         everywhere = isinstance(f, io.BytesIO)  # the script goes on with the bytes
         write = _writer(save, obj, f, args, kwargs)
         gathering = ShardGatherer("torch.save", keep=everywhere or hook_context.rank == 0)
+        if kwargs.get("_use_new_zipfile_serialization", True):
+            gathering.late = LateStorages()
         failure = _write_or_walk(write, obj, gathering)
         if gathering.count:
             _hint(hook_context)
@@ -73,10 +76,12 @@ def _torch_save(save: Any, hook_context: HookContext) -> Any:
 def _write_or_walk(write: Any, obj: Any, gathering: ShardGatherer) -> Exception | None:
     """Write where the full tensors are; take part in gathering them everywhere, also when writing fails."""
     failure = None
+    late = gathering.late or LateStorages()
     with gathering.pickling():
         if gathering.keep:
             try:
-                write()
+                with late.writing():
+                    write()
             except CheckpointError:
                 raise  # the others are not here, or know of it
             except Exception as error:  # the others wait in the gathering; they learn of it after
@@ -84,6 +89,7 @@ def _write_or_walk(write: Any, obj: Any, gathering: ShardGatherer) -> Exception 
                 traceback.clear_frames(error.__traceback__)  # they hold copies of modules, and so their shards
         if gathering.together and (failure is not None or not gathering.keep):
             PickleWalk().dump(obj)
+            late.drain()
     return failure
 
 

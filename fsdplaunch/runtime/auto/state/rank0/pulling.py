@@ -138,14 +138,7 @@ class Rank0Saves:
     def _receive(self, connection: Connection, full: torch.Tensor, name: str, call: str) -> CheckpointError | None:
         answer = connection.receive(_patience())
         if answer["shape"] is None:
-            rank = connection.rank
-            msg = (
-                f"{call} was called on rank 0 only, and {readable(name)} was changed on rank {rank} since, which"
-                f" is at {self.where[rank]}"
-            )
-            return CheckpointError(
-                msg, hint="change weights for a save and back on rank 0 only, or save on all ranks"
-            )
+            return self._changed(connection.rank, name, call)
         part = _place(full, answer["shape"], answer["offset"])
         if part.is_contiguous():
             connection.receive_into(part)
@@ -154,6 +147,16 @@ class Rank0Saves:
             connection.receive_into(buffer)
             part.copy_(buffer)
         return None
+
+    def _changed(self, rank: int, name: str, call: str) -> CheckpointError:
+        if self.hook_context.batches.await_backward():
+            msg = f"{call} was called on rank 0 only, between a pass of a model and its backward"
+            return CheckpointError(msg, hint="save after loss.backward(), or on all ranks")
+        msg = (
+            f"{call} was called on rank 0 only, and {readable(name)} was changed on rank {rank} since, which"
+            f" is at {self.where[rank]}"
+        )
+        return CheckpointError(msg, hint="change weights for a save and back on rank 0 only, or save on all ranks")
 
     def done(self) -> None:
         """Let the other ranks forget what they looked up for a save."""

@@ -1,0 +1,42 @@
+"""Tell where a script draws numbers one by one for the rows of a batch: every rank draws those of the first rows.
+
+A line that, before a backward pass and outside of a model's passes, draws as many numbers as this rank has rows
+draws them for its rows.
+"""
+
+import math
+from typing import Any
+
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.torch_internals.fsdp2 import is_in_pass
+
+
+def note_single(hook_context: HookContext, size: Any) -> None:
+    """Note that something is drawn that is no number per row of the batch.
+
+    Args:
+        hook_context: This worker's.
+        size: Of what is drawn.
+    """
+    context = hook_context
+    single = isinstance(size, tuple | list) and math.prod(size) == 1
+    if not single or not context.ownership.ours or context.streams.alike or context.evaluating():
+        return
+    if not any(is_in_pass(model) for model in list(context.models)):
+        line = script_line()
+        context.batches.single[line] = context.batches.single.get(line, 0) + 1
+
+
+def tell_single(hook_context: HookContext) -> None:
+    """Print which lines have drawn for the rows of the batch, at the backward pass that uses it."""
+    for line, count in hook_context.batches.single.items():
+        key = f"single draws {line}"
+        if count > 1 and count in hook_context.batches.sizes and key not in hook_context.printed:
+            hook_context.printed.add(key)
+            messages.say(
+                f"{line}: {count} random numbers are drawn one by one, as many as a rank has rows: each rank draws"
+                " the same, which is not what one process draws for all rows"
+            )
+    hook_context.batches.single.clear()
