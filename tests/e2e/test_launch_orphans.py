@@ -92,8 +92,10 @@ def test_no_process_outlives_a_killed(killed, case, code):
 
 def test_agent_that_is_stuck_while_it_imports_torch_does_not_outlive_a_killed_launcher(start):
     run = start(SCRIPT)
-    while len(family := descendants(run.pid)) < 2:
-        assert run.process.poll() is None
+    while (
+        len(family := descendants(run.pid)) < 2 or b"agent" not in Path(f"/proc/{family[1]}/cmdline").read_bytes()
+    ):
+        assert run.process.poll() is None  # until the fork has become the agent
     os.kill(family[1], signal.SIGSTOP)
     os.kill(run.pid, signal.SIGKILL)
     is_gone = gone_within(family, 10)
