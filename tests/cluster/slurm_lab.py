@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from tests.cluster.lab import Lab, clean_environ
@@ -120,7 +121,8 @@ class Slurm:
     def kill_machine(self, machine: int) -> None:
         """Its slurmd and everything it started are gone at once, as when the power fails."""
         for pid in self._processes(machine):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just ended by itself
+                os.kill(pid, signal.SIGKILL)
 
     def freeze_launcher(self, machine: int) -> None:
         """SLURM's daemon on a machine answers, and what it was told to run there does nothing any more."""

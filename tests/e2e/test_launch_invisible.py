@@ -345,7 +345,7 @@ MODULES = {
 
 def preload(start, folder, module, script):
     (folder / "own_module.py").write_text(module)
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     run = start(script, "--launch.preload", "own_module", env={"PYTHONPATH": path})
     run.end()
     return run

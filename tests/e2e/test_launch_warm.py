@@ -28,7 +28,7 @@ def warm(tmp_path_factory):
     runtime.mkdir(mode=0o700)
     (folder / "own_module.py").write_text(PRINTING)
     (folder / "helper.py").write_text("")
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     environ = {"XDG_RUNTIME_DIR": str(runtime), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with starting(folder) as start:
 

@@ -52,7 +52,7 @@ def environ(tmp_path):
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)
     (tmp_path / "own_module.py").write_text(MODULE)
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     return {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "PYTHONPATH": path, "XDG_RUNTIME_DIR": str(runtime)}
 
 
