@@ -15,6 +15,7 @@ import fsdplaunch
 from fsdplaunch.errors import ShardingError
 from tests.distributed import split_models as models
 from tests.distributed.pool import RankPool
+from tests.needs import needs
 
 
 def variables(tensor: int, plan: dict[str, str] | None = None, **more: str) -> dict[str, str]:
@@ -75,6 +76,7 @@ def step_with(plan_without: str) -> str:
     return "trained"
 
 
+@needs("transformers", "5.0", "has another plan for Qwen3")
 def test_a_norm_inside_of_split_heads_that_the_plan_forgets_is_found_at_the_first_step(
     four_ranks: RankPool,
 ) -> None:
@@ -141,7 +143,16 @@ def read_weights(path: str, folder: str, name: str) -> bool:
     return all(torch.equal(values, mine[key]) for key, values in gathered.items())
 
 
-@pytest.mark.parametrize(("name", "kind"), [("qwen3", "SHARDED_STATE_DICT"), ("mixtral", "FULL_STATE_DICT")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(
+            *("qwen3", "SHARDED_STATE_DICT"),
+            marks=needs("transformers", "5.0", "does not make Qwen3's frequencies again"),
+        ),
+        ("mixtral", "FULL_STATE_DICT"),
+    ],
+)
 def test_a_checkpoint_of_one_mesh_loads_on_each_other_and_merges(
     four_ranks: RankPool, two_ranks: RankPool, tmp_path: Path, name: str, kind: str
 ) -> None:

@@ -5,6 +5,16 @@ from typing import Any
 
 import torch
 
+from fsdplaunch.probe.torch_version import parse
+
+
+def takes_partial_passes() -> bool:
+    """Return whether a graph in which shards are penalised can be gone through in part before its backward.
+
+    2.7.1 ends with SIGSEGV in the backward that follows; 2.13 and 2.15 are right; none between was tried.
+    """
+    return (parse(torch.__version__) or (2, 13)) >= (2, 13)
+
 
 def loss_reduction(node: Any) -> int:
     """Return how a loss's node was reduced: 0 not at all, 1 by a mean, 2 by a sum."""

@@ -15,6 +15,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.loss_graph import BatchReduction, batch_reductions
 from fsdplaunch.runtime.auto.model.row_mixing import compares_rows, fixed_rows
 from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.torch_internals.graph_nodes import takes_partial_passes
 
 _Plan = list[str]
 """For each reduction of a loss what its gradient needs: "none", "ranks" times it, or its rank's "part"."""
@@ -91,7 +92,8 @@ class LossScale:
     def _tell_mixing(self, line: str, loss: torch.Tensor, found: list[BatchReduction]) -> None:
         rows = self.hook_context.batches.current
         facts: list[Any] = [None] * self.hook_context.size
-        dist.all_gather_object(facts, (compares_rows(loss, found, rows), fixed_rows(loss, rows)))
+        mixes = takes_partial_passes() and compares_rows(loss, found, rows)
+        dist.all_gather_object(facts, (mixes, fixed_rows(loss, rows)))
         if any(fact != (False, facts[0][1]) for fact in facts):
             messages.say(
                 f"{line}: the loss compares rows of the batch with each other: each rank compares its own {rows}"
