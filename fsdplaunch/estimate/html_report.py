@@ -1,4 +1,4 @@
-"""The estimate as one HTML page: no script, no network, no font but the reader's own. Pure: returns text."""
+"""The estimate as one HTML page. Pure: returns text."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -7,6 +7,7 @@ from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.estimate.advice import verdict_of
 from fsdplaunch.estimate.memory import MOMENTS
 from fsdplaunch.estimate.report import Report, moment_words, shares
+from fsdplaunch.html_page import html_page
 
 _COLOURS = {
     "parameters": "#4363b8", "gradients": "#e6893a", "optimizer": "#3a9a5b", "gathered": "#7fa7e0",
@@ -14,22 +15,11 @@ _COLOURS = {
 }  # fmt: skip
 _PHASES = {"forward": "#7fa7e0", "backward": "#d9534f", "step": "#3a9a5b"}
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 900, 260, 60, 30
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-.verdict { font-size: 1.2rem; font-weight: 600; }
-.bar { display: flex; height: 1.6rem; position: relative; background: rgba(128,128,128,.15); }
+_STYLE = """.bar { display: flex; height: 1.6rem; position: relative; background: rgba(128,128,128,.15); }
 .bar span { display: block; height: 100%; }
 .limit { position: absolute; top: -.2rem; bottom: -.2rem; border-left: 3px solid currentColor; }
 .row { margin: .8rem 0; } .row p { margin: 0 0 .2rem; display: flex; justify-content: space-between; gap: 1rem; }
 .yours { font-weight: 600; }
-.key { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; padding: 0; list-style: none; }
-.key i { display: inline-block; width: .9rem; height: .9rem; margin-right: .4rem; vertical-align: -.1rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; }
-th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid rgba(128,128,128,.35); }
-th:first-child, td:first-child, td.text, th.text { text-align: left; }
-svg { width: 100%; height: auto; } svg text { fill: currentColor; font-size: 13px; }
 """
 
 
@@ -54,12 +44,7 @@ def html_report(report: Report) -> str:
             *_notes(report),
         ]
     )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<link rel="icon" href="data:,"><title>{escape(report.title)}</title><style>{_STYLE}</style></head>\n'
-        f"<body>\n{body}\n</body></html>\n"
-    )
+    return html_page(report.title, body, style=_STYLE)
 
 
 def _gib(amount: int) -> str:

@@ -1,9 +1,10 @@
-"""The result as one HTML page: step time against memory, with the frontier. No script, no network. Pure."""
+"""The result as one HTML page: step time against memory, with the frontier. Pure: returns text."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
 
 from fsdplaunch.byte_sizes import size_words
+from fsdplaunch.html_page import html_page
 from fsdplaunch.tune.outcome import Outcome
 from fsdplaunch.tune.result import TuneResult
 from fsdplaunch.tune.rows import Row
@@ -12,18 +13,6 @@ from fsdplaunch.tune.table import closing_lines, step_words
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _EDGE = 900, 420, 80, 45, 30
 _COLOURS = {"kept": "#3a9a5b", "yours": "#4363b8", "fits": "#8a8f98", "not": "#d9534f"}
 _WORDS = {"kept": "the one to keep", "yours": "yours", "fits": "fits", "not": "does not fit"}
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-.verdict { font-size: 1.2rem; font-weight: 600; }
-.key { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; padding: 0; list-style: none; }
-.key i { display: inline-block; width: .9rem; height: .9rem; margin-right: .4rem; vertical-align: -.1rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; }
-th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid rgba(128,128,128,.35); }
-th:first-child, td:first-child, td.text, th.text { text-align: left; }
-svg { width: 100%; height: auto; } svg text { fill: currentColor; font-size: 13px; }
-"""
 
 
 def html_report(result: TuneResult) -> str:
@@ -41,12 +30,7 @@ def html_report(result: TuneResult) -> str:
             *_table(result),
         ]
     )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<link rel="icon" href="data:,"><title>{escape(title)}</title><style>{_STYLE}</style></head>\n'
-        f"<body>\n{body}\n</body></html>\n"
-    )
+    return html_page(title, body)
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

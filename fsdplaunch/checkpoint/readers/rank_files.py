@@ -6,7 +6,8 @@ FULL_STATE_DICT's `pytorch_model_fsdp.bin`. Each file says which shard of each t
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -114,34 +115,57 @@ def _rank_names(folder: Path) -> list[str]:
         raise CheckpointError(msg, hint="move the files of one of them into a folder of its own")
     ranks = next(iter(groups.values()))
     world = world or max(ranks) + 1
-    missing = [] if world > MAX_RANKS else sorted(set(range(world)) - set(ranks))
+    return all_ranks(folder, ranks, world)
+
+
+def all_ranks(folder: Path, names: Mapping[int, str], world: int) -> list[str]:
+    """Return the files of all ranks, rank 0 first.
+
+    Args:
+        folder: Where they are.
+        names: Those that are there, by rank.
+        world: How many there are to be.
+
+    Raises:
+        CheckpointError: One is missing, or there are more than can be.
+    """
+    missing = [] if world > MAX_RANKS else sorted(set(range(world)) - set(names))
     if missing or world > MAX_RANKS:
         shown = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")  # noqa: PLR2004
         msg = f"{folder} lacks the files of {len(missing)} of {world} ranks: {shown}"
         raise CheckpointError(msg, hint="bring the files of all ranks together")
-    return [ranks[rank] for rank in sorted(ranks)]
+    return [names[rank] for rank in sorted(names)]
 
 
 def _read_file(path: Path, found: FoundTensors) -> int:
     """Add what one file holds to `found` and return the file's size in bytes."""
-    try:
-        fd = open_regular(path)
-    except InvalidFileError as problem:
-        refuse(path, str(problem))
-    try:
-        size = os.fstat(fd).st_size
-        window = ReadWindow(lambda offset, count: read_exactly(fd, offset, count), size)
+    with reading(path) as window:
         built = read_zip(window, MAX_DIRECTORY)
         raw = member_bytes(window, f"{built.prefix}/data.pkl", built, MAX_STATE)
         state = read_state(raw, f"{path}: its data.pkl")
         entries = _entries(state, (), 0)
         for name_path, value in _bounded(entries, len(raw)):
             _take(path.name, name_path, value, window, built, found)
+    return window.length
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[ReadWindow]:
+    """Give a file's bytes, all of it; what turns out to be wrong with it is an error that names it.
+
+    Raises:
+        CheckpointError: It cannot be opened or read, or what it says is not what such files say.
+    """
+    try:
+        fd = open_regular(path)
+    except InvalidFileError as problem:
+        refuse(path, str(problem))
+    try:
+        yield ReadWindow(lambda offset, count: read_exactly(fd, offset, count), os.fstat(fd).st_size)
     except (InvalidFileError, UnicodeDecodeError) as problem:
         refuse(path, str(problem) if isinstance(problem, InvalidFileError) else "a text in it is damaged")
     finally:
         os.close(fd)
-    return size
 
 
 def _bounded(entries: Iterator[tuple[NamePath, Any]], size: int) -> Iterator[tuple[NamePath, Any]]:

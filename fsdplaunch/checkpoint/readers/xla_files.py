@@ -5,7 +5,6 @@ unit that were flattened into one, is padded and cut into equal runs of elements
 """
 
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,20 +18,19 @@ from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex
 from fsdplaunch.checkpoint.readers.flat_params import FlatLayout, FlatParameterSpan
 from fsdplaunch.checkpoint.readers.rank_files import (
     MAX_DIRECTORY,
-    MAX_RANKS,
     MAX_STATE,
     MOST_OF_NAMES,
     SMALL_NAMES,
     FoundTensors,
     add_shard,
+    all_ranks,
     found_tensor,
     note_bytes,
-    refuse,
+    reading,
     stored_tensor,
 )
 from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, TorchZipItem, ZipDirectory, member_bytes, read_zip
 from fsdplaunch.checkpoint.regions import Region, row_major
-from fsdplaunch.checkpoint.regular_file import open_regular, read_exactly
 from fsdplaunch.checkpoint.safe_pickle.dcp_classes import SIZE_NAMES
 from fsdplaunch.checkpoint.safe_pickle.rank_file_classes import NAMES, read_state
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
@@ -92,37 +90,32 @@ def _names(folder: Path) -> list[str]:
     if len(worlds) > 1 or len(ranks) < len(matches):
         msg = f"{folder} holds the files of several saves: {min(ranks.values())} and others"
         raise CheckpointError(msg, hint="move the files of one of them into a folder of its own")
-    missing = [rank for rank in range(min(world, MAX_RANKS)) if rank not in ranks]
-    if missing or world > MAX_RANKS:
-        msg = f"{folder} lacks the files of {len(missing)} of {world} ranks: {', '.join(map(str, missing[:5]))}"
-        raise CheckpointError(msg, hint="bring the files of all ranks together")
-    return [ranks[rank] for rank in range(world)]
+    return all_ranks(folder, {rank: name for rank, name in ranks.items() if rank < world}, world)
 
 
 def _read_file(path: Path, rank: int, world: int, found: FoundTensors) -> int:
     """Add what one rank's file holds to `found` and return the file's size in bytes."""
-    try:
-        fd = open_regular(path)
-    except InvalidFileError as problem:
-        refuse(path, str(problem))
-    try:
-        size = os.fstat(fd).st_size
-        window = ReadWindow(lambda offset, count: read_exactly(fd, offset, count), size)
-        file = _opened(path, window)
-        if (file.metadata.get("rank"), file.metadata.get("world_size")) != (rank, world):
-            refuse(path, "it says that it is of another rank, or of another number of ranks, than its name")
-        left = file.most
-        for name, value in file.model.items():
-            left -= _take(file, str(name), value, rank, world, found)
-            if left < 0:
-                refuse(path, "it names more parameters than a description of its size can")
-    except InvalidFileError as problem:
-        refuse(path, str(problem))
-    except (LookupError, TypeError, ValueError):
-        refuse(path, "what it says of its slices is damaged")
-    finally:
-        os.close(fd)
-    return size
+    with reading(path) as window:
+        try:
+            _take_all(_opened(path, window), rank, world, found)
+        except InvalidFileError:  # a ValueError, too, that says more
+            raise
+        except (LookupError, TypeError, ValueError):
+            msg = "what it says of its slices is damaged"
+            raise InvalidFileError(msg) from None
+    return window.length
+
+
+def _take_all(file: RankFile, rank: int, world: int, found: FoundTensors) -> None:
+    if (file.metadata.get("rank"), file.metadata.get("world_size")) != (rank, world):
+        msg = "it says that it is of another rank, or of another number of ranks, than its name"
+        raise InvalidFileError(msg)
+    left = file.most
+    for name, value in file.model.items():
+        left -= _take(file, str(name), value, rank, world, found)
+        if left < 0:
+            msg = "it names more parameters than a description of its size can"
+            raise InvalidFileError(msg)
 
 
 def _opened(path: Path, window: ReadWindow) -> RankFile:

@@ -6,66 +6,95 @@ from typing import Annotated
 import typer
 
 from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.signatures.numbers import whole
 from fsdplaunch.cli.signatures.options import JsonOption
+
+_COUNT = whole("--jobs", -(10**6), 10**6)
+"""How many it may be is for MergeOptions to say."""
+
+CheckpointArgument = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint folder, or a folder that holds one")
+]
+OutputArgument = Annotated[
+    Path, typer.Argument(metavar="OUTPUT", help="Folder for the result; its other files stay")
+]
+UnsafeSerializationOption = Annotated[
+    bool,
+    typer.Option(
+        "--unsafe-serialization",
+        "--unsafe_serialization",
+        help="Write pytorch_model.bin instead of safetensors",
+    ),
+]
+FileFormatOption = Annotated[
+    str, typer.Option("--format", metavar="FORMAT", help="safetensors, or torch for pytorch_model.bin")
+]
+RemoveCheckpointDirOption = Annotated[
+    bool,
+    typer.Option(
+        "--remove-checkpoint-dir",
+        "--remove_checkpoint_dir",
+        help="Delete the checkpoint once the result has been read back and found equal",
+    ),
+]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace weights that OUTPUT holds")]
+VerifyOption = Annotated[bool, typer.Option("--verify", help="Read the result back and compare")]
+NoChecksumsOption = Annotated[
+    bool, typer.Option("--no-checksums", help="Do not compare with the checkpoint's checksums while copying")
+]
+MaxShardSizeOption = Annotated[str, typer.Option(metavar="SIZE", help="Largest output file, as in 5GB")]
+DtypeOption = Annotated[
+    str | None, typer.Option(metavar="TYPE", help="Convert floating-point weights: bf16, fp16 or fp32")
+]
+OnlyOption = Annotated[
+    list[str] | None, typer.Option(metavar="PATTERN", help="Merge only these weights: shell pattern or prefix")
+]
+ExcludeOption = Annotated[
+    list[str] | None, typer.Option(metavar="PATTERN", help="Leave these weights out: shell pattern or prefix")
+]
+RenameOption = Annotated[
+    list[str] | None, typer.Option(metavar="OLD=NEW", help="Replace the leading parts OLD of names by NEW")
+]
+KeepTiedOption = Annotated[
+    bool, typer.Option("--keep-tied", help="Write a weight with several names under each of them")
+]
+OptimizerOption = Annotated[
+    bool, typer.Option("--optimizer", help="Merge the optimizer's state into optimizer.bin instead")
+]
+CopyFromOption = Annotated[
+    Path | None, typer.Option(metavar="MODEL_DIR", help="Copy config, tokenizer and the like from this folder")
+]
+PartsOption = Annotated[
+    str | None,
+    typer.Option(metavar="N/M", help="Write part N of M only; the last one to finish makes OUTPUT of all"),
+]
+JobsOption = Annotated[
+    int,
+    typer.Option(parser=_COUNT, metavar="N", help="How many processes write on this machine"),
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be written; write nothing")]
 
 
 def merge_weights(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint folder, or a folder that holds one")
-    ],
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder for the result; its other files stay")],
-    unsafe_serialization: Annotated[
-        bool,
-        typer.Option(
-            "--unsafe-serialization",
-            "--unsafe_serialization",
-            help="Write pytorch_model.bin instead of safetensors",
-        ),
-    ] = False,
-    file_format: Annotated[
-        str, typer.Option("--format", metavar="FORMAT", help="safetensors, or torch for pytorch_model.bin")
-    ] = "safetensors",
-    remove_checkpoint_dir: Annotated[
-        bool,
-        typer.Option(
-            "--remove-checkpoint-dir",
-            "--remove_checkpoint_dir",
-            help="Delete the checkpoint once the result has been read back and found equal",
-        ),
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace weights that OUTPUT holds")] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Read the result back and compare")] = False,
-    no_checksums: Annotated[
-        bool, typer.Option("--no-checksums", help="Do not compare with the checkpoint's checksums while copying")
-    ] = False,
-    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest output file, as in 5GB")] = "50GB",
-    dtype: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="Convert floating-point weights: bf16, fp16 or fp32")
-    ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Merge only these weights: shell pattern or prefix")
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Leave these weights out: shell pattern or prefix")
-    ] = None,
-    rename: Annotated[
-        list[str] | None, typer.Option(metavar="OLD=NEW", help="Replace the leading parts OLD of names by NEW")
-    ] = None,
-    keep_tied: Annotated[
-        bool, typer.Option("--keep-tied", help="Write a weight with several names under each of them")
-    ] = False,
-    optimizer: Annotated[
-        bool, typer.Option("--optimizer", help="Merge the optimizer's state into optimizer.bin instead")
-    ] = False,
-    copy_from: Annotated[
-        Path | None, typer.Option(metavar="MODEL_DIR", help="Copy config, tokenizer and the like from this folder")
-    ] = None,
-    parts: Annotated[
-        str | None,
-        typer.Option(metavar="N/M", help="Write part N of M only; the last one to finish makes OUTPUT of all"),
-    ] = None,
-    jobs: Annotated[int, typer.Option(metavar="N", help="How many processes write on this machine")] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be written; write nothing")] = False,
+    checkpoint: CheckpointArgument,
+    output: OutputArgument,
+    unsafe_serialization: UnsafeSerializationOption = False,
+    file_format: FileFormatOption = "safetensors",
+    remove_checkpoint_dir: RemoveCheckpointDirOption = False,
+    overwrite: OverwriteOption = False,
+    verify: VerifyOption = False,
+    no_checksums: NoChecksumsOption = False,
+    max_shard_size: MaxShardSizeOption = "50GB",
+    dtype: DtypeOption = None,
+    only: OnlyOption = None,
+    exclude: ExcludeOption = None,
+    rename: RenameOption = None,
+    keep_tied: KeepTiedOption = False,
+    optimizer: OptimizerOption = False,
+    copy_from: CopyFromOption = None,
+    parts: PartsOption = None,
+    jobs: JobsOption = 1,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Join a sharded checkpoint into safetensors."""

@@ -65,7 +65,10 @@ class Coordinator:
     def conclude(self, outcome: Mapping[str, Any]) -> Message:
         """Report how this node's workers ended, wait for the others', and return how the run ended."""
         self._server.mail.post(lambda: self._take_outcome(self._server.own, dict(outcome)))
-        self._done.wait(None if outcome["status"] == 0 else self._requirements.grace + LINGER_SECONDS)
+        seconds = None if outcome["status"] == 0 else self._requirements.grace + LINGER_SECONDS
+        if not self._done.wait(seconds):
+            waited = [node for node in self._server.present if node.outcome is None]
+            self._losses += [f"lost {node.name}: it did not say how it ended" for node in waited]
         return self._merged(outcome) if self._final is None else self._final
 
     def close(self) -> None:
@@ -108,7 +111,7 @@ class Coordinator:
             self._tell(f"lost {node.name}: {why}; {left} nodes go on from the last checkpoint")
             self._server.broadcast(kind="lost", name=node.name)
             self.actions.change()
-        elif not self._ended:
+        else:  # also after the end began: what failed first may have failed because this node had gone
             self._losses.append(f"lost {node.name}: {why}")
             self._end(at_once=True)
         self._check_done()

@@ -67,7 +67,7 @@ def merge_outcomes(outcomes: Sequence[Outcome], *, lost: Sequence[str], stopped_
     cause = first_failure(workers)
     final = end_of_run(0, workers=workers)
     failed = [outcome for outcome in outcomes if has_failed(outcome)]
-    if lost and (cause is None or is_consequence(cause)):
+    if lost and (not failed if cause is None else is_consequence(cause)):
         return final | {"status": EXIT_MACHINE, "lost": list(lost)}
     if stopped_by and not any(_has_own_status(outcome) for outcome in outcomes):
         return final | {"status": _stop_status(outcomes), "stopped_by": stopped_by}

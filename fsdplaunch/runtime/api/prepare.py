@@ -79,28 +79,38 @@ def prepare(
         from fsdplaunch.runtime.xla.prepare import prepare_on_xla
 
         unsupported = {"mesh": mesh, "process_group": process_group, "device": device, "weights": weights}
-        on_xla = prepare_on_xla(objects, chosen, unsupported)
-        return on_xla[0] if len(on_xla) == 1 else on_xla
-    place = shard_target(chosen.settings(), mesh=mesh, process_group=process_group, device=device)
-    ready: dict[int, Any] = {}
+        results = prepare_on_xla(objects, chosen, unsupported)
+    else:
+        place = shard_target(chosen.settings(), mesh=mesh, process_group=process_group, device=device)
+        ready = _shard_models(objects, chosen, place, weights=weights, strict=strict)
+        known = known_parameters()
+        for optimizer in _of(objects, Optimizer):
+            repoint(optimizer, known)
+        results = tuple(ready[id(item)] if id(item) in ready else _fit(item, place) for item in objects)
+    return results[0] if len(results) == 1 else results
+
+
+def _shard_models(
+    objects: tuple[Any, ...],
+    plugin: FullyShardedDataParallelPlugin,
+    place: ShardTarget,
+    *,
+    weights: Any,
+    strict: Any,
+) -> dict[int, nn.Module]:
+    """Shard the models among the objects, and return each one's sharded form by the identity of what was given."""
     models = _of(objects, nn.Module)
     pretrained = pretrained_for(models, weights=weights, strict=strict)
     deferred = partial(DeferredWeights, where=pretrained.where, strict=pretrained.strict) if pretrained else None
+    ready: dict[int, nn.Module] = {}
     for model in models:
         if not is_sharded(model):
-            ready[id(model)] = shard_model(model, chosen, place, deferred)
+            ready[id(model)] = shard_model(model, plugin, place, deferred)
             continue
         ready[id(model)] = model
         if weights:
             load_weights(model, weights, strict=strict)
-    known = known_parameters()
-    for optimizer in _of(objects, Optimizer):
-        repoint(optimizer, known)
-    for item in objects:
-        if id(item) not in ready:
-            ready[id(item)] = _fit(item, place)
-    results = tuple(ready[id(item)] for item in objects)
-    return results[0] if len(results) == 1 else results
+    return ready
 
 
 @cache

@@ -8,10 +8,11 @@ import time
 import pytest
 
 from fsdplaunch.errors import MachineError
-from fsdplaunch.launch.coordination import network
+from fsdplaunch.launch.coordination import coordinator, network
 from fsdplaunch.launch.coordination.interfaces import RunActions, RunAssignment
 from fsdplaunch.launch.coordination.node_client import NodeClient
 from tests.joining import Place, counter, make_client
+from tests.unit.launch.conftest import make_worker
 
 
 def test_all_nodes_agree_on_names_workers_and_numbers():
@@ -138,3 +139,18 @@ def test_silent_node_is_lost_and_ends_the_run():
     final = place.coordinator.conclude(outcome)
     assert final["status"] == 3
     assert "lost host1 (127.0.0.1): no message for" in final["lost"][0]
+
+
+@pytest.mark.parametrize(("silence", "says"), [(0.5, "no message for"), (60, "it did not say how it ended")])
+def test_node_that_is_lost_after_the_workers_blamed_its_connection_is_the_cause(monkeypatch, silence, says):
+    monkeypatch.setattr(coordinator, "LINGER_SECONDS", 1.0)
+    place = Place(2, silence=silence)
+    place.come(1)
+    place.coordinator.gather(counter())
+    place.coordinator.start()  # the node never starts to speak
+    blames = make_worker(0, code=1, message="RuntimeError: Connection closed by peer [10.0.0.2]")
+    attempt = {"attempt": 0, "started_ns": 0, "ended_ns": 1, "workers": [blames], "cause": blames}
+    final = place.coordinator.conclude({"status": 1, "stopped_by": None, "error": None, "attempt": attempt})
+    place.coordinator.close()
+    assert final["status"] == 3
+    assert f"lost host1 (127.0.0.1): {says}" in final["lost"][0]

@@ -57,6 +57,11 @@ def test_failure_of_its_own_counts_before_a_lost_node():
     assert (final["status"], final["lost"]) == (9, [])
 
 
+def test_error_of_a_node_counts_before_one_that_was_lost_after_it():
+    final = end(outcome(0, status=5) | {"error": "the agent failed"}, lost=("lost host1",))
+    assert (final["status"], final["error"], final["lost"]) == (5, "the agent failed", [])
+
+
 @pytest.mark.parametrize(
     ("statuses", "status"), [((75, 75), 75), ((75, 0), 75), ((75, 143), 143), ((130, 130), 130)]
 )
