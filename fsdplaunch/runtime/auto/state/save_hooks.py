@@ -12,14 +12,13 @@ import sys
 import tempfile
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdplaunch.atomic_file import atomic_file
 from fsdplaunch.errors import CheckpointError
@@ -34,6 +33,7 @@ from fsdplaunch.runtime.auto.state.gather import (
     tensors_of,
 )
 from fsdplaunch.runtime.auto.state.late_storages import LateStorages
+from fsdplaunch.runtime.auto.state.safe_files import saving_safetensors
 from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
 
 _SPOOLED_BYTES = 64 << 20
@@ -43,12 +43,9 @@ _SPOOLED_BYTES = 64 << 20
 @contextmanager
 def saving_full_tensors(hook_context: HookContext) -> Iterator[None]:
     """Let the script's own saving calls write once, and full tensors."""
-    import safetensors.torch as safe
-
     with (
         replaced(torch, "save", lambda save: _torch_save(save, hook_context)),
-        replaced(safe, "save_file", lambda save: _save_file(save, hook_context)),
-        replaced(safe, "save_model", lambda save: _save_model(save, hook_context)),
+        saving_safetensors(hook_context),
         pickling_full_tensors(hook_context),
     ):
         yield
@@ -161,36 +158,6 @@ def _hint(hook_context: HookContext) -> None:
         )
 
 
-def _save_file(save: Any, hook_context: HookContext) -> Any:
-    def save_file_once(tensors: Mapping[str, Any], filename: Any, *args: Any, **kwargs: Any) -> None:
-        if not hook_context.ownership.ours:
-            save(tensors, filename, *args, **kwargs)
-        elif any(isinstance(value, DTensor) for value in tensors.values()):
-            gathering = ShardGatherer("save_file", keep=hook_context.rank == 0)
-            full = gathered(tensors, gathering)
-            with gathering.finish(f"write {filename}"):
-                if hook_context.rank == 0:
-                    save({name: value.detach() for name, value in full.items()}, filename, *args, **kwargs)
-        elif hook_context.rank == 0 or hook_context.ownership.ranked:
-            save(tensors, filename, *args, **kwargs)
-
-    return save_file_once
-
-
-def _save_model(save: Any, hook_context: HookContext) -> Any:
-    def save_model_once(model: nn.Module, filename: str, *args: Any, **kwargs: Any) -> None:
-        if model not in hook_context.models:
-            save(model, filename, *args, **kwargs)
-            return
-        gathering = ShardGatherer("save_model", keep=hook_context.rank == 0)
-        plain = full_copy(model, gathering)
-        with gathering.finish(f"write {filename}"):
-            if hook_context.rank == 0:
-                save(plain, filename, *args, **kwargs)
-
-    return save_model_once
-
-
 def full_copy(model: nn.Module, gathering: ShardGatherer) -> nn.Module:
     """Return the model as one process would have it, in host memory where that is wanted, elsewhere empty."""
     return unsharded_copy(model, gathering.full_or_own, tensors_of(model))
@@ -203,6 +170,9 @@ def save_full(model: Any, hook_context: HookContext) -> None:
 
     def save_pretrained(*args: Any, **kwargs: Any) -> None:
         gathering = ShardGatherer("save_pretrained", keep=hook_context.rank == 0)
+        given = kwargs.get("state_dict")
+        if given is not None:
+            kwargs["state_dict"] = gathered(given, gathering)
         plain: Any = full_copy(model, gathering)
         with gathering.finish("write what save_pretrained was given"):
             if hook_context.rank == 0:
