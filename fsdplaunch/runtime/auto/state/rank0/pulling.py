@@ -187,8 +187,8 @@ class Rank0Saves:
 
 def _unknown(tensor: torch.Tensor, call: str) -> CheckpointError:
     what = f"a tensor of shape {tuple(tensor.shape)}"
-    known = "neither a parameter nor optimizer state as they are now, nor a copy that every rank made"
-    msg = f"{call} was called on rank 0 only, and {what} in it is {known}: other ranks cannot tell their shard"
+    known = "is neither a parameter nor optimizer state as they are now, nor a copy that every rank made"
+    msg = f"{call} was called on rank 0 only, and {what} in it {known}: other ranks cannot tell their shard"
     return CheckpointError(msg, hint=_KNOWN)
 
 
