@@ -45,6 +45,8 @@ def step():
 """
 
 EVERYWHERE = """
+from fsdplaunch.runtime.auto.state.rank0 import serving
+serving.STILL_SECONDS = 0.5  # the other rank waits in full_tensor(), which is not counted, and never in a save
 ema = copy.deepcopy(model.module)
 shadow = {name: value.detach().clone() for name, value in model.module.named_parameters()}
 for number in range(12):

@@ -12,19 +12,21 @@ import sys
 import tempfile
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdplaunch.atomic_file import atomic_file
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.script_line import is_user_file, script_line
 from fsdplaunch.runtime.auto.state.gather import (
     PickleWalk,
     ShardGatherer,
@@ -54,6 +56,7 @@ def saving_full_tensors(hook_context: HookContext) -> Iterator[None]:
 def _torch_save(save: Any, hook_context: HookContext) -> Any:
     def save_once(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if not hook_context.ownership.ours or not _called_for_the_script():
+            _tell_of_shards(obj, hook_context)
             save(obj, f, *args, **kwargs)
             return
         everywhere = isinstance(f, io.BytesIO)  # the script goes on with the bytes
@@ -144,6 +147,30 @@ def _is_path(f: Any) -> bool:
 def _called_for_the_script() -> bool:
     """Return whether the call two frames up is not torch's own or this package's own, which write shards."""
     return not str(sys._getframe(2).f_globals.get("__name__", "")).startswith(("torch.", "fsdplaunch."))
+
+
+def _tell_of_shards(obj: Any, hook_context: HookContext) -> None:
+    """Say once that a line of a script that has sharded its model itself writes shards: nothing gathers them."""
+    if (
+        not hook_context.ownership.ours
+        and hook_context.size > 1
+        and "shards" not in hook_context.printed
+        and is_user_file(sys._getframe(2).f_code.co_filename)
+        and _has_shards(obj)
+    ):
+        hook_context.printed.add("shards")
+        messages.say(
+            f"{script_line()}: torch.save writes each rank's own shards here: those of rank 0 alone are no model\n"
+            "  try  get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of"
+            " torch.distributed.checkpoint.state_dict on all ranks, or fsdplaunch.save_checkpoint"
+        )
+
+
+def _has_shards(obj: Any, depth: int = 3) -> bool:
+    """Return whether there is a sharded tensor in nested mappings."""
+    if depth and isinstance(obj, Mapping):
+        return any(_has_shards(value, depth - 1) for value in obj.values())
+    return isinstance(obj, DTensor)
 
 
 def _hint(hook_context: HookContext) -> None:
