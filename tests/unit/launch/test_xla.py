@@ -108,6 +108,11 @@ def test_the_guides_keys_mean_the_same_at_the_top_and_in_their_section():
         ("{param_init_fn: f}", "param_init_fn is a function, which a file cannot hold"),
         ("{flatten_parameters: maybe}", "flatten_parameters must be true or false, got maybe"),
         ("{sharding_groups: [1, 2]}", "sharding_groups must be a list of lists of ranks"),
+        (
+            "{compute_dtypes: bf16, sync_on_finalization: 3, flatten_parameters: yes}",
+            "compute_dtypes is no argument of XlaFullyShardedDataParallel (is compute_dtype meant?); "
+            "sync_on_finalization must be true or false, got 3",
+        ),
         ("yes", "must be a mapping of arguments of XlaFullyShardedDataParallel"),
     ],
 )
