@@ -8,6 +8,7 @@ from typing import Any
 from fsdplaunch.config.schema import kinds as v
 from fsdplaunch.config.schema import parsers as p
 from fsdplaunch.config.schema.key import key
+from fsdplaunch.config.schema.kind import Kind
 
 _DTYPES = {"FP32": "float32", "BF16": "bfloat16", "FP16": "float16", "HALF": "float16"}
 _FLAGS = (
@@ -102,7 +103,7 @@ def _field(name: str, value: Any) -> Any:
         raise ValueError(msg) from None
 
 
-XLA_SETTINGS = v.Kind(
+XLA_SETTINGS = Kind(
     "a mapping of arguments of XlaFullyShardedDataParallel",
     parse_xla_settings,
     {"type": "object"},
