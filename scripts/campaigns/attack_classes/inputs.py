@@ -74,7 +74,7 @@ def cases(chance: random.Random, count: int | None) -> Iterator[Case]:
         name, words, config = f"{number}: {text[:30]!r}", [], None
         match chance.choice(["key", "key", "plan", "option", "model"]):
             case "key":
-                words = ["config", "validate", "--set", f"{chance.choice(keys)}={text}"]
+                words = ["config", "show", "--set", f"{chance.choice(keys)}={text}"]
             case "plan":
                 words = ["launch", "--dry-run", "--set", f"{chance.choice(keys)}={text}", "train.py"]
             case "option":
