@@ -91,5 +91,6 @@ def test_output_of_programs_keeps_its_colours_and_loses_what_steers_the_terminal
         assert "\\x" in shown.decode()
         for cut in range(1, len(hostile.encode())):  # in whatever pieces it comes
             assert tame(hostile.encode()[:cut], hostile.encode()[cut:]) == shown
+    assert tame(b"caf\xe9 \x9b2J\x85") == b"caf\xe9 \\x9b2J\\x85"  # no UTF-8
     for cut in range(len(plain)):
         assert tame(plain[:cut], plain[cut:]) == plain

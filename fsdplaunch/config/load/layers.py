@@ -15,7 +15,7 @@ from fsdplaunch.config.load.key_names import (
     key_prefix,
     path_of,
 )
-from fsdplaunch.config.load.problems import ConfigError, Problem, TextPosition
+from fsdplaunch.config.load.problems import MOST_SHOWN, ConfigError, Problem, TextPosition
 from fsdplaunch.config.load.yaml_reader import UnreadableValueError, YamlEntry, YamlText, read_scalar
 from fsdplaunch.config.schema.key import FormerPlace
 from fsdplaunch.config.schema.kinds import FLAG
@@ -158,7 +158,7 @@ def _dotted(section: str, name: str) -> str:
 
 
 def _entry(layer: Layer, text: YamlText, section: str, entry: YamlEntry, *, bare: bool) -> None:
-    found = find_key(section, entry.name)
+    found = find_key(section, entry.name, guess=len(layer.problems) < MOST_SHOWN)
     dotted = _dotted(section, entry.name)
     if isinstance(found, UnknownKey):
         if found.meant is None or not found.meant.key.pending:
