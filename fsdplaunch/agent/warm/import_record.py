@@ -92,8 +92,8 @@ class ImportRecord:
             if mark[0] > self._began_ns or _mark(path) != mark:
                 return f"{path} has changed"
         top = {name.partition(".")[0] for name in sys.modules}
-        for path, mark in _sites().items():
-            if self._sites.get(path) != mark:
+        for path, found in _sites().items():
+            if self._sites.get(path) != found:
                 return f"{path} has changed"
         for folder, names in self._folders.items():
             if _relevant(_names_in(folder), top) != _relevant(names, top):
