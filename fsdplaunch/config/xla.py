@@ -21,3 +21,11 @@ def shards_models(config: Config) -> bool:
 def runs_spmd(config: Config) -> bool:
     """Tell whether one process per host drives all of its devices (SPMD, FSDPv2)."""
     return shards_on_xla(config) and config.fsdp_config.xla_fsdp_v2
+
+
+def converts_to_bf16(config: Config) -> bool:
+    """Tell whether PyTorch/XLA itself makes bf16 of a TPU's floats, as `accelerate launch` has it.
+
+    Models that PyTorch/XLA's FSDP shards have their compute_dtype instead, and keep their parameters.
+    """
+    return config.distributed_type == "XLA" and config.mixed_precision == "bf16" and not shards_on_xla(config)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.config.schema.parsers import MAX_PORT, join_endpoint
+from fsdplaunch.config.schema.endpoints import MAX_PORT, join_endpoint
 from fsdplaunch.config.schema.walk import Path, keys_by_path
 from fsdplaunch.config.world_size import CPU_WORKERS
 from fsdplaunch.launch.ports import DEFAULT_PORT
