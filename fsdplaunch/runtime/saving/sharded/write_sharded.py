@@ -81,7 +81,7 @@ def _write_own(writer: FileSystemWriter, planner: DefaultSavePlanner, own: SaveP
 
 
 def _gather(places: Sequence[Place], group: dist.ProcessGroup | None) -> list[bytes]:
-    """Return every rank's places on rank 0: sixteen bytes for each item, an eighth of what the index says of it."""
+    """Return every rank's places on rank 0: sixteen bytes for each item, an eighth of the index."""
     packed = array.array("q", [number for place in places for number in place]).tobytes()
     first = dist.get_rank() == 0
     gathered: list[Any] = [None] * (dist.get_world_size() if first else 0)
