@@ -5,7 +5,7 @@ from typing import Any
 
 from fsdplaunch.config.load.key_names import UnknownKey, find_former, find_key, is_bare_section, key_prefix
 from fsdplaunch.config.load.layers import Layer, ValueOrigin
-from fsdplaunch.config.load.problems import TextPosition
+from fsdplaunch.config.load.problems import MOST_SHOWN, TextPosition
 from fsdplaunch.config.load.yaml_reader import UnreadableValueError, YamlEntry, YamlText
 from fsdplaunch.config.schema.key import FormerPlace
 from fsdplaunch.config.schema.kinds import FLAG
@@ -51,7 +51,7 @@ def _dotted(section: str, name: str) -> str:
 
 
 def _entry(layer: Layer, text: YamlText, section: str, entry: YamlEntry, *, bare: bool) -> None:
-    found = find_key(section, entry.name)
+    found = find_key(section, entry.name, guess=len(layer.problems) < MOST_SHOWN)
     dotted = _dotted(section, entry.name)
     if isinstance(found, UnknownKey):
         if found.meant is None or not found.meant.key.pending:

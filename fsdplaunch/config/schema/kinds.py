@@ -22,8 +22,13 @@ WHOLE = whole(0)
 COUNT = whole(1)
 PORT = whole(0, endpoints.MAX_PORT)
 NUMBER = Kind("a number", p.parse_number, {"type": "number"})
-SECONDS = Kind("a number of seconds above 0", p.parse_seconds, {"type": "number", "exclusiveMinimum": 0})
-WAIT = Kind("a number of seconds, at least 0", p.parse_wait, {"type": "number", "minimum": 0})
+SECONDS = Kind(
+    "a number of seconds above 0",
+    p.parse_seconds,
+    {"type": "number", "exclusiveMinimum": 0, "maximum": p.MOST_SECONDS},
+)
+_WAIT_SCHEMA = {"type": "number", "minimum": 0, "maximum": p.MOST_SECONDS}
+WAIT = Kind("a number of seconds, at least 0", p.parse_wait, _WAIT_SCHEMA)
 TEXT = Kind("text, not empty", p.parse_text, _TEXT_SCHEMA, verbatim=True)
 PATTERN = Kind(
     "a regular expression that Python can compile, or a list of them",

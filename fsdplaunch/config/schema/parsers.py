@@ -9,6 +9,8 @@ import re
 from typing import Any
 
 TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
+MOST_SECONDS = 366 * 24 * 3600
+"""A year: more is a slip, and somewhere more than a clock can wait for."""
 FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})
 
 
@@ -209,16 +211,19 @@ def parse_three_flags(value: Any) -> tuple[bool, bool, bool]:
 
 
 def parse_seconds(value: Any) -> float:
-    """Read a number above 0."""
-    number = parse_number(value)
+    """Read a number above 0, of seconds."""
+    number = parse_wait(value)
     if number <= 0:
         raise ValueError(value)
     return number
 
 
 def parse_wait(value: Any) -> float:
-    """Read a number, at least 0."""
+    """Read a number of seconds, at least 0 and at most a year."""
     number = parse_number(value)
     if number < 0:
         raise ValueError(value)
+    if number > MOST_SECONDS:
+        msg = f"must be at most {MOST_SECONDS} seconds, one year, and is {number:.3g}"
+        raise NotedValueError(msg)
     return number
