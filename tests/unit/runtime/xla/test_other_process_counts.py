@@ -58,6 +58,14 @@ def test_any_save_loads_into_any_wrapper(how, tmp_path):
             assert same(loaded(folder, file["model"], file["shard_metadata"]), file["model"]), (form, rank)
 
 
+def test_sizes_are_read_as_a_wrapper_in_memory_has_them(tmp_path):
+    write(tmp_path / "own", 2, model())
+    file = torch.load(tmp_path / "own" / "rank1-of-2-pytorch_model.bin", weights_only=True)
+    sizes = [info["_orig_size"] for info in file["shard_metadata"]["shard_info"][""].values()]
+    assert {type(size) for size in sizes} == {torch.Size}
+    assert same(loaded(saved_by("padded", tmp_path), file["model"], file["shard_metadata"]), file["model"])
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
