@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from fsdplaunch.config.load.layers import Layer, SetValue, ValueOrigin, env_layer, file_layer, flag_layer
+from fsdplaunch.config.load.file_layer import file_layer
+from fsdplaunch.config.load.flag_layer import flag_layer
+from fsdplaunch.config.load.layers import Layer, SetValue, ValueOrigin, env_layer
 from fsdplaunch.config.load.problems import ConfigError, Problem, TextPosition, in_order, note_lines
 from fsdplaunch.config.load.yaml_reader import MAX_BYTES, YamlText, read_text
 from fsdplaunch.config.resolve import keys_of_version_1, resolve

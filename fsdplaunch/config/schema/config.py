@@ -105,7 +105,13 @@ class Config:
         pinned=(1, 2),
         tunable=Tunable(values=("no", "bf16"), when="precision"),
     )
-    downcast_bf16: bool = key(v.FLAG, False, _TPU, noise=True)
+    downcast_bf16: bool = key(
+        v.FLAG,
+        False,
+        """On a TPU that distributed_type XLA uses without sharding, under mixed_precision bf16: floats become bf16
+        and doubles floats. False: both become bf16. Without effect elsewhere.""",
+        noise=True,
+    )
     debug: bool = key(
         v.FLAG,
         False,
