@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.saving.dcp_files import read_sharded
 from fsdplaunch.runtime.xla.stored_optimizer import NAMES, OwnSlice, read_optimizer
 from fsdplaunch.runtime.xla.stored_weights import (
     check_fit,
@@ -87,6 +88,12 @@ def test_another_model_is_refused(change, words, tmp_path):
 def test_a_folder_without_the_model_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"holds no model 0: neither pytorch_model_fsdp\.bin nor"):
         loaded(tmp_path, model(), None)
+
+
+def test_torchs_fsdp_is_told_how_to_read_them():
+    with pytest.raises(CheckpointError, match="files of single ranks that PyTorch/XLA sharded") as caught:
+        read_sharded({"model": {}}, WRITTEN / "padded", strict=True)
+    assert "merge-weights" in caught.value.hint
 
 
 FULL = {"a": torch.arange(300.0).view(100, 3), "b": torch.tensor(7.0), "c": torch.arange(5.0)}
