@@ -43,7 +43,8 @@ class ImportRecord:
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Note what the body's imports read, print, change and load."""
-        before, plain, temporary = dict(os.environ), type(os.environ), tempfile.tempdir
+        before, plain = dict(os.environ), type(os.environ)
+        tempfile.tempdir = None  # what asks for it now reads the variables, and that is noted
         streams = [(name, stream) for name in ("stdout", "stderr") if (stream := getattr(sys, name)) is not None]
         os.environ.__class__ = _noting_class(plain, self._read)
         for name, stream in streams:
@@ -55,8 +56,7 @@ class ImportRecord:
             for _, stream in streams:
                 with suppress(AttributeError):
                     del stream.write
-            if temporary is None:
-                self.temporary_folder = tempfile.tempdir
+            self.temporary_folder = self.temporary_folder or tempfile.tempdir
             after = dict(os.environ)
             self._changes |= {
                 name: (before.get(name), now) for name, now in after.items() if before.get(name) != now

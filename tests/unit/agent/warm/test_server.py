@@ -39,6 +39,7 @@ from fsdplaunch.agent.warm.import_record import ImportRecord
 from fsdplaunch.agent.warm.server import WarmServer
 from fsdplaunch.launch.warm.folder import folder_path
 from fsdplaunch.launch.warm.identity import server_name
+tempfile.gettempdir()  # as an agent does, for itself
 record = ImportRecord()
 with record.noting():
     import own_module
@@ -46,7 +47,7 @@ name = server_name(sys.executable, [["own_module"], []], record.environ_before, 
 server = WarmServer(folder_path(os.environ), name, record, float(sys.argv[1]), {"modules": ["own_module"]})
 print("ready", flush=True)
 os.chdir("/")
-tempfile.gettempdir()  # as an agent does, for itself
+tempfile.gettempdir()
 request = server.serve()
 request.record.give_again()
 print(json.dumps({"argv": sys.argv, "cwd": os.getcwd(), "own": os.environ.get("OWN"), "tasks": os.getpid(),
