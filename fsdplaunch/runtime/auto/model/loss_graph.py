@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdplaunch.runtime.torch_internals.graph_nodes import (
+    computed_dims,
     loss_reduction,
+    moves_rows,
     reduced_dims,
     reduced_shape,
     scale_factor,
@@ -40,6 +42,13 @@ _LOSSES = frozenset(
     )
 )
 _PLAIN = ("Sum", "Mean")
+_ALONG = frozenset(
+    (
+        *(*_PLAIN, "Softmax", "LogSoftmax", "Logsumexp", "LinalgVectorNorm", "Norm", "Std", "Var"),
+        *("Amax", "Amin", "Max", "Min", "Cumsum", "Gather"),
+    )
+)
+"""Nodes that compute along some dimensions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +157,14 @@ class _Search:
 def kind_of(node: Any) -> str:
     """Return a node's name without what all names end in: `MseLossBackward0` is `MseLoss`."""
     return str(node.name()).rsplit("::", 1)[-1].rstrip("0123456789").removesuffix("Backward")
+
+
+def is_by_row(node: Any) -> bool:
+    """Return whether an operation computes each row of its result from the same row of what it is given."""
+    name = kind_of(node)
+    if name in _ALONG:
+        return 0 not in computed_dims(node)
+    return name == "AccumulateGrad" or (name in _ELEMENTWISE | _LOSSES and not moves_rows(node))
 
 
 def _only_collects(node: Any) -> bool:
