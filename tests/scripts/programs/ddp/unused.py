@@ -26,7 +26,7 @@ class Heads(nn.Module):
 model = Heads().to("cpu")
 scale = nn.Linear(2, 2, bias=False)  # given to no wrapper: its gradients are averaged below
 dist.broadcast(scale.weight.data, 0)
-last = [*model.heads.parameters(), *scale.parameters()]
+last = [{"params": model.heads.parameters()}, {"params": scale.parameters()}]
 optimizer = torch.optim.AdamW(last, lr=1e-2, weight_decay=0.1)
 factored = torch.optim.Adafactor(model.body.parameters(), lr=1e-2)
 ddp = DistributedDataParallel(model, find_unused_parameters=True)
