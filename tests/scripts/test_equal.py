@@ -156,6 +156,8 @@ model = torch.nn.Linear(2, 1).to("cpu")
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 for x in DataLoader(Items(), batch_size=8, num_workers=1, worker_init_fn=init):
     scales = [torch.rand(1) for row in x]
+    x = x + x[torch.randperm(len(x))]
+    x = x + x.flip(0)
     (model(x) * torch.cat(scales)).mean().backward()
     optimizer.step()
 """
@@ -222,7 +224,7 @@ def test_generators_that_a_dataset_reaches_are_found() -> None:
     assert not found.drew()
 
 
-def test_draws_of_items_in_loader_processes_and_row_by_row_are_told(forks: Forks, tmp_path: Path) -> None:
+def test_draws_in_loader_processes_and_row_by_row_and_mixed_rows_are_told(forks: Forks, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(DRAWN)
     done = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
@@ -231,6 +233,8 @@ def test_draws_of_items_in_loader_processes_and_row_by_row_are_told(forks: Forks
     assert done.err[0].count("items of the dataset are drawn at random") == 1
     line = DRAWN.split("torch.rand", maxsplit=1)[0].count("\n") + 1
     assert done.err[0].count(f"train.py:{line}: 4 random numbers are drawn one by one") == 1
+    for after in (1, 2):
+        assert done.err[0].count(f"train.py:{line + after}: rows of the batch are put into another order") == 1
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -115,6 +115,11 @@ class RngStreams:
             others, self._aside = self._aside or dict(self._shared), random_states()
             set_random_states(others)
 
+    @property
+    def draws_own(self) -> bool:
+        """Return whether what is drawn now is from this rank's own stream, apart from what all go on with."""
+        return bool(self._main)
+
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Draw from the stream that is the same on all ranks."""
