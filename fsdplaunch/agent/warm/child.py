@@ -61,12 +61,20 @@ def become_agent(message: Mapping[str, Any], files: Sequence[int], record: Impor
     argv = tuple(message["argv"])
     renew_streams()
     renew_randomness()
+    _renew_folder()
     importlib.invalidate_caches()
     sys.argv, sys.orig_argv = list(argv[2:]), list(argv)
     show_as(argv)
     gc.enable()
     _set_signals(signals_in(given["ignored"]), message["blocked"])
     return AgentRequest(argv=argv, record=record)
+
+
+def _renew_folder() -> None:
+    """Let `multiprocessing` take this folder for the one it was imported in: what it spawns imports from there."""
+    module: Any = sys.modules.get("multiprocessing.process")
+    if module is not None:
+        module.ORIGINAL_DIR = os.getcwd()  # noqa: PTH109
 
 
 def _set_limits(limits: Mapping[str, Sequence[int]]) -> None:

@@ -4,6 +4,7 @@ Noted in the agent and in its fork server, where the run is to leave a warm inte
 """
 
 import os
+import site
 import sys
 import time
 from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
@@ -29,6 +30,7 @@ class ImportRecord:
         self._changes: dict[str, tuple[str | None, str]] = {}
         self._files: dict[str, FileMark] = {}
         self._folders: dict[str, frozenset[str]] = {}
+        self._sites = _sites()
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -90,6 +92,9 @@ class ImportRecord:
             if mark[0] > self._began_ns or _mark(path) != mark:
                 return f"{path} has changed"
         top = {name.partition(".")[0] for name in sys.modules}
+        for path, found in _sites().items():
+            if self._sites.get(path) != found:
+                return f"{path} has changed"
         for folder, names in self._folders.items():
             if _relevant(_names_in(folder), top) != _relevant(names, top):
                 return f"what is installed in {folder} has changed"
@@ -133,6 +138,18 @@ def _noting_class(plain: type, read: set[str]) -> type:
             return self.copy().values()
 
     return Noting
+
+
+def _sites() -> dict[str, FileMark | bool | None]:
+    """Return what decides, when an interpreter starts, which folders of packages it knows.
+
+    Returns:
+        The mark of a virtual environment's settings; for each folder of packages whether it is there: one that is
+        not, such as the user's own before the first `pip install --user`, is on no `sys.path`.
+    """
+    folders = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+    settings = f"{sys.prefix}/pyvenv.cfg"
+    return {settings: _mark(settings), **{folder: os.path.isdir(folder) for folder in folders}}  # noqa: PTH112
 
 
 def _names_in(folder: str) -> frozenset[str]:

@@ -59,7 +59,7 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         clipping_by_full_norm(hook_context),
         handling_shards(hook_context),
         counting(hook_context.position),
-        remembering_copies(),
+        remembering_copies(hook_context.position),
         saving_full_tensors(hook_context),
         loading_full_tensors(hook_context),
     )

@@ -5,7 +5,9 @@ The wrapper is a real instance of torch's class, so that `isinstance`, `.module`
 gradients.
 """
 
+import functools
 import inspect
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -130,8 +132,20 @@ def _fill(ddp: Any, given: dict[str, Any]) -> None:
     ddp.mixed_precision, ddp.parameters_to_ignore = given.get("mixed_precision"), set()
     ddp.reducer = ddp.logger = _NOTHING
     ddp.__dict__["fsdplaunch_forward"] = Forward(unwrapped(ddp.module), buffers=sends)
+    ddp.__dict__["__reduce_ex__"] = _reducer(weakref.ref(ddp), given)
     if given["find_unused_parameters"]:
         agree_on_unused(unwrapped(ddp.module))
+
+
+def _reducer(ddp: "weakref.ref[Any]", given: dict[str, Any]) -> Any:
+    """Let a wrapper be pickled as the call that makes one of its module: it has nothing of torch's own."""
+    chosen = {name: given[name] for name in ("find_unused_parameters", "static_graph") if given.get(name)}
+
+    def reduce_ex(_protocol: int) -> Any:
+        whole: Any = ddp()
+        return functools.partial(DistributedDataParallel, **chosen), (whole.module,)
+
+    return reduce_ex
 
 
 def _sends_buffers(given: dict[str, Any]) -> bool:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,7 @@ for name, value in os.environ.items():
 print("hello")
 """
 SERVE = """
-import json, os, signal, sys, time
+import json, multiprocessing, os, signal, sys, time
 from fsdplaunch.agent.warm.import_record import ImportRecord
 from fsdplaunch.agent.warm.server import WarmServer
 from fsdplaunch.launch.warm.folder import folder_path
@@ -41,7 +42,8 @@ os.chdir("/")
 request = server.serve()
 request.record.give_again()
 print(json.dumps({"argv": sys.argv, "cwd": os.getcwd(), "own": os.environ.get("OWN"), "tasks": os.getpid(),
-                  "session": os.getsid(0), "files": len(os.listdir("/proc/self/fd"))}), flush=True)
+                  "session": os.getsid(0), "files": len(os.listdir("/proc/self/fd")),
+                  "spawned from": multiprocessing.process.ORIGINAL_DIR}), flush=True)
 sys.stdin.read()
 sys.exit(int(sys.argv[1]))
 """
@@ -107,6 +109,7 @@ def test_agent_is_what_the_launch_says_and_its_status_comes_back(environ, tmp_pa
             assert said.readline() == "hello\n"  # what importing printed is printed again
             seen = json.loads(said.readline())
             assert (seen["cwd"], seen["own"], seen["argv"]) == (str(tmp_path / "place"), "a", ["main.py", "7"])
+            assert seen["spawned from"] == str(tmp_path / "place")
             assert seen["tasks"] == seen["session"] == agent.pid
             assert seen["files"] == 5  # streams, lifeline, and the one that lists them
             typed.close()
@@ -157,9 +160,15 @@ def test_changed_module_makes_a_cold_launch_and_ends_the_interpreter(environ, tm
         assert server.wait(10) == 0
 
 
-def test_newly_installed_package_makes_a_cold_launch(environ, tmp_path):
+@pytest.mark.parametrize("where", ["a folder of PYTHONPATH", "the user's own, its first"])
+def test_newly_installed_package_makes_a_cold_launch(environ, tmp_path, monkeypatch, where):
+    environ["PYTHONUSERBASE"] = str(tmp_path / "user")
+    folder = tmp_path
+    if where != "a folder of PYTHONPATH":
+        monkeypatch.setattr(sys, "executable", sys._base_executable)  # virtual environments have none
+        folder = Path(sysconfig.get_path("purelib", "posix_user", vars={"userbase": str(tmp_path / "user")}))
     with serving(environ) as server:
-        (tmp_path / "other-1.0.dist-info").mkdir()
+        (folder / "other-1.0.dist-info").mkdir(parents=True)
         assert is_cold(environ)
         assert server.wait(10) == 0
 
