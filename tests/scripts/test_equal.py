@@ -284,6 +284,10 @@ def test_graph_of_a_loss_tells_its_reductions() -> None:
     assert kinds(out.mean() * 4) == ["unknown"]
     assert kinds(out.mean().log() + out.max()) == ["unknown", "unknown"]
     assert kinds(out.sum(0).mean()) == ["sum"]
+    weight = torch.nn.Parameter(torch.ones(()))
+    assert kinds((-weight).exp() * out.mean() + weight) == ["mean"]
+    assert kinds(1 - (out * 2).sum() / (out.exp().sum() + 1)) == ["unknown"]  # a Dice loss
+    assert kinds(out.mean() * out.pow(2).mean()) == ["unknown"]
 
 
 def test_what_mixes_rows_is_told_from_what_does_not() -> None:

@@ -41,6 +41,7 @@ _LOSSES = frozenset(
         *("NllLoss", "NllLoss2D", "MultiMarginLoss", "MultilabelMarginLoss", "SoftMarginLoss"),
     )
 )
+_PRODUCTS = ("Mul", "Div")
 _PLAIN = ("Sum", "Mean")
 _ALONG = frozenset(
     (
@@ -99,7 +100,9 @@ class _Search:
                 continue
             self.seen.add(node)
             name = kind_of(node)
-            if name in _LINEAR or (name in _PLAIN and _only_collects(node)):
+            if name in _PRODUCTS and _mixes_operands(node):
+                yield BatchReduction(node=node, outer=node, kind="unknown", shape=(), weight=0.0, name=name)
+            elif name in _LINEAR or (name in _PLAIN and _only_collects(node)):
                 factor = scale_factor(node)
                 more = scales if factor == 1 else (*scales, factor)
                 waiting += [(below, more) for below, _ in node.next_functions]
@@ -165,6 +168,13 @@ def is_by_row(node: Any) -> bool:
     if name in _ALONG:
         return 0 not in computed_dims(node)
     return name == "AccumulateGrad" or (name in _ELEMENTWISE | _LOSSES and not moves_rows(node))
+
+
+def _mixes_operands(node: Any) -> bool:
+    """Return whether a product or a quotient is of two values of the batch, as a Dice loss is."""
+    operands = [below for below, _ in node.next_functions if below is not None]
+    moving = [each for each in operands if kind_of(each) != "AccumulateGrad" and not _is_of_parameters(each)]
+    return len(moving) > 1
 
 
 def _only_collects(node: Any) -> bool:
