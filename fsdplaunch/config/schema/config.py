@@ -126,7 +126,13 @@ class Config:
         "accelerate's word for launch.numa_binding: node.",
         env="ACCELERATE_CPU_AFFINITY",
     )
-    main_training_function: str = key(v.TEXT, "main", _TPU, noise=True)
+    main_training_function: str = key(
+        v.TEXT,
+        "main",
+        """Under PyTorch/XLA, a function that is called where a script defines it and does not name it again.
+        Without effect elsewhere.""",
+        noise=True,
+    )
     tpu_name: str | None = key(v.TEXT, None, _TPU, noise=True)
     tpu_zone: str | None = key(v.TEXT, None, _TPU, noise=True)
     tpu_use_cluster: bool = key(v.FLAG, False, _TPU, noise=True)

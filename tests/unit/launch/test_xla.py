@@ -111,6 +111,20 @@ def test_a_worker_reads_what_was_sent(text):
     assert decode(encode(config)) == config
 
 
+@pytest.mark.parametrize(
+    ("keys", "policy"),
+    [
+        ("min_num_params: 2000", "SIZE_BASED_WRAP"),
+        ("fsdp_min_num_params: 2000, transformer_layer_cls_to_wrap: A", "SIZE_BASED_WRAP"),
+        ("min_num_params: 2000, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", "TRANSFORMER_BASED_WRAP"),
+        ("min_num_params: 0", "TRANSFORMER_BASED_WRAP"),
+    ],
+)
+def test_a_size_alone_makes_units_as_a_trainer_has_it(keys, policy):
+    config = config_of(f"fsdp_config: {{xla: true, {keys}}}\n")
+    assert config.fsdp_config.fsdp_auto_wrap_policy == policy
+
+
 GUIDE = (Path(__file__).parents[2] / "cases" / "transformers_guide.yaml").read_text()
 PRINTED = "xla: True # must be set\nxla_fsdp_settings: # XLA specific\nxla_fsdp_grad_ckpt: True # checkpointing\n"
 

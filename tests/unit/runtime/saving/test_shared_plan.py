@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdplaunch.checkpoint.readers.dcp_index import item_locations, read_metadata
+from fsdplaunch.checkpoint.readers.dcp_index import read_metadata
+from fsdplaunch.checkpoint.readers.dcp_places import item_locations
 from fsdplaunch.runtime.saving.sharded.index_file import data_file, write_index
 from fsdplaunch.runtime.saving.sharded.layouts import UnknownLayoutError
 from fsdplaunch.runtime.saving.sharded.shared_plan import SharedPlan

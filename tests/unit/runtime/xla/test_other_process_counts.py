@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.saving.dcp_files import read_sharded
 from fsdplaunch.runtime.xla.stored_optimizer import NAMES, OwnSlice, read_optimizer
 from fsdplaunch.runtime.xla.stored_weights import (
     check_fit,
@@ -58,6 +59,14 @@ def test_any_save_loads_into_any_wrapper(how, tmp_path):
             assert same(loaded(folder, file["model"], file["shard_metadata"]), file["model"]), (form, rank)
 
 
+def test_sizes_are_read_as_a_wrapper_in_memory_has_them(tmp_path):
+    write(tmp_path / "own", 2, model())
+    file = torch.load(tmp_path / "own" / "rank1-of-2-pytorch_model.bin", weights_only=True)
+    sizes = [info["_orig_size"] for info in file["shard_metadata"]["shard_info"][""].values()]
+    assert {type(size) for size in sizes} == {torch.Size}
+    assert same(loaded(saved_by("padded", tmp_path), file["model"], file["shard_metadata"]), file["model"])
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -79,6 +88,12 @@ def test_another_model_is_refused(change, words, tmp_path):
 def test_a_folder_without_the_model_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"holds no model 0: neither pytorch_model_fsdp\.bin nor"):
         loaded(tmp_path, model(), None)
+
+
+def test_torchs_fsdp_is_told_how_to_read_them():
+    with pytest.raises(CheckpointError, match="files of single ranks that PyTorch/XLA sharded") as caught:
+        read_sharded({"model": {}}, WRITTEN / "padded", strict=True)
+    assert "merge-weights" in caught.value.hint
 
 
 FULL = {"a": torch.arange(300.0).view(100, 3), "b": torch.tensor(7.0), "c": torch.arange(5.0)}
