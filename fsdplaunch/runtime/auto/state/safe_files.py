@@ -25,10 +25,11 @@ def saving_safetensors(hook_context: HookContext) -> Iterator[None]:
     """Let `save_file`, `save_model` and `save` write full tensors; files once, by rank 0."""
     import safetensors.torch as safe
 
+    plain = safe.save_file
     with (
         replaced(safe, "save", lambda save: _save_bytes(save, hook_context)),
         replaced(safe, "save_file", lambda save: _save_file(save, hook_context)),
-        replaced(safe, "save_model", lambda save: _save_model(save, hook_context)),
+        replaced(safe, "save_model", lambda save: _save_model(save, plain, hook_context)),
     ):
         yield
 
@@ -50,32 +51,35 @@ def _save_file(save: Any, hook_context: HookContext) -> Any:
         if not hook_context.ownership.ours:
             save(tensors, filename, *args, **kwargs)
         elif _sharded(tensors):
-            gathering = ShardGatherer("save_file", keep=hook_context.rank == 0)
-            if _one_by_one(tensors):
-                metadata = args[0] if args else kwargs.get("metadata")
-                _stream(tensors, Path(filename), metadata, gathering)
-                return
-            full = gathered(tensors, gathering)
-            with gathering.finish(f"write {filename}"):
-                if gathering.keep:
-                    save(_detached(full), filename, *args, **kwargs)
+            metadata = args[0] if args else kwargs.get("metadata")
+            _write(tensors, filename, metadata, ShardGatherer("save_file", keep=hook_context.rank == 0), save)
         elif hook_context.rank == 0 or hook_context.ownership.ranked:
             save(tensors, filename, *args, **kwargs)
 
     return save_file_once
 
 
-def _save_model(save: Any, hook_context: HookContext) -> Any:
+def _write(tensors: Mapping[str, Any], filename: Any, metadata: Any, gathering: ShardGatherer, save: Any) -> None:
+    """Write a file once, one tensor after the other where safetensors has nothing to say about them."""
+    if _one_by_one(tensors):
+        _stream(tensors, Path(filename), metadata, gathering)
+        return
+    full = gathered(tensors, gathering)
+    with gathering.finish(f"write {filename}"):
+        if gathering.keep:
+            save(_detached(full), filename, metadata=metadata)
+
+
+def _save_model(save: Any, save_file: Any, hook_context: HookContext) -> Any:
     def save_model_once(model: nn.Module, filename: Any, metadata: Any = None, *args: Any, **kwargs: Any) -> None:
         state = model.state_dict() if hook_context.ownership.ours else {}
         if not _sharded(state):
             save(model, filename, metadata, *args, **kwargs)
             return
-        import safetensors.torch as safe
-
         kept, aliases = _without_duplicates(state)
         noted = (metadata or {}) | {name: first for name, first in aliases.items() if name not in (metadata or {})}
-        safe.save_file(kept, filename, metadata=noted or None)
+        gathering = ShardGatherer("save_model", keep=hook_context.rank == 0)
+        _write(kept, filename, noted or None, gathering, save_file)
 
     return save_model_once
 
@@ -88,18 +92,23 @@ def _detached(full: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.detach() for name, value in full.items()}
 
 
-def _memory(tensor: Any) -> int:
-    """Return what is equal for tensors that share memory."""
+def _storage(tensor: Any) -> int:
+    """Return what is equal for tensors in one storage."""
     return storage_identity(local_tensor(tensor) if isinstance(tensor, DTensor) else tensor)
+
+
+def _place(tensor: Any) -> tuple[Any, ...]:
+    """Return what is equal for names of one tensor, and not for two parts of one storage."""
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return _storage(tensor), local.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _without_duplicates(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return each tensor under the first of its names, and the others with that one, as safetensors does."""
-    names: dict[int, list[str]] = {}
+    first: dict[tuple[Any, ...], str] = {}
     for name, value in sorted(state.items()):
-        names.setdefault(_memory(value), []).append(name)
-    first = {_memory(state[each[0]]): each[0] for each in names.values()}
-    aliases = {name: first[_memory(value)] for name, value in state.items() if first[_memory(value)] != name}
+        first.setdefault(_place(value), name)
+    aliases = {name: first[_place(value)] for name, value in state.items() if first[_place(value)] != name}
     kept = {name: value.contiguous() for name, value in state.items() if name not in aliases}
     return kept, aliases
 
@@ -107,7 +116,7 @@ def _without_duplicates(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
 def _one_by_one(tensors: Mapping[str, Any]) -> bool:
     """Return whether tensors are such that safetensors writes them without a word; others it shall see itself."""
     filled = [value for value in tensors.values() if value.numel()]
-    return len({_memory(value) for value in filled}) == len(filled) and all(map(_is_plain, tensors.values()))
+    return len({_storage(value) for value in filled}) == len(filled) and all(map(_is_plain, tensors.values()))
 
 
 def _is_plain(tensor: Any) -> bool:

@@ -70,11 +70,16 @@ def test_files_of_a_sharded_model_are_those_of_the_model_before(
             safe.save_file(model.state_dict(), "tied")
         with pytest.raises(CheckpointError, match=r"cannot write no/file: .*No such file"):
             safe.save_file(state, "no/file")
+        for name, half in zip(("left", "right"), torch.randn(6).split(3), strict=True):
+            model.register_buffer(name, half)
+        safe.save_model(model, "halves")
+        assert torch.equal(safe.load_file("halves")["right"], model.right)
     for name in ("model", "file"):
         assert Path(name).read_bytes() == Path(f"{name}-before").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "store") == [
         "file",
         "file-before",
+        "halves",
         "model",
         "model-before",
     ]
