@@ -11,9 +11,9 @@ from fsdplaunch.probe.torch_version import parse
 def takes_partial_passes() -> bool:
     """Return whether a graph in which shards are penalised can be gone through in part before its backward.
 
-    2.7.1 ends with SIGSEGV in the backward that follows; 2.13 and 2.15 are right; none between was tried.
+    2.7.1 ends with SIGSEGV in the backward that follows; 2.8, 2.9, 2.11, 2.13 and 2.15 are right.
     """
-    return (parse(torch.__version__) or (2, 13)) >= (2, 13)
+    return (parse(torch.__version__) or (2, 8)) >= (2, 8)
 
 
 def loss_reduction(node: Any) -> int:
@@ -35,6 +35,30 @@ def reduced_dims(node: Any) -> tuple[int, ...]:
     if not isinstance(dims, tuple) or not dims:
         return tuple(range(rank))
     return tuple((dim - 2**64 if dim >= 2**63 else dim) % rank for dim in dims)
+
+
+def computed_dims(node: Any) -> tuple[int, ...]:
+    """Return the dimensions along which a node's operation, such as a softmax, computes; 0 where it is unsaid."""
+    saved = [getattr(node, name, None) for name in ("_saved_result", "_saved_index")]
+    shapes = [reduced_shape(node), *(getattr(value, "shape", ()) for value in saved)]
+    rank = next((len(shape) for shape in shapes if shape), 0)
+    dims = getattr(node, "_saved_dim", None)
+    dims = dims if isinstance(dims, tuple) else (dims,)
+    known = rank and dims and all(isinstance(dim, int) for dim in dims)
+    return tuple((dim - 2**64 if dim >= 2**63 else dim) % rank for dim in dims) if known else (0,)
+
+
+def moves_rows(node: Any) -> bool:
+    """Return whether a node puts another dimension in the place of the first."""
+    name = str(node.name())
+    dims = getattr(node, "_saved_dims", (0,))
+    ways = {
+        "Unsqueeze": getattr(node, "_saved_dim", 0) == 0,
+        "Transpose": 0 in (getattr(node, "_saved_dim0", 0), getattr(node, "_saved_dim1", 0)),
+        "Permute": not dims or dims[0] != 0,
+        "TBackward": True,
+    }
+    return any(moves for kind, moves in ways.items() if name.startswith(kind))
 
 
 def total_weight(node: Any) -> float:

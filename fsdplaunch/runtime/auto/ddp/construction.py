@@ -24,10 +24,11 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.ddp.forward import Forward
 from fsdplaunch.runtime.auto.ddp.unused_parameters import agree_on_unused
 from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model
+from fsdplaunch.runtime.auto.detect.optimizers import regroup
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
-from fsdplaunch.runtime.sharding.optimizer_params import repoint_sharded
+from fsdplaunch.runtime.sharding.optimizer_params import waits_for_shards
 from fsdplaunch.runtime.sharding.shard import is_sharded
 from fsdplaunch.runtime.torch_internals.wrappers import untraced
 
@@ -78,7 +79,7 @@ def _shard(module: nn.Module, given: dict[str, Any], hook_context: HookContext) 
         return sharded  # and stays so
     _check(given["process_group"], name, hook_context)
     hook_context.ownership.ranked = True
-    hook_context.streams.kept = True  # its draws are its own
+    hook_context.streams.scripts = True
     if not sharded:
         loose = bool(given["find_unused_parameters"])
         adopt_model(model, hook_context, what=what, one_unit=loose)
@@ -86,8 +87,8 @@ def _shard(module: nn.Module, given: dict[str, Any], hook_context: HookContext) 
             messages.say(
                 f"find_unused_parameters: ranks may use different parts of {name}, so it is gathered at once"
             )
-        for optimizer in hook_context.built_optimizers():
-            repoint_sharded(optimizer)
+        for optimizer in filter(waits_for_shards, hook_context.built_optimizers()):
+            regroup(optimizer, hook_context, now=True)
     if "replicas" not in hook_context.printed:
         hook_context.printed.add("replicas")
         messages.say(f"{script_line()}: DistributedDataParallel({name}) is the sharded model")
