@@ -70,9 +70,9 @@ class SplitPlan:
         def choose(split: bool) -> None:
             self.now.layers = split
 
-        hint = (
-            f"{self.origin} does not fit what its layers compute: write another as sharding.tensor_parallel_plan"
-        )
+        alone = "rowwise follows colwise, and layers take sizes from their inputs"
+        remedy = alone if self.strict else "write another as sharding.tensor_parallel_plan"
+        hint = f"{self.origin} does not fit what its layers compute: {remedy}"
         first = FirstPass("split layers (tp_size)", hint, choose, computes_in)
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
