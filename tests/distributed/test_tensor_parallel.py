@@ -115,6 +115,11 @@ REFUSED = {
     "no style": ("plain", {"layers.*.up": "columnwise"}, "columnwise is no style to split a layer"),
     "no matrix": ("plain", {"layers.*.before": "colwise"}, "is a LayerNorm, and colwise splits a linear layer"),
     "no plan": ("gpt2", {}, "GPT2LMHeadModel has no plan of how its layers can be split"),
+    "nothing": (
+        "plain",
+        {"layers.*.before": "local"},
+        "sharding.tensor_parallel_plan splits no parameter of Plain",
+    ),
     "twice": (
         "plain",
         {"layers.*.up": "colwise", "layers.0.*": "rowwise"},

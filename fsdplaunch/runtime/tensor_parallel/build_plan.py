@@ -11,7 +11,13 @@ from fsdplaunch.runtime.inspection.parameter_names import clean_name, joined
 from fsdplaunch.runtime.sharding.blocks import class_name
 from fsdplaunch.runtime.tensor_parallel.layers import Cut
 from fsdplaunch.runtime.tensor_parallel.plan import find_plan, matched
-from fsdplaunch.runtime.tensor_parallel.plan_checks import check_divisible, check_even, check_heads, check_kind
+from fsdplaunch.runtime.tensor_parallel.plan_checks import (
+    check_divisible,
+    check_even,
+    check_heads,
+    check_kind,
+    check_splits,
+)
 from fsdplaunch.runtime.tensor_parallel.split_plan import Place, SplitPlan
 from fsdplaunch.runtime.tensor_parallel.styles import HEAD_NORM, ROPE, STYLES, Style, rope_style
 from fsdplaunch.runtime.torch_internals.dtensor import silence_slow_exchanges
@@ -45,6 +51,7 @@ def build_plan(model: nn.Module, configured: Mapping[str, str], axis: DeviceMesh
         _add_inner_parameters(result)
     _follow_ties(result, model)
     check_divisible(result, model)
+    check_splits(result, model)
     check_even(result, shards)
     check_heads(result, model)
     return result

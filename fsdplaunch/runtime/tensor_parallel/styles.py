@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -126,8 +127,12 @@ def known_styles() -> list[str]:
     return sorted([*STYLES, ROPE])
 
 
+@cache
 def rope_style(width: int) -> Style:
-    """Return the style of a projection whose last `width` outputs go to the heads of all ranks."""
+    """Return the style of a projection whose last `width` outputs go to the heads of all ranks.
+
+    It is one object for all layers, so that one compiled block serves them.
+    """
 
     def last_copied(tensor: Any, axis: DeviceMesh) -> Any:
         rest, rope = tensor.split([tensor.shape[-1] - width, width], dim=-1)
