@@ -6,6 +6,7 @@ import os
 import select
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 LIFELINE = "FSDPLAUNCH_LIFELINE"
@@ -57,15 +58,18 @@ class Launcher:
             lifeline: A pipe whose other end only it holds; None where it is the parent anyway.
         """
         self._pid, self._lifeline = pid, lifeline
+        self._waking: int | None = None
 
     def end_with(self, number: signal.Signals) -> None:
-        """Ask the kernel to send this process a signal when the launcher ends."""
+        """Ask the kernel to send this process a signal when the launcher ends, and to wake it if it is stopped."""
+        if self._lifeline is not None and number != signal.SIGKILL:
+            with suppress(OSError):  # a file of its own: the signal belongs to the file, not to the descriptor
+                self._waking = os.open(f"/proc/self/fd/{self._lifeline}", os.O_RDONLY | os.O_NONBLOCK)
+                _signal_at_end(self._waking, signal.SIGCONT)
         if self._lifeline is None or os.getppid() == self._pid:
             die_with_parent(number, parent=self._pid)
             return
-        fcntl.fcntl(self._lifeline, _F_SETSIG, int(number))
-        fcntl.fcntl(self._lifeline, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(self._lifeline, fcntl.F_SETFL, os.O_ASYNC)
+        _signal_at_end(self._lifeline, number)
         if self.is_gone():  # it ended before the request was made
             os.kill(os.getpid(), number)
 
@@ -78,9 +82,16 @@ class Launcher:
         return bool(poll.poll(0))
 
 
-def live_on() -> None:
-    """Take that back: this process notices its parent's end by other means."""
-    _request(0)
+def _signal_at_end(pipe: int, number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when the other end of a pipe closes."""
+    fcntl.fcntl(pipe, _F_SETSIG, int(number))
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def wake_with_parent() -> None:
+    """Live on when the parent ends, whose end is noticed by other means; a process that is stopped is woken."""
+    _request(signal.SIGCONT)
 
 
 def _request(number: int) -> bool:

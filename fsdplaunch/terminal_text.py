@@ -14,10 +14,16 @@ _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\U000e0000-\U000e007f\ud800-\udfff]"
 )
-# The same in UTF-8, in the output of programs: they may set colours and erase the rest of a line.
+# The same in UTF-8, in the output of programs: they may set colours and erase the rest of a line. What is kept is
+# the first group; a byte of C1 alone is no UTF-8, but steers terminals that know none.
 _STEERS = re.compile(
-    rb"(\x1b\[[0-9;:]*[mK])|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\xc2[\x80-\x9f]|\xd8\x9c|\xe1\xa0\x8e"
+    rb"\xc2[\x80-\x9f]|\xd8\x9c|\xe1\xa0\x8e"
     rb"|\xe2\x80[\x8b\x8e\x8f\xa8-\xae]|\xe2\x81[\xa0-\xaf]|\xef\xbb\xbf|\xef\xbf[\xb9-\xbb]|\xf3\xa0[\x80\x81]."
+    rb"|(\x1b\[[0-9;:]*[mK]|[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3})"
+    rb"|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
+)
+_MAY_GO_ON = re.compile(
+    rb"(\x1b(\[[0-9;:]{0,64})?|[\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf4][\x80-\xbf]{0,2})\Z"
 )
 
 
@@ -36,9 +42,31 @@ def _escape(found: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"  # noqa: PLR2004
 
 
-def tame(output: bytes) -> bytes:
-    r"""Return a program's output for a terminal: colours and `\r` stay, whatever else steers it is escaped."""
-    return _STEERS.sub(lambda found: found[1] or b"".join(b"\\x%02x" % byte for byte in found[0]), output)
+class TerminalFilter:
+    r"""A program's output for a terminal: colours and `\r` stay, whatever else steers it is escaped.
+
+    It comes in any pieces: the end of one that may go on as an escape or a character is held back.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def part(self, data: bytes) -> bytes:
+        """Return what of the next piece, and of what was held back, can be shown."""
+        data = self._rest + data
+        found = _MAY_GO_ON.search(data)
+        end = found.start() if found else len(data)
+        self._rest = data[end:]
+        return _STEERS.sub(_tamed, data[:end])
+
+    def end(self) -> bytes:
+        """Return what was held back, at the end of the output."""
+        rest, self._rest = self._rest, b""
+        return _STEERS.sub(_tamed, rest)
+
+
+def _tamed(found: re.Match[bytes]) -> bytes:
+    return found[1] or b"".join(b"\\x%02x" % byte for byte in found[0])
 
 
 def quoted(text: str, most: int = 80) -> str:

@@ -92,7 +92,7 @@ def find_gap(folder: Path) -> str | None:
     for name, size in files.items():
         try:
             found = (folder / name).stat().st_size
-        except OSError:
+        except (OSError, ValueError):  # or its name can be none of a file: NUL, halves of characters
             return f"{name} is missing"
         if found != size:
             return f"{name} has {found} bytes instead of {size}"

@@ -66,9 +66,13 @@ def read_regular(path: Path, limit: int) -> bytes:
     Raises:
         InvalidFileError: It is something else, larger, or cannot be read.
     """
-    with open(open_regular(path), "rb", closefd=True) as file:
-        size = os.fstat(file.fileno()).st_size
-        data = file.read(limit + 1) if size <= limit else b""
+    try:
+        with open(open_regular(path), "rb", closefd=True) as file:
+            size = os.fstat(file.fileno()).st_size
+            data = file.read(limit + 1) if size <= limit else b""
+    except OSError as problem:  # of a disk that fails, or a file of the kernel's
+        msg = f"it cannot be read: {problem.strerror}"
+        raise InvalidFileError(msg) from None
     if size > limit or len(data) > limit:
         msg = f"it is larger than {limit >> 20} MiB, more than such a file is expected to need"
         raise InvalidFileError(msg)

@@ -90,7 +90,9 @@ def _plain_environ(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, st
         name: value for name, value in environ.items() if not name.startswith(_OURS) and name not in _OF_A_WORKER
     }
     passed = {
-        name: plan.env[name] for name in (COMPARE_DIR, REHEARSAL_STEPS, "OMP_NUM_THREADS") if name in plan.env
+        name: plan.env[name]
+        for name in (COMPARE_DIR, REHEARSAL_STEPS, "OMP_NUM_THREADS", "PYTHONHASHSEED")
+        if name in plan.env
     }
     return {**own, **plan.config.launch.env, **passed, "CUDA_VISIBLE_DEVICES": ""}
 

@@ -65,7 +65,7 @@ def _origin_lines(loaded: LoadedConfig) -> list[str]:
 
 def set_values(assignments: Sequence[str], *, file: Path | None, out: Output) -> int:
     """Change keys in the file; comments and layout stay. Nothing is written when the result would be wrong."""
-    from fsdplaunch.config.load.layers import read_assignments
+    from fsdplaunch.config.load.flag_layer import read_assignments
     from fsdplaunch.config.write.render import write_text_atomically
     from fsdplaunch.config.write.yaml_edit import set_keys
 

@@ -6,7 +6,7 @@ Config. Runs in the CLI (encode) and in every worker (decode).
 
 import os
 from collections.abc import Collection, Iterable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from fsdplaunch.config.resolve import resolve
@@ -66,8 +66,13 @@ def _switches(config: Config) -> dict[str, str]:
 
 def raw_values(environ: Mapping[str, str]) -> dict[Path, str]:
     """Return the configuration keys present in an environment, as texts, by path. Empty texts count as absent."""
-    found = {spec.path: environ.get(spec.env, "") for spec in all_keys()}
+    found = {path: environ.get(variable, "") for path, variable in _variables()}
     return {path: text for path, text in found.items() if text != ""}
+
+
+@cache
+def _variables() -> tuple[tuple[Path, str], ...]:
+    return tuple((spec.path, spec.env) for spec in all_keys())
 
 
 def decode(environ: Mapping[str, str] | None = None) -> Config:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.config.xla import runs_spmd
+from fsdplaunch.config.xla import converts_to_bf16, runs_spmd
 from fsdplaunch.errors import MachineError
 
 DEVICE = "PJRT_DEVICE"
@@ -55,6 +55,18 @@ def xla_variables(config: Config, *, environ: Mapping[str, str], chips: int) -> 
     """
     quiet = {} if environ.get(_LOG_LEVEL) else {_LOG_LEVEL: "2"}  # a line for every compilation otherwise
     if not is_on_cpu(config, environ=environ, chips=chips):
-        return quiet if environ.get(DEVICE) else quiet | {DEVICE: "TPU"}
+        return quiet | _bf16(config) | ({} if environ.get(DEVICE) else {DEVICE: "TPU"})
     devices = str(config.xla.cpu_devices or 1) if runs_spmd(config) else "1"
     return quiet | {DEVICE: "CPU", "CPU_NUM_DEVICES": environ.get("CPU_NUM_DEVICES") or devices}
+
+
+def _bf16(config: Config) -> dict[str, str]:
+    """Return what has PyTorch/XLA make bf16 of floats, and of doubles too unless downcast_bf16 is set."""
+    if not converts_to_bf16(config):
+        return {}
+    if not config.downcast_bf16:
+        return {"XLA_USE_BF16": "1"}
+    return {
+        "XLA_DOWNCAST_BF16": "1",
+        "ACCELERATE_DOWNCAST_BF16": "1",
+    }  # accelerate's own, which it reads in workers

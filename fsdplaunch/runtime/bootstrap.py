@@ -79,7 +79,7 @@ def _work(config: Config, target: ScriptTarget) -> None:
         measure(int(steps), config)
     try:
         with explaining_mixtures():
-            run_target(target)
+            _run(config, target)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
@@ -92,6 +92,14 @@ def _work(config: Config, target: ScriptTarget) -> None:
         from fsdplaunch.runtime.sharding_watch import check_sharded
 
         check_sharded(os.path.basename(target.name))  # noqa: PTH119  (a module's name has no path)
+
+
+def _run(config: Config, target: ScriptTarget) -> None:
+    run_target(target)
+    if uses_xla(config):
+        from fsdplaunch.runtime.xla.entry import call_left_out
+
+        call_left_out(config.main_training_function)
 
 
 def _rehearse(steps: int) -> None:

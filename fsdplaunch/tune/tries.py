@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from fsdplaunch.config.load.layers import read_assignments
+from fsdplaunch.config.load.flag_layer import read_assignments
 from fsdplaunch.config.load.problems import ConfigError
 from fsdplaunch.config.schema.walk import KeySpec, Path
 from fsdplaunch.errors import UsageError

@@ -6,7 +6,6 @@ from fsdplaunch.config.schema.walk import build_config
 from fsdplaunch.errors import UsageError
 from fsdplaunch.wizard.compose import compose
 from fsdplaunch.wizard.questions.all import QUESTIONS
-from fsdplaunch.wizard.questions.nodes import WHERE
 from fsdplaunch.wizard.questions.question import Question, accept, is_answer, proposed
 from fsdplaunch.wizard.state import WizardState
 
@@ -97,8 +96,9 @@ def refuse_needless(question: Question, given: Mapping[str, str], state: WizardS
         UsageError: It was given.
     """
     if question.name in given:
-        msg = f"{question.flag} has no meaning with {WHERE.flag} {state.answers.get(WHERE.name)}"
-        raise UsageError(msg, hint=f"leave {question.flag} out, or choose another {WHERE.flag}")
+        decided_by = question.decided_by(state)
+        msg = f"{question.flag} has no meaning with --{decided_by} {state.answers.get(decided_by)}"
+        raise UsageError(msg, hint=f"leave {question.flag} out, or choose another --{decided_by}")
 
 
 def _must_ask(unseen: list[tuple[Question, str]]) -> UsageError:

@@ -49,7 +49,8 @@ def compose(state: WizardState) -> dict[Path, Any]:
         values = {path: value for path, value in values.items() if path not in question.keys}
         if answer is not None:
             values |= question.write(answer, state)
-    values[VERSION] = state.version
+    if not state.on_tpus:  # torch's FSDP has versions
+        values[VERSION] = state.version
     values |= state.settings
     return {path: value for path, value in values.items() if value is not None}
 

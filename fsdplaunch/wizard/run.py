@@ -9,6 +9,7 @@ from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.hardware import describe_hardware, read_hardware
 from fsdplaunch.probe.model_folder import describe_model
 from fsdplaunch.probe.scheduler import describe_cluster, read_cluster
+from fsdplaunch.probe.tpus import count_tpu_chips
 from fsdplaunch.wizard.auto_answers import answer_all
 from fsdplaunch.wizard.compose import find_problems
 from fsdplaunch.wizard.questions.all import check_names
@@ -78,7 +79,9 @@ def read_facts(environ: Mapping[str, str]) -> SuggestionFacts:
     Args:
         environ: The process's variables.
     """
-    return SuggestionFacts(hardware=read_hardware(environ), cluster=read_cluster(environ))
+    hardware = read_hardware(environ)
+    on_tpus = not hardware.gpus and count_tpu_chips() > 0
+    return SuggestionFacts(hardware=hardware, cluster=read_cluster(environ), on_tpus=on_tpus)
 
 
 def describe_facts(facts: SuggestionFacts) -> str:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-from fsdplaunch.config.load.layers import Layer, file_layer, flag_layer
+from fsdplaunch.config.load.file_layer import file_layer
+from fsdplaunch.config.load.flag_layer import flag_layer
+from fsdplaunch.config.load.layers import Layer
 from fsdplaunch.config.load.load import read_file
 from fsdplaunch.config.load.problems import ConfigError
 from fsdplaunch.config.schema.walk import Path

@@ -63,6 +63,11 @@ class WizardState:
         return int(self.answers.get("nodes", 1))
 
     @property
+    def on_tpus(self) -> bool:
+        """Return whether PyTorch/XLA shards."""
+        return self.run_facts.on_tpus
+
+    @property
     def workers(self) -> int | None:
         """Return workers per node; None when each node decides and none can be seen from here."""
         answer = self.answers.get("workers-per-node", "auto")
@@ -76,8 +81,11 @@ class WizardState:
         where = self.answers.get("where")
         model = named_model(self.answers.get("model", ""))
         found = replace(self.facts, model=model or self.facts.model)
-        if where == "cpu":
-            return replace(found, hardware=replace(found.hardware, gpus=(), notes=()), cluster=Cluster())
+        if where in ("cpu", "tpu"):
+            hardware = replace(found.hardware, gpus=(), notes=())
+            return replace(found, hardware=hardware, cluster=Cluster(), on_tpus=where == "tpu")
+        if where is not None:
+            found = replace(found, on_tpus=False)
         chosen = self.answers.get("workers-per-node", "")
         if chosen.isdecimal():
             found = replace(found, hardware=replace(found.hardware, gpus=found.hardware.gpus[: int(chosen)]))

@@ -26,12 +26,14 @@ class SuggestionFacts:
         hardware: This machine.
         cluster: The job it runs in.
         model: The model, when a folder or a size was named.
+        on_tpus: Whether PyTorch/XLA is to shard, on TPUs.
         elsewhere: Whether the run uses other nodes too, or instead: no GPU here does not mean none there.
     """
 
     hardware: Hardware
     cluster: Cluster
     model: ModelFacts | None = None
+    on_tpus: bool = False
     elsewhere: bool = False
 
     @property
@@ -85,6 +87,8 @@ def suggest_for(facts: SuggestionFacts) -> Suggestion:
 
 
 def _layout(facts: SuggestionFacts) -> list[_Choice]:
+    if facts.on_tpus:  # PyTorch/XLA has one process per chip or per host
+        return [_Choice(("fsdp_config", "xla"), True, "PyTorch/XLA shards on TPUs")]
     nodes, per_node = facts.num_nodes, facts.gpus_per_node
     choices = [_Choice(("num_machines",), nodes, "nodes of this run")] if nodes > 1 else []
     if per_node > 0:
@@ -100,6 +104,8 @@ def _layout(facts: SuggestionFacts) -> list[_Choice]:
 
 
 def _mixed_precision(facts: SuggestionFacts) -> list[_Choice]:
+    if facts.on_tpus:
+        return [_Choice(("mixed_precision",), "bf16", "TPUs compute in bf16")]
     if facts.hardware.all_have_bf16:
         return [_Choice(("mixed_precision",), "bf16", "every GPU here computes bf16")]
     unseen = facts.elsewhere or facts.gpus_per_node > 0
@@ -113,11 +119,13 @@ def _sharding(facts: SuggestionFacts) -> list[_Choice]:
     section = "fsdp_config"
     chosen = [
         _Choice(("distributed_type",), "FSDP", "shard the model"),
-        _Choice((section, "fsdp_version"), 2, "the implementation torch develops"),
         _Choice((section, "fsdp_sharding_strategy"), "FULL_SHARD", "least memory per worker"),
         _Choice((section, "fsdp_auto_wrap_policy"), "TRANSFORMER_BASED_WRAP", "each repeated block is one unit"),
         _Choice((section, "fsdp_state_dict_type"), "SHARDED_STATE_DICT", "every worker writes its own shards"),
     ]
+    if facts.on_tpus:
+        return chosen
+    chosen.append(_Choice((section, "fsdp_version"), 2, "the implementation torch develops"))
     if _needs_offload(facts):
         reason = "the model does not fit the GPUs otherwise"
         chosen += [

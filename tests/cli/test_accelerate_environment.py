@@ -7,6 +7,7 @@ import pytest
 from fsdplaunch.config.environment import encode
 from fsdplaunch.config.load.load import load_config
 from fsdplaunch.config.world_size import with_mesh, world_size
+from fsdplaunch.launch.plan import LaunchTarget, NodeFacts, build_plan
 
 HEAD = "compute_environment: LOCAL_MACHINE\ndistributed_type: {type}\nnum_machines: 1\nnum_processes: 4\n"
 FSDP = HEAD.format(type="FSDP") + "mixed_precision: bf16\nfsdp_config:\n"
@@ -150,3 +151,45 @@ def test_a_worker_sees_what_accelerate_sets(name, tmp_path, monkeypatch):
     if here.get("FSDP_VERSION") == "1":
         assert differing == set()
         assert not (set(there) - set(here)) & set(ONLY_UNDER_FSDP1)
+
+
+TPU = {
+    "as accelerate config writes it": "  # TPU\n",
+    "bf16": "mixed_precision: bf16\ndowncast_bf16: 'no'\ntpu_env: ['']\ntpu_vm: ['']\n",
+    "debugged": "mixed_precision: bf16\ndebug: true\ntpu_use_cluster: false\nmain_training_function: main\n",
+}
+ONLY_OURS_ON_TPUS = {
+    **ONLY_OURS,
+    "ACCELERATE_MIXED_PRECISION": "accelerate leaves bf16 to PyTorch/XLA; an Accelerator sets its variable again",
+    "ACCELERATE_DYNAMO_BACKEND": "NO, which is what leaving it out means",
+    "ACCELERATE_DYNAMO_MODE": "read only with a backend",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": "read only with a backend",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "read only with a backend",
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "read only with a backend",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1, which is what leaving it out means",
+    "OMP_NUM_THREADS": "the host's cores are divided among its processes",
+    "PJRT_DEVICE": "TPU, which PyTorch/XLA finds by itself",
+    "TF_CPP_MIN_LOG_LEVEL": "a line for every compilation otherwise",
+}
+
+
+@pytest.mark.parametrize("name", TPU)
+def test_a_worker_on_a_tpu_sees_what_accelerate_sets(name, tmp_path, monkeypatch):
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import launch
+
+    path = tmp_path / "config.yaml"
+    path.write_text(HEAD.format(type="XLA") + TPU[name])
+    monkeypatch.setattr(launch, "is_torch_xla_available", lambda **_: True)
+    arguments = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
+    arguments, _, _ = _validate_launch_command(arguments)
+    assert arguments.tpu
+    there = launch.prepare_tpu(arguments, {})[1]
+    node = NodeFacts(gpus=0, cpus=8, tpu_chips=4, environ={})
+    config = load_config(path, environ={}).config
+    env = build_plan(config, node=node, target=LaunchTarget(name="t.py"), run_id="r", run_dir=tmp_path).env
+    own = ("FSDPLAUNCH_", "FSDP_", "TORCH_")  # FSDP_*: nobody reads them without ACCELERATE_USE_FSDP
+    here = {key: text for key, text in env.items() if not key.startswith(own)}
+    assert {key: here.get(key) for key in there} == there
+    assert set(here) - set(there) <= set(ONLY_OURS_ON_TPUS)
+    assert "ACCELERATE_USE_FSDP" not in here

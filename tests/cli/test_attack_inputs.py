@@ -1,12 +1,12 @@
-"""A part of scripts/campaigns/attack: values of keys, options and models that nobody means well."""
+"""A part of scripts/campaigns/attack: values of keys, options and models, and YAML, that nobody means well."""
 
 import random
 
 import pytest
 
-from scripts.campaigns.attack_classes import inputs
+from scripts.campaigns.attack_classes import inputs, yaml_texts
 
-CASES = list(inputs.cases(random.Random(7), 80))
+CASES = [*inputs.cases(random.Random(7), 80), *yaml_texts.cases(random.Random(7), 24)]
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))

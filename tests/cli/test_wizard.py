@@ -120,12 +120,28 @@ def test_wizard_enter_through_everything_is_what_yes_writes():
     assert list(Path().iterdir()) == []
 
 
+OF_TPUS = {
+    "Which of PyTorch/XLA's ways to shard?",
+    "Activations?",
+    "Arguments of XlaFullyShardedDataParallel",
+}
+
+
+def test_wizard_tpus_lead_to_their_questions():
+    talked = talk(DOWN * 4 + ENTER + DOWN + ENTER * 2 + ENTER * 7)  # tpu; spmd, which has no arguments; the rest
+    asked = {text for text in OF_TPUS if text in talked.drawn}
+    assert asked == OF_TPUS - {"Arguments of XlaFullyShardedDataParallel"}
+    assert "How many workers" not in talked.drawn
+    assert "--where tpu --xla spmd --xla-grad-ckpt no --goal balanced" in talked.result.command
+
+
 def test_wizard_one_machine_is_asked_eight_questions_and_whether_to_write():
     drawn = talk(ENTER * 9).drawn
     asked = {question.text for question in QUESTIONS if question.text in drawn}
     assert {question.text for question in QUESTIONS} - asked == {
         "How many nodes?",
         "Where do the nodes meet? Address of node 0",
+        *OF_TPUS,
     }
     assert "Any other setting?" in drawn
     assert "Write it?" in drawn

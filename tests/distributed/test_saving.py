@@ -57,10 +57,12 @@ def save_while_blocked(folder: str) -> tuple[bool, bool, bool]:
     from fsdplaunch.runtime.saving.background import background_save
 
     model, optimizer = fresh()
-    gate, original = threading.Event(), save_job.write_bytes
+    gate, original, before = threading.Event(), save_job.write_bytes, Path.cwd()
     save_job.write_bytes = lambda path, data: (gate.wait(20), original(path, data))
+    os.chdir(folder)
     try:
-        first = fsdplaunch.save_checkpoint(folder, model=model, optimizer=optimizer, step=1)
+        first = Path(folder) / fsdplaunch.save_checkpoint("c", model=model, optimizer=optimizer, step=1)
+        os.chdir(before)  # while it is being written
         returned_unwritten = not first.exists()
         threading.Timer(1.0, gate.set).start()
         start = time.monotonic()
@@ -69,6 +71,7 @@ def save_while_blocked(folder: str) -> tuple[bool, bool, bool]:
         there = (first / "fsdplaunch.json").exists()
         background_save.finish_saves()
     finally:
+        os.chdir(before)
         save_job.write_bytes = original
     return returned_unwritten, waited, there and (second / "fsdplaunch.json").exists()
 
@@ -77,8 +80,10 @@ def test_second_save_waits_for_the_one_under_way(two_ranks: RankPool, tmp_path: 
     assert two_ranks.run(save_while_blocked, str(tmp_path), env=ASYNC) == [(True, True, True)] * 2
 
 
-def fail_beside_training(folder: str) -> tuple[str, str, bool]:
+def fail_beside_training(folder: str) -> tuple[list[str], str, bool, str]:
+    """What two calls raise, what the next save and the end do, and whether the first left anything."""
     from fsdplaunch.runtime.saving import save_job
+    from fsdplaunch.runtime.saving.background.background_save import finish_saves
 
     def fail(*_: Any) -> None:
         if dist.get_rank() == 1:
@@ -87,17 +92,24 @@ def fail_beside_training(folder: str) -> tuple[str, str, bool]:
     model, optimizer = fresh()
     original, save_job.write_bytes = save_job.write_bytes, fail
     try:
-        at_once = words_of(fsdplaunch.save_checkpoint, folder, model=model, optimizer=optimizer, step=1)
+        at_once = [words_of(fsdplaunch.save_checkpoint, folder, model=model, optimizer=optimizer, step=1)]
         at_next = words_of(fsdplaunch.save_checkpoint, folder, model=model, optimizer=optimizer, step=2)
     finally:
         save_job.write_bytes = original
     dist.barrier()
-    return at_once, at_next, any(Path(folder).iterdir())
+    left = any(Path(folder).iterdir())
+    dist.barrier()
+    (Path(folder) / "checkpoint-3").touch()
+    at_once += [words_of(fsdplaunch.save_checkpoint, folder, model=model, optimizer=optimizer, step=3)]
+    optimizer.step()
+    return at_once, at_next, left, words_of(finish_saves)
 
 
 def test_failure_beside_training_is_raised_by_the_next_save(two_ranks: RankPool, tmp_path: Path) -> None:
-    for at_once, at_next, anything_left in two_ranks.run(fail_beside_training, str(tmp_path), env=ASYNC):
-        assert at_once == "nothing was raised"
+    answers = two_ranks.run(fail_beside_training, str(tmp_path), env=ASYNC)
+    for at_once, at_next, anything_left, at_end in answers:
+        assert at_once == ["nothing was raised"] * 2
+        assert f"{tmp_path}/checkpoint-3: rank 0: {tmp_path}/checkpoint-3 is a file" in at_end
         assert "checkpoint-1: rank 1: OSError: [Errno 28] No space left on device" in at_next
         assert not anything_left
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import fsdplaunch
@@ -38,7 +39,25 @@ def states(fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
     go_on(model, optimizer)
     kind = "SHARDED_STATE_DICT"
     parts = (model_to_save(model, kind, 0), optimizer_to_save(model, optimizer, kind, 0))
+    compare_with_torch(model, optimizer, [part.state for part in parts])
     return {part.name: part.state for part in parts}
+
+
+def compare_with_torch(model: nn.Module, optimizer: Any, found: list[dict[str, Any]]) -> None:
+    """Have what is saved be what torch's functions give: names and their order, tensors, groups."""
+    params, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    own_state, own_groups = found[1]["optimizer"].values()
+    assert list(found[0]["model"]) == list(params)
+    assert list(own_state) == list(state["state"])
+    assert own_groups == state["param_groups"]
+    for name, values in state["state"].items():
+        assert list(values) == list(own_state[name])
+        assert all(torch.equal(shard(own_state[name][key]), shard(value)) for key, value in values.items())
+
+
+def shard(value: Any) -> torch.Tensor:
+    found: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return found
 
 
 def without_mesh() -> dict[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,8 @@ VICTIMS = {
     "fork server": ("fork server", "torch"),
     "agent-cold": ("agent", "none"),
     "launcher of a stopped agent": ("launcher of a stopped agent", "torch"),
+    "launcher and fork server of a stopped agent": ("launcher and fork server of a stopped agent", "torch"),
+    "agent of a stopped fork server": ("agent of a stopped fork server", "torch"),
 }
 
 
@@ -59,12 +62,19 @@ def kill(start, _folder, victim, preload):
     children = [int(word[2]) for word in words]
     agent = parent_of(fork_server)
     assert WARM or parent_of(agent) == run.pid
-    if victim == "launcher of a stopped agent":
-        os.kill(agent, signal.SIGSTOP)  # as one that is stuck in C, it answers no signal but SIGKILL
     pids = {"launcher": run.pid, "agent": agent, "fork server": fork_server}
-    os.kill(pids.get(victim, run.pid), signal.SIGKILL)
+    dead, _, stopped = victim.partition(" of a stopped ")
+    if stopped:
+        os.kill(pids[stopped], signal.SIGSTOP)
+    for each in reversed(dead.split(" and ")):  # the launcher last
+        os.kill(pids[each], signal.SIGKILL)
+    if victim == "launcher of a stopped agent":  # as one that is stuck in C, it is not to be woken
+        for _ in range(50):
+            with suppress(ProcessLookupError):
+                os.kill(agent, signal.SIGSTOP)
+            time.sleep(0.01)
     assert gone_within([run.pid, agent, fork_server, *workers], CLOSE_SECONDS + ORPHAN_SECONDS + 5)
-    if victim != "fork server":  # what workers started themselves is the fork server's to end
+    if "fork server" not in dead:  # what workers started themselves is the fork server's to end
         assert gone_within(children, 2)
     for child in filter(alive, children):
         os.kill(child, signal.SIGKILL)
@@ -84,6 +94,8 @@ def killed(side_by_side):
         ("fork server", 137),
         ("agent-cold", 137),
         ("launcher of a stopped agent", -9),
+        ("launcher and fork server of a stopped agent", -9),
+        ("agent of a stopped fork server", 137),
     ],
 )
 def test_no_process_outlives_a_killed(killed, case, code):

@@ -156,6 +156,13 @@ def test_accelerators_script_is_left_to_it(forks: Forks, tmp_path: Path) -> None
             {"launch__keep_global_batch": True},
             "train.py:19 reads batches of 3, which 2 workers cannot divide evenly",
         ),
+        (
+            """
+            Net().to("cpu").share_memory()
+            """,
+            {},
+            "train.py:15 gives Net memory to share with processes of its own, and it is sharded",
+        ),
     ],
 )
 def test_what_cannot_be_done_names_the_line(

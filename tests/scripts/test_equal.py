@@ -1,5 +1,7 @@
 """What one process computes, over two ranks with the global batch kept; and what cannot be equal is told."""
 
+import functools
+import random
 import re
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -46,7 +49,7 @@ def test_training_is_that_of_one_process(runs: Callable[[str], tuple[Run, Run]],
     plain, many = runs(name)
     expected = lines(plain.out[0])
     assert len(expected) >= 8
-    for other in ("root", "contrast", "centred"):  # told, below
+    for other in ("root", "contrast", "centred", "table"):  # told, below
         expected.pop(other, None)
     for out in many.out:
         found = lines(out)
@@ -68,7 +71,7 @@ def test_reductions_that_are_no_means_are_named_with_their_line(runs: Callable[[
     assert f"{line['root']}the loss is no plain sum or mean over the batch (Sqrt)" in told
     assert told.count("no plain sum or mean") == 1
     mixed = {name for name in names if f"{line[name]}the loss compares rows of the batch with each other" in told}
-    assert mixed == ({"contrast", "centred"} if takes_partial_passes() else {"contrast"})
+    assert mixed == ({"contrast", "centred", "table"} if takes_partial_passes() else {"contrast"})
 
 
 @pytest.mark.parametrize(("set_to", "factor"), [("sum", 2.0), ("mean", 1.0)])
@@ -153,12 +156,75 @@ model = torch.nn.Linear(2, 1).to("cpu")
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 for x in DataLoader(Items(), batch_size=8, num_workers=1, worker_init_fn=init):
     scales = [torch.rand(1) for row in x]
+    x = x + x[torch.randperm(len(x))]
+    x = x + x.flip(0)
     (model(x) * torch.cat(scales)).mean().backward()
     optimizer.step()
 """
 
 
-def test_draws_of_items_in_loader_processes_and_row_by_row_are_told(forks: Forks, tmp_path: Path) -> None:
+OWN = """
+import os, numpy, torch
+from torch.utils.data import DataLoader, Dataset
+torch.manual_seed(os.getpid())
+class Noise:
+    def __init__(self):
+        self.rng = numpy.random.default_rng(0)
+    def __call__(self, item):
+        return item + self.rng.random()
+class Items(Dataset):
+    transforms = [Noise()]
+    def __len__(self):
+        return 16
+    def __getitem__(self, number):
+        return self.transforms[0](torch.ones(2))
+model = torch.nn.Linear(2, 1).to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for x in DataLoader(Items(), batch_size=2, shuffle=True):
+    model(x).logsumexp(0).mean().backward()
+    optimizer.step()
+print(os.getpid(), torch.rand(1).item())
+"""
+
+
+def test_generators_of_a_dataset_seeds_by_rank_and_losses_of_single_rows_are_told(
+    forks: Forks, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(OWN)
+    done = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
+    assert done.codes == [0] * RANKS, done.err
+    assert done.err[0].count("items of the dataset are drawn at random") == 1
+    seeds = [out.split()[0] for out in done.out]
+    assert f"train.py:4: torch is seeded with {seeds[0]} here and {seeds[1]} on another rank" in done.err[0]
+    line = OWN.split("logsumexp", maxsplit=1)[0].count("\n") + 1
+    assert done.err[0].count(f"train.py:{line}: each rank has one row of the batch") == 1
+    assert done.out[0].split()[1] == done.out[1].split()[1]  # from the first step on they draw alike
+
+
+def test_generators_that_a_dataset_reaches_are_found() -> None:
+    from fsdplaunch.runtime.auto.data.own_generators import OwnGenerators
+
+    of_closure, of_partial, order = random.Random(1), numpy.random.RandomState(2), torch.Generator()
+
+    class Items:
+        def __init__(self) -> None:
+            self.random, self.rows = random, [torch.ones(2)] * 100
+            self.transforms = {"flip": functools.partial(max, of_partial), "order": order}
+
+        def __getitem__(self, _: int) -> float:
+            return of_closure.random()
+
+    items = Items()
+    found = OwnGenerators(items, order=[order])
+    assert {id(each) for each in found.found} == {id(of_closure), id(of_partial)}
+    assert not found.drew()
+    items[0]
+    assert found.drew()
+    assert not found.drew()
+
+
+def test_draws_in_loader_processes_and_row_by_row_and_mixed_rows_are_told(forks: Forks, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(DRAWN)
     done = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
@@ -167,6 +233,8 @@ def test_draws_of_items_in_loader_processes_and_row_by_row_are_told(forks: Forks
     assert done.err[0].count("items of the dataset are drawn at random") == 1
     line = DRAWN.split("torch.rand", maxsplit=1)[0].count("\n") + 1
     assert done.err[0].count(f"train.py:{line}: 4 random numbers are drawn one by one") == 1
+    for after in (1, 2):
+        assert done.err[0].count(f"train.py:{line + after}: rows of the batch are put into another order") == 1
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -216,6 +284,25 @@ def test_graph_of_a_loss_tells_its_reductions() -> None:
     assert kinds(out.mean() * 4) == ["unknown"]
     assert kinds(out.mean().log() + out.max()) == ["unknown", "unknown"]
     assert kinds(out.sum(0).mean()) == ["sum"]
+    weight = torch.nn.Parameter(torch.ones(()))
+    assert kinds((-weight).exp() * out.mean() + weight) == ["mean"]
+    assert kinds(1 - (out * 2).sum() / (out.exp().sum() + 1)) == ["unknown"]  # a Dice loss
+    assert kinds(out.mean() * out.pow(2).mean()) == ["unknown"]
+
+
+def test_what_mixes_rows_is_told_from_what_does_not() -> None:
+    from fsdplaunch.runtime.auto.model.loss_graph import is_by_row
+
+    out = torch.randn(4, 3, 2, requires_grad=True)
+    by_row = [
+        out.softmax(1),
+        out.sum(-1),
+        out.transpose(1, 2),
+        out.unsqueeze(-1),
+        out.gather(2, out.argmin(2, True)),
+    ]
+    mixing = [out.softmax(0), out.mean(), out.permute(1, 0, 2), out[None], out[..., 0].T, torch.cdist(out, out)]
+    assert [is_by_row(value.grad_fn) for value in (*by_row, *mixing)] == [True] * 5 + [False] * 6
 
 
 def test_optimizers_that_need_full_tensors_are_named(runs: Callable[[str], tuple[Run, Run]]) -> None:

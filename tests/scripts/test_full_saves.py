@@ -1,6 +1,7 @@
 """What accelerate and transformers write of a sharded model is full tensors, and loads in a plain process."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,8 @@ def test_trainer_leaves_a_model_that_loads_whatever_its_checkpoints_are(forks, t
     out = tmp_path / "out"
     run = forks.run(SCRIPTS / "trainer_saves.py", tmp_path / "run", str(out), ranks=2, **configured)
     assert run.codes == [0, 0], run.err
+    version = configured.get("fsdp_config__fsdp_version", 2)
+    assert re.search(rf"sharded LlamaForCausalLM: .*FSDP{version} .*over 2 ranks.*\n.*  units: ", run.err[0])
     trained = torch.load(out / "trained.pt")
     for folder in (out, out / "checkpoint-2"):
         loaded = LlamaForCausalLM.from_pretrained(folder)

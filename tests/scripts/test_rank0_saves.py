@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.scripts.conftest import Forks, Run
 
 HEAD = """
-import copy, os, random, signal, sys, time
+import copy, os, random, signal, sys, threading, time
 import torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -42,9 +45,17 @@ def step():
 """
 
 EVERYWHERE = """
+from fsdplaunch.runtime.auto.state.rank0 import serving
+serving.STILL_SECONDS = 0.5  # the other rank waits in full_tensor(), which is not counted, and never in a save
 ema = copy.deepcopy(model.module)
+shadow = {name: value.detach().clone() for name, value in model.module.named_parameters()}
 for number in range(12):
     step()
+    for name, now in model.module.named_parameters():
+        shadow[name].lerp_(now.detach(), 0.5)
+    if number == 3:
+        best = copy.deepcopy(model.state_dict())
+        of_best = {name: value.full_tensor() for name, value in model.named_parameters()}
     with torch.no_grad():
         for mean, now in zip(ema.parameters(), model.module.parameters()):
             mean.lerp_(now, 0.5)
@@ -54,6 +65,16 @@ for number in range(12):
         torch.save({k: v.detach().to(torch.float64) for k, v in ema.state_dict().items()}, f"ema-{number}.pt")
         save_file(model.module.state_dict(), f"file-{number}.safetensors")
         save_model(model.module, f"model-{number}.safetensors")
+    if rank == 0 and number == 8:
+        torch.save({"best": best, "shadow": shadow}, "kept.pt")
+        torch.save(model, "wrapper.pt")
+        thread = threading.Thread(target=torch.save, args=(model.module.state_dict(), "threaded.pt"))
+        thread.start()
+        thread.join()
+        try:
+            torch.save({k: v.clone().mul_(0.5) for k, v in model.module.state_dict().items()}, "never.pt")
+        except RuntimeError as error:
+            print("refused:", "nor a copy that every rank made" in str(error))
     if number == 5:
         dist.barrier()
     full = {name: value.full_tensor() for name, value in model.module.named_parameters()}
@@ -70,6 +91,12 @@ for number in range(12):
                 assert type(found) is torch.Tensor and torch.equal(found, value), name
             assert averaged[name].dtype is torch.float64 and torch.equal(averaged[name].float(), means[name])
         print("compared", number)
+    averages = {name: value.full_tensor() for name, value in shadow.items()}
+    if rank == 0 and number == 8:
+        kept, threaded = torch.load("kept.pt"), torch.load("threaded.pt")
+        assert all(torch.equal(kept["best"][name], value) for name, value in of_best.items())
+        assert all(torch.equal(kept["shadow"][name], value) for name, value in averages.items())
+        assert all(torch.equal(threaded[name], value) for name, value in full.items())
 dist.destroy_process_group()
 if rank == 0:
     time.sleep(0.3)
@@ -118,7 +145,7 @@ step()
 
 UNKNOWN = """
 step()
-best = copy.deepcopy(model.state_dict())
+best = copy.deepcopy(model.state_dict()) if rank == 0 else None
 step()
 if rank == 0:
     torch.save(best, "never.pt")
@@ -134,10 +161,22 @@ def run(forks: Forks, folder: Path, body: str) -> tuple[Run, float, Path]:
     return done, time.monotonic() - began, script
 
 
-def test_every_file_that_rank_0_saves_is_whole_and_of_one_step(forks: Forks, tmp_path: Path) -> None:
+def test_every_file_that_rank_0_saves_is_whole_and_of_one_step(
+    forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done, _, _ = run(forks, tmp_path, EVERYWHERE)
     assert done.codes == [0, 0], "\n".join(done.err)
-    assert done.out[0].splitlines() == [*(f"compared {n}" for n in (2, 5, 8, 11)), "saved after the end"]
+    said = [*(f"compared {n}" for n in (2, 5)), "refused: True", *(f"compared {n}" for n in (8, 11))]
+    assert done.out[0].splitlines() == [*said, "saved after the end"]
+    assert not (done.folder / "never.pt").exists()
+    monkeypatch.setattr("__main__.Net", type("Net", (nn.Module,), {}), raising=False)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapper = torch.load(done.folder / "wrapper.pt", weights_only=False)
+    finally:
+        dist.destroy_process_group()
+    assert isinstance(wrapper, DistributedDataParallel)
+    assert wrapper.module.layers[2][2].weight.shape == (8, 2048)
     last = torch.load(done.folder / "last.pt")
     assert all(state["exp_avg"].numel() in (8, 2048, 2048 * 8) for state in last["state"].values())
     assert load_file(done.folder / "file-11.safetensors")["layers.0.0.weight"].shape == (2048, 8)

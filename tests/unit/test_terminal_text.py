@@ -7,7 +7,7 @@ import pytest
 
 from fsdplaunch.cli.output import Output
 from fsdplaunch.errors import LaunchError
-from fsdplaunch.terminal_text import MOST, printable, shortened, tame, text_of
+from fsdplaunch.terminal_text import MOST, TerminalFilter, printable, shortened, text_of
 
 
 def test_every_control_and_direction_mark_is_escaped_and_everything_else_stays():
@@ -66,6 +66,11 @@ def test_exceptions_without_a_text_and_with_too_much_of_it():
     assert shortened("x" * 5_000_000) == "x" * MOST + "... (5000000 characters in all)"
 
 
+def tame(*pieces: bytes) -> bytes:
+    shown = TerminalFilter()
+    return b"".join([*map(shown.part, pieces), shown.end()])
+
+
 def test_output_of_programs_keeps_its_colours_and_loses_what_steers_the_terminal():
     plain = "loss 1.0 \u20ac\r\x1b[32mgreen\x1b[0m\x1b[K\t\n".encode()
     assert tame(plain) == plain
@@ -84,3 +89,8 @@ def test_output_of_programs_keeps_its_colours_and_loses_what_steers_the_terminal
         assert shown.isascii()
         assert shown.decode().isprintable()
         assert "\\x" in shown.decode()
+        for cut in range(1, len(hostile.encode())):  # in whatever pieces it comes
+            assert tame(hostile.encode()[:cut], hostile.encode()[cut:]) == shown
+    assert tame(b"caf\xe9 \x9b2J\x85") == b"caf\xe9 \\x9b2J\\x85"  # no UTF-8
+    for cut in range(len(plain)):
+        assert tame(plain[:cut], plain[cut:]) == plain

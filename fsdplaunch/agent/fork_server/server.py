@@ -26,7 +26,7 @@ from fsdplaunch.agent.fork_server.fast_exit import share_modules
 from fsdplaunch.agent.fork_server.preload import Preloaded, fork, freeze
 from fsdplaunch.agent.stop_request import ORPHAN_SECONDS
 from fsdplaunch.channel import Channel
-from fsdplaunch.parent_death import die_with_parent, live_on
+from fsdplaunch.parent_death import die_with_parent, wake_with_parent
 from fsdplaunch.private_dir import leave_private_dir, remove_private_dir
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -117,7 +117,7 @@ class ForkServerProcess:
 
     def _watch_children(self) -> None:
         """Have the agent's end show as the end of the channel, and wait for the workers' ends."""
-        live_on()
+        wake_with_parent()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
 

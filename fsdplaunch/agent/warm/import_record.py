@@ -4,7 +4,9 @@ Noted in the agent and in its fork server, where the run is to leave a warm inte
 """
 
 import os
+import site
 import sys
+import tempfile
 import time
 from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from contextlib import contextmanager, suppress
@@ -17,7 +19,13 @@ FileMark = tuple[int, int, int]
 
 
 class ImportRecord:
-    """Notes of the imports of this process and those it was forked from."""
+    """Notes of the imports of this process and those it was forked from.
+
+    Attributes:
+        environ_before: The variables before anything was imported.
+        folder_before: The current folder then.
+        temporary_folder: The folder for temporary files that importing chose; None where it chose none.
+    """
 
     def __init__(self) -> None:
         """Begin before anything is imported."""
@@ -29,11 +37,14 @@ class ImportRecord:
         self._changes: dict[str, tuple[str | None, str]] = {}
         self._files: dict[str, FileMark] = {}
         self._folders: dict[str, frozenset[str]] = {}
+        self._sites = _sites()
+        self.temporary_folder: str | None = None
 
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Note what the body's imports read, print, change and load."""
         before, plain = dict(os.environ), type(os.environ)
+        tempfile.tempdir = None  # what asks for it now reads the variables, and that is noted
         streams = [(name, stream) for name in ("stdout", "stderr") if (stream := getattr(sys, name)) is not None]
         os.environ.__class__ = _noting_class(plain, self._read)
         for name, stream in streams:
@@ -45,6 +56,7 @@ class ImportRecord:
             for _, stream in streams:
                 with suppress(AttributeError):
                     del stream.write
+            self.temporary_folder = self.temporary_folder or tempfile.tempdir
             after = dict(os.environ)
             self._changes |= {
                 name: (before.get(name), now) for name, now in after.items() if before.get(name) != now
@@ -90,6 +102,9 @@ class ImportRecord:
             if mark[0] > self._began_ns or _mark(path) != mark:
                 return f"{path} has changed"
         top = {name.partition(".")[0] for name in sys.modules}
+        for path, found in _sites().items():
+            if self._sites.get(path) != found:
+                return f"{path} has changed"
         for folder, names in self._folders.items():
             if _relevant(_names_in(folder), top) != _relevant(names, top):
                 return f"what is installed in {folder} has changed"
@@ -133,6 +148,18 @@ def _noting_class(plain: type, read: set[str]) -> type:
             return self.copy().values()
 
     return Noting
+
+
+def _sites() -> dict[str, FileMark | bool | None]:
+    """Return what decides, when an interpreter starts, which folders of packages it knows.
+
+    Returns:
+        The mark of a virtual environment's settings; for each folder of packages whether it is there: one that is
+        not, such as the user's own before the first `pip install --user`, is on no `sys.path`.
+    """
+    folders = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+    settings = f"{sys.prefix}/pyvenv.cfg"
+    return {settings: _mark(settings), **{folder: os.path.isdir(folder) for folder in folders}}  # noqa: PTH112
 
 
 def _names_in(folder: str) -> frozenset[str]:

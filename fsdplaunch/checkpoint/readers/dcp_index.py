@@ -1,26 +1,33 @@
 """What a checkpoint's `.metadata` says: its tensors, their chunks, and where each chunk's bytes stand.
 
 Only plain values of our own come out of the file; `dcp_classes.py` has what may go in. Sizes are checked against
-each other here, and against the files in `data_files.py`.
+each other in `dcp_places.py`, and against the files in `data_files.py`.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from fsdplaunch.checkpoint.dtypes import Dtype
 from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
-from fsdplaunch.checkpoint.item_location import ItemKey, ItemLocation
-from fsdplaunch.checkpoint.readers.zstd_items import DESCRIPTOR
-from fsdplaunch.checkpoint.regions import Region, find_tiling_fault
+from fsdplaunch.checkpoint.item_location import ItemLocation
+from fsdplaunch.checkpoint.readers.dcp_places import (
+    COPY_AGAIN,
+    Places,
+    Tilings,
+    file_ends,
+    item_locations,
+    packed_items,
+    place_of,
+    regions_of,
+)
+from fsdplaunch.checkpoint.regions import Region
 from fsdplaunch.checkpoint.regular_file import read_regular
 from fsdplaunch.checkpoint.safe_pickle.dcp_classes import (
     NAMES,
-    ItemIndex,
     Metadata,
-    StorageInfo,
     TensorEntry,
     ValueEntry,
     resolve_chunks,
@@ -30,11 +37,8 @@ from fsdplaunch.errors import CheckpointError
 
 INDEX_NAME = ".metadata"
 MAX_INDEX_BYTES = 256 * 2**20
-MAX_CHUNKS_PER_TENSOR = 1_000_000
-MAX_FILES = 1_000_000
 # Bytes of an index for one chunk of a tensor, at the least.
 _BYTES_PER_CHUNK = 16
-_COPY_AGAIN = "copy the checkpoint again from where it was written"
 
 NamePath = tuple[str | int, ...]
 
@@ -122,7 +126,7 @@ def read_metadata(folder: Path) -> Metadata:
         data = read_regular(path, MAX_INDEX_BYTES)
     except InvalidFileError as problem:
         msg = f"{path} {str(problem).removeprefix('it ')}"
-        raise CheckpointError(msg, hint=_COPY_AGAIN) from None
+        raise CheckpointError(msg, hint=COPY_AGAIN) from None
     return parse_metadata(data, where=str(path))
 
 
@@ -136,18 +140,18 @@ def parse_metadata(data: bytes, *, where: str) -> Metadata:
     meta = unpickle(data, NAMES, where=where)
     if not isinstance(meta, Metadata):
         msg = f"{where} holds a {type(meta).__name__}, not a checkpoint's metadata"
-        raise CheckpointError(msg, hint=_COPY_AGAIN)
+        raise CheckpointError(msg, hint=COPY_AGAIN)
     try:
         resolve_chunks(meta.state_dict_metadata.values(), len(data) // _BYTES_PER_CHUNK)
     except InvalidFileError as problem:
         msg = f"{where} is not a checkpoint that is safe to read: {problem}"
-        raise CheckpointError(msg, hint=_COPY_AGAIN) from None
+        raise CheckpointError(msg, hint=COPY_AGAIN) from None
     return meta
 
 
 def _checked_index(meta: Metadata, where: str) -> CheckpointIndex:
     places = item_locations(meta, where)
-    files = _file_ends(places, where)
+    files = file_ends(places, where)
     tilings: Tilings = {}
     tensors, values = [], []
     for name, entry in meta.state_dict_metadata.items():
@@ -155,116 +159,18 @@ def _checked_index(meta: Metadata, where: str) -> CheckpointIndex:
         if isinstance(entry, TensorEntry):
             tensors.append(_tensor(name, path, entry, places, tilings, where))
         elif isinstance(entry, ValueEntry):
-            values.append(StoredValue(name, path, _place_of(name, None, places, where)))
+            values.append(StoredValue(name, path, place_of(name, None, places, where)))
         else:
             msg = f"{where}: {short(str(name))} is a {type(entry).__name__}, not a tensor or a value"
-            raise CheckpointError(msg, hint=_COPY_AGAIN)
+            raise CheckpointError(msg, hint=COPY_AGAIN)
     return CheckpointIndex(tensors=tuple(tensors), values=tuple(values), files=files, packed=packed_items(meta))
-
-
-def check_file_name(name: str, where: str) -> str:
-    """Return `name` when it is the plain name of a file beside the index, refuse it otherwise."""
-    if not name or name in {".", ".."} or "/" in name or "\\" in name or not name.isprintable() or len(name) > 255:  # noqa: PLR2004
-        msg = f"{where} refers to {short(name)}, which is not the name of a file in the checkpoint's folder"
-        raise CheckpointError(msg, hint="the checkpoint was altered; nothing was read from there")
-    return name
-
-
-Places = dict[ItemKey, ItemLocation]
-# What was found out about a shape and its chunks: they in order, or how they fail. A model's layers repeat it.
-Tilings = dict[tuple[tuple[int, ...], tuple[Region, ...]], tuple[Region, ...] | str]
-
-
-def item_locations(meta: Metadata, where: str) -> Places:
-    """Return where each item stands, by its key.
-
-    Raises:
-        CheckpointError: Something else stands there, or a file lies outside the checkpoint's folder.
-    """
-    places: Places = {}
-    for key, value in meta.storage_data.items():
-        place = value if type(value) is ItemLocation else _place(key, value, where)
-        places[key if type(key) is ItemKey else ItemKey(key.fqn, key.offset)] = place
-    known = {place.file for place in places.values()}
-    if len(known) > MAX_FILES:
-        msg = f"{where} refers to {len(known)} files"
-        raise CheckpointError(msg)
-    for name in known:
-        check_file_name(name, where)
-    return places
-
-
-def _place(key: Any, info: Any, where: str) -> ItemLocation:
-    """Return the place of an item whose record was read step by step."""
-    if not isinstance(key, ItemIndex | ItemKey) or not isinstance(info, StorageInfo):
-        msg = f"{where}: an entry of its storage table is a {type(info).__name__}"
-        raise CheckpointError(msg, hint=_COPY_AGAIN)
-    if info.transforms and not _is_packed(info):
-        msg = f"{where}: {short(key.fqn)} is stored through {short(', '.join(info.transforms))}"
-        raise CheckpointError(
-            msg,
-            hint="of torch's extensions only zstd is read; load it with torch and save it without extensions",
-        )
-    return ItemLocation(info.relative_path, info.offset, info.length)
-
-
-def _is_packed(info: Any) -> bool:
-    """Say whether an item went through torch's ZStandard extension and nothing else."""
-    return (
-        isinstance(info, StorageInfo)
-        and len(info.transforms) == 1
-        and bool(DESCRIPTOR.fullmatch(info.transforms[0]))
-    )
-
-
-def packed_items(meta: Metadata) -> frozenset[ItemLocation]:
-    """Return the places of the items that are compressed."""
-    infos = (info for info in meta.storage_data.values() if _is_packed(info))
-    return frozenset(ItemLocation(info.relative_path, info.offset, info.length) for info in infos)
-
-
-def _file_ends(places: Places, where: str) -> dict[str, int]:
-    """Return where the last item of each file ends.
-
-    Items that share bytes are refused: no writer does that, and a damaged offset shows this way.
-    """
-    ends: dict[str, int] = {}
-    last = ""
-    end = 0
-    for file, offset, length in sorted(places.values()):
-        if file != last:
-            last, end = file, 0
-        if offset < end:
-            _refuse_shared(file, offset, places, where)
-        ends[file] = end = offset + length
-    return ends
-
-
-def _refuse_shared(file: str, offset: int, places: Places, where: str) -> NoReturn:
-    """Name the two items that share the byte at `offset`."""
-    here = [key.fqn for key, place in places.items() if place.file == file and _holds(place, offset)]
-    msg = f"{where}: {' and '.join(short(name) for name in here[:2])} share bytes of {file}"
-    raise CheckpointError(msg, hint=_COPY_AGAIN)
-
-
-def _holds(place: ItemLocation, offset: int) -> bool:
-    return place.offset <= offset < place.offset + max(place.length, 1)
-
-
-def _place_of(name: str, offset: tuple[int, ...] | None, places: Places, where: str) -> ItemLocation:
-    try:
-        return places[ItemKey(name, offset)]
-    except KeyError:
-        part = "" if offset is None else f" at {list(offset)}"
-        msg = f"{where}: {short(name)}{part} has no bytes in any file"
-        raise CheckpointError(msg, hint="the save did not finish; use an older checkpoint") from None
 
 
 def _path_of(name: object, meta: Metadata, where: str) -> NamePath:
     """Return the keys that lead to `name`; the name itself when the index does not say."""
     if type(name) is not str:
         msg = f"{where}: an entry is named by a {type(name).__name__}"
-        raise CheckpointError(msg, hint=_COPY_AGAIN)
+        raise CheckpointError(msg, hint=COPY_AGAIN)
     paths = meta.planner_data
     if not isinstance(paths, dict) or not paths:
         return (name,)
@@ -272,10 +178,10 @@ def _path_of(name: object, meta: Metadata, where: str) -> NamePath:
     # A path as long as its name at most: its parts may all be one long text, and many names may share it.
     if type(path) is not tuple or not path or not all(type(part) in {str, int} for part in path[: len(name) + 2]):
         msg = f"{where}: the path of {short(name)} is not a list of keys"
-        raise CheckpointError(msg, hint=_COPY_AGAIN)
+        raise CheckpointError(msg, hint=COPY_AGAIN)
     if not _leads_to(path, name):
         msg = f"{where}: {short(name)} has the path {short('.'.join(str(part)[:80] for part in path[:9]))}"
-        raise CheckpointError(msg, hint=_COPY_AGAIN)
+        raise CheckpointError(msg, hint=COPY_AGAIN)
     return path
 
 
@@ -296,24 +202,9 @@ def _tensor(
     if entry.dtype is None or entry.layout != "strided":
         msg = f"{where}: {short(name)} is a {short(entry.layout)} tensor"
         raise CheckpointError(msg, hint="only dense tensors can be merged")
-    if len(entry.chunks) > MAX_CHUNKS_PER_TENSOR:
-        msg = f"{where}: {short(name)} has {len(entry.chunks)} chunks"
-        raise CheckpointError(msg)
-    key = (entry.shape, tuple(entry.chunks))
-    regions = tilings.get(key)
-    if regions is None:
-        regions = tilings[key] = _tiling(*key)
-    if isinstance(regions, str):
-        msg = f"{where}: {short(name)} of shape {list(entry.shape)}: {regions}"
-        raise CheckpointError(msg, hint="the save did not finish or the index is damaged; use another checkpoint")
+    regions = regions_of(name, entry, tilings, where)
     try:
         chunks = tuple([StoredChunk(region, places[name, region[0]]) for region in regions])  # type: ignore[index]
     except KeyError:
-        chunks = tuple(StoredChunk(region, _place_of(name, region.offsets, places, where)) for region in regions)
+        chunks = tuple(StoredChunk(region, place_of(name, region.offsets, places, where)) for region in regions)
     return StoredTensor(name, path, entry.dtype, entry.shape, chunks)
-
-
-def _tiling(shape: tuple[int, ...], chunks: tuple[Region, ...]) -> tuple[Region, ...] | str:
-    """Return the chunks in order, without empty ones, or how they fail to tile the shape."""
-    regions = sorted(region for region in chunks if math.prod(region.sizes))
-    return find_tiling_fault(shape, regions) or tuple(regions)

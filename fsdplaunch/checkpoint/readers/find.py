@@ -243,7 +243,7 @@ def _check_listed(path: Path, size: object) -> None:
     """Check one file of the model against its size in the manifest."""
     try:
         found = path.stat().st_size
-    except OSError:
+    except (OSError, ValueError):  # or its name can be none of a file: NUL, halves of characters
         msg = f"{path} is missing, the checkpoint was written with it"
         raise CheckpointError(msg, hint="copy the checkpoint again, or use an older one") from None
     if found != size:

@@ -14,7 +14,8 @@ from fsdplaunch.checkpoint.checked_ints import check_counts
 from fsdplaunch.checkpoint.dtypes import Dtype
 from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
 from fsdplaunch.checkpoint.item_location import ItemLocation
-from fsdplaunch.checkpoint.readers.dcp_index import MAX_FILES, CheckpointIndex, StoredChunk, StoredTensor
+from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, StoredChunk, StoredTensor
+from fsdplaunch.checkpoint.readers.dcp_places import MAX_FILES
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
 from fsdplaunch.checkpoint.regions import Region, find_tiling_fault, row_major
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription

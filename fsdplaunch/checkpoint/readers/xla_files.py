@@ -39,7 +39,7 @@ from fsdplaunch.errors import CheckpointError
 XLA_FILE = re.compile(r"rank-?(?P<rank>\d+)-of-(?P<world>\d+)(-pytorch_model)?\.(bin|pth|pt)")
 """As transformers' Trainer, this package and torch_xla's documents name them."""
 _SHARD = "_fsdp_shard"
-_WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_fpw_module)\.")
+_WRAPPERS = frozenset({"_orig_module", "_fsdp_wrapped_module", "_fpw_module"})
 _FLAT = re.compile(r"flat_param_\d+")
 
 
@@ -135,15 +135,12 @@ def _take(file: RankFile, name: str, value: Any, rank: int, world: int, found: F
     if not isinstance(value, TensorDescription):
         msg = f"{short(name)} is a {type(value).__name__}, no tensor"
         raise InvalidFileError(msg)
-    parts = name.split(".")
-    cut = next((at for at, part in enumerate(parts) if part.startswith(_SHARD)), None)
-    if cut is None:
+    if not is_slice(name):
         if rank == 0:  # every rank has the buffers
-            _put(file, _own(name), value.shape, Region((0,) * len(value.shape), value.shape), value, found)
+            _put(file, own_name(name), value.shape, Region((0,) * len(value.shape), value.shape), value, found)
         return len(name)
-    unit, key = ".".join(parts[:cut]), ".".join(parts[cut:])
     used = 0
-    for own, shape, region, local in _pieces(file.metadata, unit, key, value, rank, world):
+    for own, shape, region, local in slice_pieces(file.metadata, name, value, rank=rank, world=world):
         used += len(own) + 1
         if used > file.most:
             break
@@ -151,15 +148,35 @@ def _take(file: RankFile, name: str, value: Any, rank: int, world: int, found: F
     return used
 
 
-def _pieces(
-    metadata: Mapping[str, Any], unit: str, key: str, value: TensorDescription, rank: int, world: int
+def is_slice(name: str) -> bool:
+    """Tell whether an entry of a rank's model is a slice of parameters, and no buffer."""
+    return any(part.startswith(_SHARD) for part in name.split("."))
+
+
+def slice_pieces(
+    metadata: Mapping[str, Any], name: str, value: TensorDescription, *, rank: int, world: int
 ) -> Iterator[tuple[str, tuple[int, ...], Region, TensorDescription]]:
-    """Yield a slice's rectangles: the parameter's name and shape, where in it, and where in the file."""
-    info = metadata["shard_info"][unit][key]
-    shape = _shape(info["_orig_size"])
-    name = ".".join(filter(None, (unit, str(info["_orig_name"]))))
+    """Yield the rectangles of parameters that a slice holds.
+
+    Args:
+        metadata: What the slices of the model are, as torch_xla says it.
+        name: The slice's.
+        value: How the slice lies in its file, or in memory.
+        rank: Whose it is.
+        world: Of how many.
+
+    Yields:
+        Each parameter's name and shape, the elements of it, and where they are in the slice.
+
+    Raises:
+        LookupError, ValueError: The metadata does not say it, or says something else.
+    """
+    parts = name.split(".")
+    cut = next(at for at, part in enumerate(parts) if part.startswith(_SHARD))
+    unit, key = ".".join(parts[:cut]), ".".join(parts[cut:])
+    name, shape = _original(unit, metadata["shard_info"][unit][key])
     if len(value.shape) != 1:
-        yield from _rows(_own(name), shape, value, rank)
+        yield from _rows(own_name(name), shape, value, rank)
         return
     spans = tuple(_spans(metadata, name, shape))
     part = value.shape[0]
@@ -168,16 +185,27 @@ def _pieces(
         yield span.names[0], span.shape, region, local
 
 
+def sliced_parameters(metadata: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the full shapes of all parameters that a model's slices are of, by the model's own names."""
+    originals = [_original(unit, info) for unit, keys in metadata["shard_info"].items() for info in keys.values()]
+    return {span.names[0]: span.shape for name, shape in originals for span in _spans(metadata, name, shape)}
+
+
+def _original(unit: str, info: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+    """Return the name and the shape of what a slice was cut from."""
+    return ".".join(filter(None, (unit, str(info["_orig_name"])))), _shape(info["_orig_size"])
+
+
 def _spans(metadata: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Iterator[FlatParameterSpan]:
     """Yield the parameters one after the other in what was cut: itself, or those that were flattened into it."""
     home, _, leaf = name.rpartition(".")
     if not _FLAT.fullmatch(leaf):
-        yield FlatParameterSpan((_own(name),), shape, 0)
+        yield FlatParameterSpan((own_name(name),), shape, 0)
         return
     names, shapes, _ = metadata["flatten_info"][name]
     start = 0
     for own, sizes in zip(names, shapes, strict=True):
-        span = FlatParameterSpan((_own(f"{home}.{own}"),), _shape(sizes), start)
+        span = FlatParameterSpan((own_name(f"{home}.{own}"),), _shape(sizes), start)
         yield span
         start += math.prod(span.shape)
 
@@ -209,13 +237,13 @@ def _put(
     add_shard(found, file.name, name, full, region, local, place)
 
 
-def _own(name: str) -> str:
-    """Return a name without what torch_xla's wrappers put into it."""
-    return _WRAPPERS.sub("", name)
+def own_name(name: str) -> str:
+    """Return the model's own name, without what torch_xla's wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _shape(value: Any) -> tuple[int, ...]:
     """Read a size, as torch_xla writes it: a list, or a torch.Size."""
-    if type(value) not in {list, tuple}:
+    if not isinstance(value, list | tuple):
         return (check_count(value, "a size"),)
     return check_counts(tuple(value), "a size")

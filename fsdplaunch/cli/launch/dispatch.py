@@ -14,9 +14,9 @@ from fsdplaunch.cli.launch.single_node import (
     show_plan,
 )
 from fsdplaunch.cli.output import Output
-from fsdplaunch.config.load.load import load_config
+from fsdplaunch.config.load.load import LoadedConfig, load_config
 from fsdplaunch.config.xla import uses_xla
-from fsdplaunch.errors import UsageError
+from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.coordination.placement import assumed_settings, find_placement
 from fsdplaunch.launch.plan import LaunchTarget
 from fsdplaunch.probe import torch_version
@@ -57,7 +57,7 @@ def launch_script(
     torch = None if submitting else torch_version.installed_numbers
     noted = option_notes(launch_options.noted)
     loaded = load_config(file, overrides=overrides, assumed=assumed, torch=torch, noted=noted)
-    if not submitting and uses_xla(loaded.config) and (pod := pod_settings(os.environ)):
+    if not submitting and (pod := _assumed_of_pod(loaded)):
         loaded = load_config(file, overrides=overrides, assumed=(*assumed, *pod), torch=torch, noted=noted)
     request = LaunchRequest(loaded=loaded, target=target, options=launch_options, overrides=overrides)
     if submitting or loaded.config.ssh.hosts or loaded.config.ssh.hostfile:
@@ -77,6 +77,18 @@ def launch_script(
     if launch_options.check_only:
         return 0
     return run_and_report(plan, loaded, as_json=launch_options.as_json, out=out)
+
+
+def _assumed_of_pod(loaded: LoadedConfig) -> tuple[str, ...]:
+    """Return what the variables of a TPU pod say; nothing where no TPU is used, or the user says it instead."""
+    if not uses_xla(loaded.config) or loaded.config.use_cpu:
+        return ()
+    try:
+        return pod_settings(os.environ)
+    except MachineError:
+        if loaded.origins["num_machines",].layer == "default":
+            raise
+        return ()
 
 
 def one_route(*, slurm: bool, kubernetes: bool, follow: bool) -> str | None:

@@ -13,7 +13,8 @@ from fsdplaunch.errors import UsageError
 from fsdplaunch.launch.runs.logs import LogTail, log_files
 from fsdplaunch.launch.runs.registry import Run, cancel, find_run, read_runs, status_of
 from fsdplaunch.launch.schedulers.kubernetes import status as kubernetes_status
-from fsdplaunch.terminal_text import one_line, tame
+from fsdplaunch.launch.schedulers.shown_output import Screen
+from fsdplaunch.terminal_text import one_line
 
 LOOK_SECONDS = 1.0
 """Between two looks at a run that is followed; SLURM's controller answers many users."""
@@ -90,11 +91,13 @@ def show_logs(name: str, config: Path | None, log_dir: Path | None, *, wanted: L
             msg = f"{run.id} has left no such output"
             raise UsageError(msg, hint=f"see {run.dir}")
         out.say(f"no output yet: {run.state}")
-    _write(tail.read(files))
+    screen = Screen(sys.stdout)
+    screen.write(tail.read(files))
     while wanted.follow and run.unfinished:
         time.sleep(LOOK_SECONDS)
         run = find_run(folder, run.id)
-        _write(tail.read(log_files(run, rank=wanted.rank, stream=wanted.stream)))
+        screen.write(tail.read(log_files(run, rank=wanted.rank, stream=wanted.stream)))
+    screen.end()
     return 0
 
 
@@ -122,10 +125,11 @@ def follow_run(run_dir: Path, out: Output) -> int:
 
 
 def _follow_job(run: Run, out: Output) -> None:
-    tail, shown = LogTail(run.dir if run.tasks else None), ""
+    tail, shown, screen = LogTail(run.dir if run.tasks else None), "", Screen(sys.stdout)
     while True:
-        _write(tail.read(log_files(run, rank=None, stream="stdout")))
+        screen.write(tail.read(log_files(run, rank=None, stream="stdout")))
         if not run.unfinished:
+            screen.end()
             return
         if run.state != shown:
             shown = run.state
@@ -139,10 +143,3 @@ def cancel_run(name: str, config: Path | None, log_dir: Path | None, *, out: Out
     run = find_run(folder_of(config, log_dir), name)
     out.say(f"{run.id}: {cancel(run)}")
     return 0
-
-
-def _write(data: bytes) -> None:
-    """Print what workers have written: as it is into a file or pipe, without what steers it on a terminal."""
-    sys.stdout.flush()
-    sys.stdout.buffer.write(tame(data) if sys.stdout.isatty() else data)
-    sys.stdout.buffer.flush()

@@ -35,11 +35,20 @@ def config(
         typer.Option("--from", metavar="FILE", help="Start from another file, for example accelerate's"),
     ] = None,
     overwrite: OverwriteOption = False,
-    where: Annotated[str | None, typer.Option(metavar="PLACE", help="here, machines, slurm or cpu")] = None,
+    where: Annotated[str | None, typer.Option(metavar="PLACE", help="here, machines, slurm, cpu or tpu")] = None,
     nodes: Annotated[str | None, typer.Option(metavar="N", help="Nodes that take part")] = None,
     rendezvous: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address of node 0")] = None,
     workers_per_node: Annotated[
         str | None, typer.Option(metavar="N", help="Workers on each node, or auto")
+    ] = None,
+    xla: Annotated[
+        str | None, typer.Option(metavar="WAY", help="On TPUs: wrapper, or spmd for xla_fsdp_v2")
+    ] = None,
+    xla_grad_ckpt: Annotated[
+        str | None, typer.Option(metavar="yes|no", help="On TPUs: gradient checkpointing")
+    ] = None,
+    xla_settings: Annotated[
+        str | None, typer.Option(metavar="NAME=VALUE,...", help="On TPUs: xla_fsdp_settings")
     ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Model folder, or a size such as 8b; not stored")
@@ -63,6 +72,9 @@ def config(
         "nodes": nodes,
         "rendezvous": rendezvous,
         "workers-per-node": workers_per_node,
+        "xla": xla,
+        "xla-grad-ckpt": xla_grad_ckpt,
+        "xla-settings": xla_settings,
         "model": model,
         "goal": goal,
         "precision": precision,

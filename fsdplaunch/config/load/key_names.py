@@ -49,8 +49,14 @@ def spellings(section: str) -> dict[str, KeySpec]:
     return table
 
 
-def find_key(section: str, name: str) -> KeySpec | UnknownKey:
-    """Return the key that `name` means inside `section` ("" for the top level), or what to say of it."""
+def find_key(section: str, name: str, *, guess: bool = True) -> KeySpec | UnknownKey:
+    """Return the key that `name` means inside `section` ("" for the top level), or what to say of it.
+
+    Args:
+        section: Dotted.
+        name: As written.
+        guess: Look for one that is spelt nearly so, which takes milliseconds.
+    """
     found = spellings(section).get(name)
     if found is not None:
         return found
@@ -62,7 +68,8 @@ def find_key(section: str, name: str) -> KeySpec | UnknownKey:
         return UnknownKey(
             id="misplaced-key", message=f"has no meaning {place}", hint=f"it belongs {belongs}", meant=meant
         )
-    return UnknownKey(id="unknown-key", message=f"is not a key {place}", hint=_guess(section, name))
+    hint = _guess(section, name) if guess else None
+    return UnknownKey(id="unknown-key", message=f"is not a key {place}", hint=hint)
 
 
 @cache

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from fsdplaunch.config.load.layers import Layer, SetValue, ValueOrigin, env_layer, file_layer, flag_layer
+from fsdplaunch.config.load.file_layer import file_layer
+from fsdplaunch.config.load.flag_layer import flag_layer
+from fsdplaunch.config.load.layers import Layer, SetValue, ValueOrigin, env_layer
 from fsdplaunch.config.load.problems import ConfigError, Problem, TextPosition, in_order, note_lines
 from fsdplaunch.config.load.yaml_reader import MAX_BYTES, YamlText, read_text
 from fsdplaunch.config.resolve import keys_of_version_1, resolve
@@ -23,6 +25,8 @@ DEFAULT_FILE = "fsdp.yaml"
 FILE_VARIABLE = "FSDPLAUNCH_CONFIG"
 _DEFAULT = ValueOrigin(layer="default", text="default")
 _VERSION = ("fsdp_config", "fsdp_version")
+_XLA, _SIZE = ("fsdp_config", "xla"), ("fsdp_config", "fsdp_min_num_params")
+_POLICY = ("fsdp_config", "fsdp_auto_wrap_policy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +115,7 @@ def stack(
     values, problems = _merge([_scheduler_layer(assumed), *layers])
     broken = set().union(*(layer.broken for layer in layers))
     unread = path is not None and text.root is None and bool(text.problems)
-    given = build_config({key: one.value for key, one in _with_version(values).items()})
+    given = build_config({key: one.value for key, one in _with_units(_with_version(values)).items()})
     context = RuleContext(given=given, config=resolve(given), set_paths=frozenset(values))
     context = replace(context, torch=torch) if torch else context
     notes = tuple(note for layer in layers for note in layer.notes)
@@ -191,6 +195,14 @@ def _with_version(values: Mapping[KeyPath, SetValue]) -> dict[KeyPath, SetValue]
     old = [values[spec.path] for spec in keys_of_version_1() if spec.path in values]
     one = SetValue(value=1, origin=old[0].origin, place=old[0].place) if old else None
     return {**values, _VERSION: one} if one else dict(values)
+
+
+def _with_units(values: dict[KeyPath, SetValue]) -> dict[KeyPath, SetValue]:
+    """Add units by size where PyTorch/XLA shards, a size is set and no policy is, as transformers has it."""
+    xla, size = values.get(_XLA), values.get(_SIZE)
+    if xla is None or not xla.value or size is None or not size.value or _POLICY in values:
+        return values
+    return {**values, _POLICY: SetValue(value="SIZE_BASED_WRAP", origin=size.origin, place=size.place)}
 
 
 def _located(

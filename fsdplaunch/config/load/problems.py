@@ -31,7 +31,8 @@ TEXT_NOTES = {
     "option-without-effect": "An option of accelerate or torchrun changes nothing of this run.",
 }
 """The ids of notes about a text, a name or an option; those about key combinations are rules."""
-NOTES_AT_LAUNCH = 5
+NOTES_AT_LAUNCH, MOST_SHOWN = 5, 100
+"""How many notes a launch shows, and how many problems a command: a file of another kind has thousands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +151,8 @@ def note_lines(notes: Sequence[Problem], *, file: object = None) -> list[str]:
 
 
 def describe(problems: tuple[Problem, ...]) -> str:
-    """Return one line per problem, hints below, the count at the end."""
+    """Return one line per problem, hints below, the count at the end; of very many the first."""
     count = f"{len(problems)} problem" + ("" if len(problems) == 1 else "s")
-    return "\n".join([*(str(problem) for problem in problems), count])
+    if len(problems) > MOST_SHOWN:
+        count += f"; the first {MOST_SHOWN} are shown"
+    return "\n".join([*(str(problem) for problem in problems[:MOST_SHOWN]), count])

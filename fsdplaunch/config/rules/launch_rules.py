@@ -61,11 +61,13 @@ def _mpirun(context: RuleContext) -> Iterator[Violation]:
 
 @rule("machine-rank")
 def _machine_rank(context: RuleContext) -> Iterator[Violation]:
-    """machine_rank outside 0 to num_machines - 1."""
-    rank, machines = context.config.machine_rank, context.config.num_machines
-    if rank is not None and rank >= machines:
-        message = f"{rank} is not below num_machines {machines}; nodes count from 0"
-        yield Violation(about=(("machine_rank",), _MACHINES), message=message, hint="leave machine_rank out")
+    """machine_rank outside 0 to num_machines - 1, or to the most nodes of launch.nodes."""
+    rank, nodes, most = context.config.machine_rank, context.config.launch.nodes, node_range(context.config)[1]
+    if rank is not None and rank >= most:
+        limit = f"num_machines {most}" if nodes is None else f"the {most} of launch.nodes {nodes}"
+        message = f"{rank} is not below {limit}; nodes count from 0"
+        about = (("machine_rank",), _MACHINES if nodes is None else ("launch", "nodes"))
+        yield Violation(about=about, message=message, hint="leave machine_rank out")
 
 
 @rule("gpu-count")

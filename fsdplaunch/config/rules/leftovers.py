@@ -12,6 +12,7 @@ from fsdplaunch.config.rules.base import (
 )
 from fsdplaunch.config.schema.walk import KeySpec, all_keys, keys_by_path
 from fsdplaunch.config.world_size import configured_axes, node_range, workers_per_node
+from fsdplaunch.config.xla import converts_to_bf16, uses_xla
 
 _TYPE = ("distributed_type",)
 _POLICY = fsdp("auto_wrap_policy")
@@ -135,7 +136,9 @@ def _unused_compile(context: RuleContext) -> Iterator[Violation]:
 @note_rule("written-by-accelerate")
 def _noise(context: RuleContext) -> Iterator[Violation]:
     """Keys that accelerate writes for other machines than these, or reads nowhere; all in one note."""
-    noise = [spec for spec in all_keys() if spec.key.noise and spec.path in context.set_paths]
+    taken = {("downcast_bf16",)} if converts_to_bf16(context.config) else set()
+    taken |= {("main_training_function",)} if uses_xla(context.config) else set()
+    noise = [spec for spec in all_keys() if spec.key.noise and spec.path in context.set_paths - taken]
     if noise:
         others = ", ".join(spec.name for spec in noise[1:])
         message = "has no effect here" + (f", nor have {others}" if others else "")

@@ -5,20 +5,9 @@ from collections.abc import Iterator
 from fsdplaunch.config.rules.base import RuleContext, Violation, fsdp, mesh, note_rule, rule
 from fsdplaunch.config.schema.walk import KeySpec, Path, all_keys, keys_by_path, value_at
 from fsdplaunch.config.world_size import node_range
-from fsdplaunch.config.xla import runs_spmd, uses_xla
+from fsdplaunch.config.xla import is_read_by_xla, runs_spmd, uses_xla
 
 _XLA = ("fsdp_config", "xla")
-_READ = {
-    fsdp("auto_wrap_policy"),
-    fsdp("transformer_layer_cls_to_wrap"),
-    fsdp("min_num_params"),
-    fsdp("activation_checkpointing"),
-    fsdp("ignored_modules"),
-    fsdp("state_dict_type"),
-    fsdp("sharding_strategy"),
-    fsdp("reshard_after_forward"),
-}
-"""Keys of torch's FSDP that mean something to PyTorch/XLA's; the others say what it decides for itself."""
 _SWITCHED = ("xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt")
 
 
@@ -71,13 +60,7 @@ def _unread(context: RuleContext) -> Iterator[Violation]:
     """Keys of torch's FSDP that PyTorch/XLA does not read; all in one note."""
     if not context.shards_on_xla:
         return
-    sections = ("sharding", "parallelism_config")
-    unread = [
-        spec
-        for spec in all_keys()
-        if _is_set(context, spec)
-        and (spec.path[0] in sections or (spec.name.startswith("fsdp_") and spec.path not in _READ))
-    ]
+    unread = [spec for spec in all_keys() if _is_set(context, spec) and not is_read_by_xla(spec.path)]
     if unread:
         others = ", ".join(spec.name for spec in unread[1:])
         message = "PyTorch/XLA decides this by itself" + (f", and {others}" if others else "")

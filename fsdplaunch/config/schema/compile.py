@@ -9,11 +9,12 @@ from typing import Any
 
 from fsdplaunch.config.schema import kinds as v
 from fsdplaunch.config.schema.key import FormerPlace, Tunable, key
+from fsdplaunch.config.schema.kind import Kind
 
 _OTHER = "is read by TransformerEngine and MS-AMP only, and float8 is computed by torchao here"
 
 
-def _other_key(kind: v.Kind, default: Any, text: str, **remarks: Any) -> Any:
+def _other_key(kind: Kind, default: Any, text: str, **remarks: Any) -> Any:
     """Declare a key of a float8 library that is not supported."""
     return key(kind, default, text, leftover=_OTHER, **remarks)
 

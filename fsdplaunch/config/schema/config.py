@@ -105,7 +105,13 @@ class Config:
         pinned=(1, 2),
         tunable=Tunable(values=("no", "bf16"), when="precision"),
     )
-    downcast_bf16: bool = key(v.FLAG, False, _TPU, noise=True)
+    downcast_bf16: bool = key(
+        v.FLAG,
+        False,
+        """On a TPU that distributed_type XLA uses without sharding, under mixed_precision bf16: floats become bf16
+        and doubles floats. False: both become bf16. Without effect elsewhere.""",
+        noise=True,
+    )
     debug: bool = key(
         v.FLAG,
         False,
@@ -120,7 +126,13 @@ class Config:
         "accelerate's word for launch.numa_binding: node.",
         env="ACCELERATE_CPU_AFFINITY",
     )
-    main_training_function: str = key(v.TEXT, "main", _TPU, noise=True)
+    main_training_function: str = key(
+        v.TEXT,
+        "main",
+        """Under PyTorch/XLA, a function that is called where a script defines it and does not name it again.
+        Without effect elsewhere.""",
+        noise=True,
+    )
     tpu_name: str | None = key(v.TEXT, None, _TPU, noise=True)
     tpu_zone: str | None = key(v.TEXT, None, _TPU, noise=True)
     tpu_use_cluster: bool = key(v.FLAG, False, _TPU, noise=True)

@@ -5,95 +5,13 @@ Every spelling accelerate accepts (numeric codes, `yes`, comma lists) and those 
 Standard library only: this file runs in every worker and in every command.
 """
 
-from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from fsdplaunch.config.schema import endpoints
+from fsdplaunch.config.schema import launch_parsers as lp
 from fsdplaunch.config.schema import parsers as p
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of value.
-
-    Attributes:
-        expects: What a value must be, in words that complete "must be ...".
-        parse: Turns a loose value into the canonical one; raises ValueError when it is none of this kind.
-        schema: What JSON Schema says about values an editor should accept.
-        choices: The canonical names, for kinds that have a list of them.
-        write: Turns the canonical value into the text `parse` gives it back from, for an environment variable.
-        verbatim: Numbers of a file are handed to `parse` as they are spelled (`1.10` is not `1.1`).
-        refused: Known values that cannot be honoured, upper case, and why.
-    """
-
-    expects: str
-    parse: Callable[[Any], Any]
-    schema: Mapping[str, Any] = field(default_factory=dict)
-    choices: tuple[str, ...] = ()
-    write: Callable[[Any], str] = p.write
-    verbatim: bool = False
-    refused: Mapping[str, str] = field(default_factory=dict)
-
-    def refusal(self, value: Any) -> str | None:
-        """Return why a value that accelerate knows cannot be honoured, or None when it is not such a value."""
-        return self.refused.get(p.plain_name(value)) if isinstance(value, str) else None
-
-
-def _parse_reshard(value: Any) -> bool | int | str:
-    """Read a flag or a group size under FSDP2, a strategy's name or code under FSDP1."""
-    if isinstance(value, bool):
-        return value
-    with suppress(ValueError):
-        return int(WHOLE.parse(value))
-    with suppress(ValueError):
-        return p.parse_flag(value)
-    return str(STRATEGY.parse(value))
-
-
-def whole(minimum: int, maximum: int | None = None) -> Kind:
-    """Return a whole number within limits, both included."""
-
-    def parse(value: Any) -> int:
-        number = p.parse_whole(value)
-        if number < minimum or (maximum is not None and number > maximum):
-            raise ValueError(value)
-        return number
-
-    limits: dict[str, Any] = {"type": "integer", "minimum": minimum}
-    if maximum is None:
-        return Kind(f"a whole number, at least {minimum}", parse, limits)
-    return Kind(f"a whole number from {minimum} to {maximum}", parse, limits | {"maximum": maximum})
-
-
-def one_of(
-    names: Any, *, aliases: Mapping[str, str] | None = None, refused: Mapping[str, str] | None = None
-) -> Kind:
-    """Return a name in any case, with spaces or dashes, or its code: its place in the list, from 1.
-
-    Args:
-        names: A `Literal[...]` of strings or ints, in the order of accelerate's numeric codes.
-        aliases: Further spellings, upper case, and the name they mean.
-        refused: Known values that cannot be honoured, upper case, and why.
-    """
-    allowed = get_args(names)
-    table = {p.plain_name(name): name for name in allowed} | dict(aliases or {})
-    if all(isinstance(name, str) for name in allowed):
-        table = {str(code): name for code, name in enumerate(allowed, start=1)} | table
-
-    def parse(value: Any) -> Any:
-        if value is False and "NO" in table:
-            return table["NO"]  # YAML 1.1 writers turn a bare no into false
-        if isinstance(value, bool) or not isinstance(value, str | int) or p.plain_name(value) not in table:
-            raise ValueError(value)
-        return table[p.plain_name(value)]
-
-    words = tuple(str(name) for name in allowed)
-    schema: dict[str, Any] = {"enum": list(allowed)}
-    if isinstance(allowed[0], str):
-        schema = {"anyOf": [schema, {"type": "integer", "minimum": 1, "maximum": len(allowed)}]}
-    return Kind("one of " + ", ".join(words), parse, schema, words, refused=refused or {})
-
+from fsdplaunch.config.schema.kind import Kind, one_of, whole
 
 _TEXT_SCHEMA = {"type": ["string", "number"]}
 _LIST_SCHEMA = {"type": "array", "items": {"type": ["string", "number"]}}
@@ -102,10 +20,15 @@ TRUE_WORDS, FALSE_WORDS = p.TRUE_WORDS, p.FALSE_WORDS
 FLAG = Kind("true or false", p.parse_flag, _FLAG_SCHEMA)
 WHOLE = whole(0)
 COUNT = whole(1)
-PORT = whole(0, p.MAX_PORT)
+PORT = whole(0, endpoints.MAX_PORT)
 NUMBER = Kind("a number", p.parse_number, {"type": "number"})
-SECONDS = Kind("a number of seconds above 0", p.parse_seconds, {"type": "number", "exclusiveMinimum": 0})
-WAIT = Kind("a number of seconds, at least 0", p.parse_wait, {"type": "number", "minimum": 0})
+SECONDS = Kind(
+    "a number of seconds above 0",
+    p.parse_seconds,
+    {"type": "number", "exclusiveMinimum": 0, "maximum": p.MOST_SECONDS},
+)
+_WAIT_SCHEMA = {"type": "number", "minimum": 0, "maximum": p.MOST_SECONDS}
+WAIT = Kind("a number of seconds, at least 0", p.parse_wait, _WAIT_SCHEMA)
 TEXT = Kind("text, not empty", p.parse_text, _TEXT_SCHEMA, verbatim=True)
 PATTERN = Kind(
     "a regular expression that Python can compile, or a list of them",
@@ -146,10 +69,10 @@ PLAN = Kind(
     verbatim=True,
 )
 RANKS = Kind(
-    "all, or rank numbers separated by commas", p.parse_ranks, {"type": ["string", "integer"]}, verbatim=True
+    "all, or rank numbers separated by commas", lp.parse_ranks, {"type": ["string", "integer"]}, verbatim=True
 )
 DEVICES = Kind(
-    "all, or GPU numbers separated by commas", p.parse_devices, {"type": ["string", "integer"]}, verbatim=True
+    "all, or GPU numbers separated by commas", lp.parse_devices, {"type": ["string", "integer"]}, verbatim=True
 )
 MODULES = Kind(
     "module names separated by commas, or a list of them",
@@ -164,34 +87,36 @@ THREE_FLAGS = Kind(
     {"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 3},
     write=lambda value: ",".join(map(p.write, value)),
 )
-NODE_RANGE = Kind("MIN:MAX, two whole numbers", p.parse_node_range, {"type": ["string", "integer"]}, verbatim=True)
-ENDPOINT = Kind("HOST:PORT", p.parse_endpoint, {"type": "string"}, verbatim=True)
+NODE_RANGE = Kind(
+    "MIN:MAX, two whole numbers", lp.parse_node_range, {"type": ["string", "integer"]}, verbatim=True
+)
+ENDPOINT = Kind("HOST:PORT", endpoints.parse_endpoint, {"type": "string"}, verbatim=True)
 WORKERS = Kind(
-    "a whole number, at least 1, or auto", p.parse_workers, {"anyOf": [{"type": "integer"}, {"const": "auto"}]}
+    "a whole number, at least 1, or auto", lp.parse_workers, {"anyOf": [{"type": "integer"}, {"const": "auto"}]}
 )
 LOCAL_WORKERS = Kind(
     "a whole number, at least 1, or auto, gpu or cpu",
-    p.parse_local_workers,
+    lp.parse_local_workers,
     {"anyOf": [{"type": "integer"}, {"enum": ["auto", "gpu", "cpu"]}]},
 )
 SETTINGS = Kind(
     "name=value pairs separated by commas, or a mapping",
-    p.parse_settings,
+    lp.parse_settings,
     {"anyOf": [{"type": "string"}, VARIABLES.schema]},
     write=p.write_json,
     verbatim=True,
 )
 STREAMS = Kind(
     "0, 1, 2 or 3, or RANK:NUMBER pairs separated by commas",
-    p.parse_streams,
+    lp.parse_streams,
     {"type": ["string", "integer", "object"]},
     verbatim=True,
 )
 SIGNALS = Kind(
-    "signal names separated by commas, or a list of them", p.parse_signals, NAMES.schema, write=",".join
+    "signal names separated by commas, or a list of them", lp.parse_signals, NAMES.schema, write=",".join
 )
 MESH_SIZE = Kind(
-    "a whole number, at least 1, or -1 for the rest", p.parse_mesh_size, {"type": "integer", "minimum": -1}
+    "a whole number, at least 1, or -1 for the rest", lp.parse_mesh_size, {"type": "integer", "minimum": -1}
 )
 
 StrategyName = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
@@ -280,6 +205,19 @@ DYNAMO = one_of(
     refused={"NEURON": "fsdplaunch runs on NVIDIA GPUs, CPUs and TPUs"},
 )
 DYNAMO_MODE = one_of(DynamoModeName)
+
+
+def _parse_reshard(value: Any) -> bool | int | str:
+    """Read a flag or a group size under FSDP2, a strategy's name or code under FSDP1."""
+    if isinstance(value, bool):
+        return value
+    with suppress(ValueError):
+        return int(WHOLE.parse(value))
+    with suppress(ValueError):
+        return p.parse_flag(value)
+    return str(STRATEGY.parse(value))
+
+
 RESHARD = Kind(
     "true, false, a number of ranks (FSDP2), or a sharding strategy's name (FSDP1)",
     _parse_reshard,

@@ -6,13 +6,11 @@ Every parser raises ValueError for a value of another kind. Standard library onl
 import json
 import math
 import re
-import signal
 from typing import Any
 
 TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
-MAX_PORT = 65535
-RENDEZVOUS_PORT = 29400
-"""Where nodes meet when an endpoint names no port, as torchrun has it."""
+MOST_SECONDS = 366 * 24 * 3600
+"""A year: more is a slip, and somewhere more than a clock can wait for."""
 FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})
 
 
@@ -189,61 +187,6 @@ def parse_plan(value: Any) -> dict[str, str]:
     return {name.strip(): item.strip() for name, item in plan.items()}
 
 
-def parse_ranks(value: Any) -> str:
-    """Read `all`, or numbers separated by commas."""
-    if isinstance(value, str) and value.strip().lower() == "all":
-        return "all"
-    items = str(value).split(",") if isinstance(value, str | int) else value
-    if not isinstance(items, list | tuple) or not items or isinstance(value, bool):
-        raise ValueError(value)
-    ranks = [parse_whole(item) for item in items]
-    if min(ranks) < 0:
-        raise ValueError(value)
-    return ",".join(map(str, ranks))
-
-
-_DEVICE = re.compile(r"[0-9]{1,6}|(GPU|MIG)-[0-9A-Za-z/-]+")
-
-
-def parse_devices(value: Any) -> str:
-    """Read `all`, or indices or NVML names separated by commas, in the given order."""
-    if isinstance(value, str) and value.strip().lower() == "all":
-        return "all"
-    items = str(value).split(",") if isinstance(value, str | int) else value
-    if not isinstance(items, list | tuple) or not items or isinstance(value, bool):
-        raise ValueError(value)
-    names = [str(item).strip() for item in items]
-    if not all(_DEVICE.fullmatch(name) for name in names):
-        raise ValueError(value)
-    return ",".join(names)
-
-
-def parse_workers(value: Any) -> int | str:
-    """Read a number from 1, or auto; accelerate writes -1 where it does not know."""
-    if isinstance(value, str) and value.strip().lower() == "auto":
-        return "auto"
-    number = parse_whole(value)
-    if number == -1:
-        return "auto"
-    if number < 1:
-        raise ValueError(value)
-    return number
-
-
-def parse_local_workers(value: Any) -> int | str:
-    """Read a number from 1, or auto, gpu or cpu: as many as this node has of these."""
-    word = value.strip().lower() if isinstance(value, str) else ""
-    return word if word in ("gpu", "cpu") else parse_workers(value)
-
-
-def parse_mesh_size(value: Any) -> int:
-    """Read a number from 1, or -1 for what the other sizes leave."""
-    number = parse_whole(value)
-    if number < 1 and number != -1:
-        raise ValueError(value)
-    return number
-
-
 def parse_modules(value: Any) -> tuple[str, ...]:
     """Read module names; `none` carries the empty list through an environment variable."""
     names = () if value == "none" else parse_names(value)
@@ -267,88 +210,20 @@ def parse_three_flags(value: Any) -> tuple[bool, bool, bool]:
     return parse_flag(first), parse_flag(second), parse_flag(third)
 
 
-def parse_node_range(value: Any) -> str:
-    """Read MIN:MAX, or one number for both."""
-    low, _, high = str(value).partition(":")
-    first, last = parse_whole(low), parse_whole(high or low)
-    if not 1 <= first <= last:
-        raise ValueError(value)
-    return f"{first}:{last}"
-
-
-def port_number(value: Any) -> int:
-    """Return a TCP port; 0 means a free one."""
-    port = parse_whole(value)
-    if not 0 <= port <= MAX_PORT:
-        raise ValueError(value)
-    return port
-
-
-def parse_endpoint(value: Any) -> str:
-    """Read HOST:PORT; a host with colons stands in brackets. Without a port, the one that torchrun takes."""
-    text = parse_text(value)
-    if ":" not in text or text.endswith("]"):
-        text = f"{text}:{RENDEZVOUS_PORT}"
-    host, colon, port = text.rpartition(":")
-    bare = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
-    if not colon or not bare or any(mark in host for mark in " /") or (":" in bare and bare == host):
-        raise ValueError(value)
-    return f"{host}:{port_number(port)}"
-
-
-def join_endpoint(host: str, port: int) -> str:
-    """Write HOST:PORT; a host with colons of its own stands in brackets."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
-_SETTING = re.compile(r"[A-Za-z_]\w*=[^,]*")
-
-
-def parse_settings(value: Any) -> dict[str, str]:
-    """Read a mapping of names to values, or torchrun's `name=value,name=value`."""
-    if isinstance(value, str) and not value.startswith("{"):
-        parts = [part.strip() for part in value.split(",")]
-        if not all(_SETTING.fullmatch(part) for part in parts):
-            raise ValueError(value)
-        value = dict(part.split("=", 1) for part in parts)
-    return parse_variables(value)
-
-
-_STREAMS = re.compile(r"[0-3]|[0-9]{1,6}:[0-3](,[0-9]{1,6}:[0-3])*")
-
-
-def parse_streams(value: Any) -> str:
-    """Read torchrun's notation: 1 is stdout, 2 stderr, 3 both, 0 neither; for all local ranks, or `0:3,1:2`."""
-    text = ",".join(f"{rank}:{code}" for rank, code in value.items()) if isinstance(value, dict) else str(value)
-    text = text.replace(" ", "")
-    if isinstance(value, bool) or not _STREAMS.fullmatch(text):
-        raise ValueError(value)
-    return text
-
-
-_UNHANDLED = {"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
-
-
-def parse_signals(value: Any) -> tuple[str, ...]:
-    """Read names of signals that a process can pass on, with or without SIG."""
-    names = [name.upper() for name in parse_names(value)]
-    whole = tuple(name if name.startswith("SIG") else f"SIG{name}" for name in names)
-    if not whole or not all(name in signal.Signals.__members__ and name not in _UNHANDLED for name in whole):
-        raise ValueError(value)
-    return whole
-
-
 def parse_seconds(value: Any) -> float:
-    """Read a number above 0."""
-    number = parse_number(value)
+    """Read a number above 0, of seconds."""
+    number = parse_wait(value)
     if number <= 0:
         raise ValueError(value)
     return number
 
 
 def parse_wait(value: Any) -> float:
-    """Read a number, at least 0."""
+    """Read a number of seconds, at least 0 and at most a year."""
     number = parse_number(value)
     if number < 0:
         raise ValueError(value)
+    if number > MOST_SECONDS:
+        msg = f"must be at most {MOST_SECONDS} seconds, one year, and is {number:.3g}"
+        raise NotedValueError(msg)
     return number

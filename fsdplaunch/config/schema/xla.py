@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from fsdplaunch.config.schema import kinds as v
 from fsdplaunch.config.schema import parsers as p
 from fsdplaunch.config.schema.key import key
+from fsdplaunch.config.schema.kind import Kind
 
 _DTYPES = {"FP32": "float32", "BF16": "bfloat16", "FP16": "float16", "HALF": "float16"}
 _FLAGS = (
@@ -73,25 +75,35 @@ def parse_xla_settings(value: Any) -> dict[str, Any]:
         NotedValueError: A name is no argument's, or a value is none that it takes.
     """
     table = {_RENAMED.get(name, name): given for name, given in p.parse_table(value).items()}
-    return {name: _field(name, given) for name, given in table.items() if given is not None}
+    wrong, found = list[str](), dict[str, Any]()
+    for name, given in table.items():
+        try:
+            if given is not None:
+                found[name] = _field(name, given)
+        except ValueError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise p.NotedValueError("; ".join(wrong))
+    return found
 
 
 def _field(name: str, value: Any) -> Any:
     if name in _FUNCTIONS:
         msg = f"{name} is a function, which a file cannot hold: {_FUNCTIONS[name]}"
-        raise p.NotedValueError(msg)
+        raise ValueError(msg)
     if name not in _FIELDS:
-        msg = f"{name} is no argument of XlaFullyShardedDataParallel"
-        raise p.NotedValueError(msg)
+        near = get_close_matches(name, _FIELDS, n=1)
+        msg = f"{name} is no argument of XlaFullyShardedDataParallel{f' (is {near[0]} meant?)' if near else ''}"
+        raise ValueError(msg)
     expects, parse = _FIELDS[name]
     try:
         return parse(value)
     except ValueError:
         msg = f"{name} must be {expects}, got {value}"
-        raise p.NotedValueError(msg) from None
+        raise ValueError(msg) from None
 
 
-XLA_SETTINGS = v.Kind(
+XLA_SETTINGS = Kind(
     "a mapping of arguments of XlaFullyShardedDataParallel",
     parse_xla_settings,
     {"type": "object"},

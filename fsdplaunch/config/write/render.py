@@ -14,7 +14,7 @@ from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.walk import KeySpec, all_keys, build_config, keys_by_path, section_classes, value_at
 from fsdplaunch.config.schema.walk import Path as KeyPath
 from fsdplaunch.config.write.yaml_scalars import block_lines, plain_value
-from fsdplaunch.config.xla import shards_models
+from fsdplaunch.config.xla import is_read_by_xla, shards_models, shards_on_xla
 from fsdplaunch.errors import LaunchError
 
 SCHEMA_FILE = "fsdp.schema.json"
@@ -58,7 +58,9 @@ def _pinned(config: Config, spec: KeySpec) -> bool:
 
 
 def _idle(config: Config, spec: KeySpec) -> bool:
-    """Tell whether a key says how to shard where nothing is sharded."""
+    """Tell whether a key says how to shard where nothing is sharded, or where PyTorch/XLA decides that."""
+    if shards_on_xla(config) and not is_read_by_xla(spec.path):
+        return True
     shards_nothing = not shards_models(config) and not spec.key.leftover
     return shards_nothing and spec.path[0] in ("fsdp_config", "parallelism_config")
 

@@ -6,7 +6,7 @@ One thread owns the connections: the launcher's own until the run starts, then o
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fsdplaunch.errors import EXIT_FAILED
@@ -192,22 +192,30 @@ class Coordinator:
 
     def _greet_late(self, node: NodeConnection, node_info: NodeInfo) -> None:
         """Greet a node that comes while the run goes on: an elastic run may take it in."""
-        required, own = self._requirements, self._server.own
         others = [one for one in self._server.present if one is not node]
-        taken = {one.rank for one in others}
-        free = next((rank for rank in range(required.most) if rank not in taken), None)
-        if free is None or required.least == required.most or self._ended:
-            words = f"{own.name} already runs {required.run_id} with {len(others)} nodes"
-            self._turn_away(node, words, "wait for its end, or use another port")
+        if why := self._late_obstacle(node_info, others):
+            self._turn_away(node, *why)
             return
+        taken = {one.rank for one in others}
+        free = next(rank for rank in range(self._requirements.most) if rank not in taken)
+        node.rank = free if node_info.rank is None else node_info.rank
+        self._tell(f"{node.name} joins as node {node.rank}: all workers start again")
+        everyone = sorted([*others, node], key=lambda one: one.rank)
+        node.send(**start_message(self._server, everyone), rank=node.rank)
+
+    def _late_obstacle(self, node_info: NodeInfo, others: Sequence[NodeConnection]) -> tuple[str, str] | None:
+        """Return what keeps a node from joining the run while it goes on, and a hint."""
+        required, own = self._requirements, self._server.own
+        if len(others) >= required.most or required.least == required.most or self._ended:
+            words = f"{own.name} already runs {required.run_id} with {len(others)} nodes"
+            return words, "wait for its end, or use another port"
         found = find_incompatibilities([own.node_info or node_info, node_info], most=required.most)
         if fatal := [one for one in found if one.fatal]:
-            self._turn_away(node, "; ".join(one.message for one in fatal), fatal[0].hint)
-            return
-        node.rank = free
-        self._tell(f"{node.name} joins as node {free}: all workers start again")
-        everyone = sorted([*others, node], key=lambda one: one.rank)
-        node.send(**start_message(self._server, everyone), rank=free)
+            return "; ".join(one.message for one in fatal), fatal[0].hint
+        if same := [one.name for one in others if one.rank == node_info.rank]:
+            hint = "give each node a rank of its own (--machine-rank), or none: it is then assigned"
+            return f"{same[0]} already is node {node_info.rank}", hint
+        return None
 
     def _turn_away(self, node: NodeConnection, message: str, hint: str) -> None:
         node.node_info = None

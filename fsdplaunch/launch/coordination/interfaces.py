@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fsdplaunch.config.schema.parsers import join_endpoint
+from fsdplaunch.config.schema.endpoints import join_endpoint
 from fsdplaunch.launch.coordination.wire_types import Message
 
 Tell = Callable[[str], None]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fsdplaunch import __version__
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.config.schema.parsers import MAX_PORT
+from fsdplaunch.config.schema.endpoints import MAX_PORT
 from fsdplaunch.config.schema.walk import all_keys, value_at
 from fsdplaunch.errors import MachineError
 from fsdplaunch.launch.coordination import network

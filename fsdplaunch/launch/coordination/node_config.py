@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.config.schema.parsers import join_endpoint
+from fsdplaunch.config.schema.endpoints import join_endpoint
 from fsdplaunch.config.world_size import node_range
 from fsdplaunch.launch.coordination.interfaces import RunAssignment
 from fsdplaunch.launch.coordination.join import LAST_CALL_SECONDS

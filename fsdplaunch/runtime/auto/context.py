@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.runtime.auto.data.local_batches import LocalBatches
@@ -40,6 +41,7 @@ class HookContext:
         _optimizers: Those that were built, in order.
         optimizers: Those that train the shards.
         batches: This rank's shares of the batches.
+        inner_marks: What lets graphs remember the outputs of innermost modules, until losses are known.
     """
 
     config: Config
@@ -62,6 +64,7 @@ class HookContext:
     _optimizers: "list[weakref.ref[Optimizer]]" = field(default_factory=list)
     optimizers: "weakref.WeakSet[Optimizer]" = field(default_factory=weakref.WeakSet)
     batches: LocalBatches = field(default_factory=LocalBatches)
+    inner_marks: list[RemovableHandle] = field(default_factory=list)
 
     @property
     def keeps_batch(self) -> bool:
@@ -76,6 +79,11 @@ class HookContext:
         """Remember a model that was sharded, weakly, and the script's line where."""
         self.models[model] = line
         self.numbers[model] = next(self._next)
+
+    def stop_marking(self) -> None:
+        """Let graphs no longer remember the outputs of innermost modules."""
+        while self.inner_marks:
+            self.inner_marks.pop().remove()
 
     def numbered_optimizers(self) -> list[tuple[int, Optimizer]]:
         """Return the optimizers that are alive with numbers that are the same on all ranks."""
@@ -102,5 +110,5 @@ def context_of(config: Config, device: torch.device, *, rank: int, size: int) ->
         data=data,
         ownership=Ownership(config),
         module_registry=ModuleRegistry(),
-        streams=RngStreams(rank=data.rank, kept=config.launch.keep_global_batch or size == 1),
+        streams=RngStreams(rank=data.rank, kept=config.launch.keep_global_batch, scripts=size == 1),
     )

@@ -7,6 +7,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.data_loaders import dividing_loaders
 from fsdplaunch.runtime.auto.data.global_draws import drawing_for_global_batch
 from fsdplaunch.runtime.auto.data.rng_streams import drawing_alike_in_evaluation, seeding_by_rank
+from fsdplaunch.runtime.auto.data.row_order import telling_row_orders
 from fsdplaunch.runtime.auto.data.unseeded import seeding_alike
 from fsdplaunch.runtime.auto.ddp.construction import sharding_replicas
 from fsdplaunch.runtime.auto.detect.module_registry import registering_modules
@@ -52,12 +53,13 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         seeding_alike(hook_context.streams, hook_context.size if alike else 1),
         drawing_alike_in_evaluation(hook_context.streams, hook_context.models),
         drawing_for_global_batch(hook_context),
+        telling_row_orders(hook_context),
         normalising_global_batch(hook_context),
         watching_backward(hook_context),
         clipping_by_full_norm(hook_context),
         handling_shards(hook_context),
         counting(hook_context.position),
-        remembering_copies(),
+        remembering_copies(hook_context.position),
         saving_full_tensors(hook_context),
         loading_full_tensors(hook_context),
     )

@@ -107,9 +107,9 @@ def from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return values
 
 
-def from_rank_0(value: Any) -> Any:
+def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Return rank 0's value on every rank."""
-    return RankGroup().from_first(value)
+    return RankGroup([group]).from_first(value)
 
 
 def _first(group: dist.ProcessGroup | None) -> int:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer, gathered
-from fsdplaunch.runtime.collectives.rank_group import raise_on_all_ranks
 from fsdplaunch.runtime.compat.import_hook import once_imported
 from fsdplaunch.runtime.rank import rank
 from fsdplaunch.runtime.state_dict.full_state import check_shapes, full_state, holds_shards, remember_wrappers
@@ -75,12 +74,13 @@ def _gather_and_save(
     save: Callable[..., Any], model: nn.Module, given: Mapping[str, Any] | None, args: Any, kwargs: Any
 ) -> Any:
     """Gather on all ranks, save on rank 0."""
+    gathering = ShardGatherer("save_pretrained", keep=rank() == 0)
     if given is None:
-        full = full_state(model, "save_pretrained")
+        full = full_state(model, "save_pretrained", gathering)
     else:
-        full = gathered(given, ShardGatherer("save_pretrained", keep=rank() == 0))
+        full = gathered(given, gathering)
         kwargs = kwargs | {"state_dict": full}
-    with raise_on_all_ranks("write what save_pretrained was given"):
+    with gathering.finish("write what save_pretrained was given"):
         if rank() != 0:
             return None
         check_shapes(full, model, "save_pretrained")

@@ -13,8 +13,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from fsdplaunch.errors import CheckpointError, UsageError
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, named_parameters
 from fsdplaunch.runtime.saving import dcp_files as files
-from fsdplaunch.runtime.saving.model_and_optimizer import MODEL, StateToSave, renamed
+from fsdplaunch.runtime.saving.model_and_optimizer import MODEL, StateToSave
 from fsdplaunch.runtime.saving.rank_files import read_own
+from fsdplaunch.runtime.state_dict.named_states import renamed
 from fsdplaunch.runtime.torch_warnings import quiet_torch
 
 State = dict[str, Any]

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from fsdplaunch.checkpoint.readers.dcp_index import INDEX_NAME
+from fsdplaunch.checkpoint.readers.xla_files import XLA_FILE
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.name_lists import listed
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0, raise_on_all_ranks
@@ -27,12 +29,22 @@ def read_sharded(state: State, folder: Path, *, strict: bool) -> set[str]:
     Raises:
         CheckpointError: Strict, and names differ either way.
     """
+    _refuse_files_of_xla(folder)
     reader = SafeReader(folder)
     with raise_on_all_ranks(f"read {folder}"):
         absent = _absent(state, folder, reader, strict=strict)
         # Every rank plans its reads alone; torch would gather the plans on one rank and send each back as it was.
         load(state, storage_reader=reader, planner=SafePlanner(allow_partial_load=not strict), no_dist=True)
     return absent
+
+
+def _refuse_files_of_xla(folder: Path) -> None:
+    if not (folder / INDEX_NAME).exists() and any(XLA_FILE.fullmatch(path.name) for path in folder.glob("*")):
+        msg = (
+            f"{folder} holds the files of single ranks that PyTorch/XLA sharded, and torch's FSDP is to read them"
+        )
+        hint = f"fsdplaunch merge-weights {folder} OUT, then prepare(model, weights='OUT')"
+        raise CheckpointError(msg, hint=hint)
 
 
 def _absent(state: State, folder: Path, reader: SafeReader, *, strict: bool) -> set[str]:

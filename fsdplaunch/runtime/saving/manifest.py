@@ -2,14 +2,12 @@
 
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdplaunch import __version__
-from fsdplaunch.config.environment import decode
 from fsdplaunch.runtime.saving.flat_param_layout import flat_layout
 from fsdplaunch.runtime.sharding.registry import registered
 
@@ -17,7 +15,7 @@ FORMAT_VERSION = 1
 
 
 def describe_run(models: Mapping[torch.nn.Module, str], step: int | None) -> dict[str, Any]:
-    """Return what a manifest says beside its files: who wrote it, on how many ranks, in which layout and dtypes.
+    """Return what a manifest says beside files and configuration: who wrote it, on which ranks, in which layout.
 
     Args:
         models: Each with the form it is written in, such as SHARDED_STATE_DICT.
@@ -30,7 +28,6 @@ def describe_run(models: Mapping[torch.nn.Module, str], step: int | None) -> dic
         "world_size": dist.get_world_size(),
         "versions": {"fsdplaunch": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "models": [_describe_model(model, form) for model, form in models.items()],
-        "config": asdict(decode()),
     }
 
 

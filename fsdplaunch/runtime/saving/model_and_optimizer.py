@@ -4,7 +4,7 @@ Names are those of the user's model, and dtypes are the master dtypes: what load
 were sharded. All functions are collective: every rank calls them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ from fsdplaunch.runtime.saving.sharded.write_sharded import write_sharded
 from fsdplaunch.runtime.saving.small_files import write_large
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.state_dict.local_state import local_state
+from fsdplaunch.runtime.state_dict.named_states import model_state, optimizer_state, renamed, renamed_optimizer
 from fsdplaunch.runtime.state_dict.optim_state_dict import unshare_counts
 from fsdplaunch.runtime.state_dict.partial_optimizer import left_out_frozen
 from fsdplaunch.runtime.torch_internals.fsdp1 import shows_original_parameters
@@ -92,7 +93,7 @@ def model_to_save(model: nn.Module, kind: str, index: int) -> StateToSave:
             with _local(model):
                 state = {name: files.own_shard(value) for name, value in model.state_dict().items()}
             return StateToSave(kind=kind, name=_local_name(index), state=state)
-        state = renamed(get_model_state_dict(model), clean_name)
+        state = model_state(model)
     if kind == "SHARDED_STATE_DICT":
         return StateToSave(kind=kind, name=f"{MODEL}_{index}", state={"model": state})
     safe = _stem("model", index) + ".safetensors" if storable(state) else None
@@ -145,7 +146,7 @@ def load_model(model: nn.Module, folder: Path, index: int, kind: str | None = No
 def optimizer_to_save(model: nn.Module, optimizer: Optimizer, kind: str, index: int) -> StateToSave:
     """Return what is to be written of one optimizer of a model; every rank calls this."""
     with quiet_torch(), left_out_frozen(model, optimizer):
-        state = renamed_optimizer(get_optimizer_state_dict(model, optimizer), clean_name)
+        state = optimizer_state(model, optimizer)
     if kind == "FULL_STATE_DICT":
         return StateToSave(kind=kind, name=_stem(OPTIMIZER, index), state=state)
     return StateToSave(kind="SHARDED_STATE_DICT", name=f"{OPTIMIZER}_{index}", state={"optimizer": state})
@@ -188,19 +189,6 @@ def load_optimizer(
 def _state_of(name: str) -> str:
     """Return what the flattened names of a parameter's state in a sharded checkpoint begin with."""
     return f"optimizer.state.{name}."
-
-
-def renamed(state: State, rename: Callable[[str], str]) -> State:
-    """Return a state under other names."""
-    return {rename(name): value for name, value in state.items()}
-
-
-def renamed_optimizer(state: State, rename: Callable[[str], str]) -> State:
-    """Return an optimizer's state under other names of parameters."""
-    if not state:
-        return state
-    groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in state["param_groups"]]
-    return {"state": renamed(state["state"], rename), "param_groups": groups}
 
 
 def _stateless(full: State, names: Iterable[str]) -> set[str]:

@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.inspection.parameter_names import clean_name
-from fsdplaunch.runtime.saving.model_and_optimizer import MODEL, OPTIMIZER, renamed, renamed_optimizer
+from fsdplaunch.runtime.saving.model_and_optimizer import MODEL, OPTIMIZER
 from fsdplaunch.runtime.saving.plain_files import read_plain
 from fsdplaunch.runtime.saving.small_files import write_large
+from fsdplaunch.runtime.state_dict.named_states import renamed, renamed_optimizer
 from fsdplaunch.runtime.state_dict.partial_optimizer import left_out_frozen
 from fsdplaunch.runtime.torch_warnings import quiet_torch
 

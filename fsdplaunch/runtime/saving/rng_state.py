@@ -2,13 +2,14 @@
 
 import random
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsdplaunch.runtime.saving.plain_files import read_plain
-from fsdplaunch.runtime.saving.small_files import packed
+from fsdplaunch.runtime.saving.small_files import serialized
 
 
 def file_name(rank: int) -> str:
@@ -16,8 +17,8 @@ def file_name(rank: int) -> str:
     return f"random_states_{rank}.pkl"
 
 
-def packed_random_states(step: int | None) -> bytes:
-    """Return the state of Python's, numpy's (if it is in use) and torch's generators, as a file's bytes."""
+def random_states(step: int | None) -> dict[str, Any]:
+    """Return the state of Python's, numpy's (if it is in use) and torch's generators; nothing changes it later."""
     states: dict[str, Any] = {
         "step": step or 0,
         "random_state": random.getstate(),
@@ -26,9 +27,17 @@ def packed_random_states(step: int | None) -> bytes:
     if torch.cuda.is_available():
         states["torch_cuda_manual_seed"] = torch.cuda.get_rng_state_all()
     if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy_random_seed"] = sys.modules["numpy"].random.get_state()
+    return states
+
+
+def packed_random_states(states: Mapping[str, Any]) -> bytes:
+    """Return the states of the generators as a file's bytes."""
+    states = dict(states)
+    if "numpy_random_seed" in states:
+        kind, keys, *rest = states["numpy_random_seed"]
         states["numpy_random_seed"] = (kind, keys.tolist(), *rest)  # a list, so that reading it needs no numpy
-    return packed(states, "the state of the random number generators")
+    return serialized(states)
 
 
 def read_random_states(path: Path) -> None:

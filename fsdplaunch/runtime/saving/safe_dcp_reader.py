@@ -29,7 +29,8 @@ from fsdplaunch.checkpoint.gc_pause import gc_pause
 from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
 from fsdplaunch.checkpoint.item_location import ItemKey, ItemLocation
 from fsdplaunch.checkpoint.readers.data_files import DataFiles
-from fsdplaunch.checkpoint.readers.dcp_index import INDEX_NAME, item_locations, packed_items, read_metadata
+from fsdplaunch.checkpoint.readers.dcp_index import INDEX_NAME, read_metadata
+from fsdplaunch.checkpoint.readers.dcp_places import check_places, item_locations, packed_items
 from fsdplaunch.checkpoint.readers.torch_zip import parse_item
 from fsdplaunch.checkpoint.regions import Region
 from fsdplaunch.checkpoint.safe_pickle import dcp_classes
@@ -180,6 +181,7 @@ class _StorageData(dict[MetadataIndex, StorageInfo]):
     def __init__(self, records: dcp_classes.Metadata, where: str) -> None:
         super().__init__()
         self._locations = item_locations(records, where)
+        check_places(records, self._locations, where)
         self._packed = packed_items(records)
 
     def __missing__(self, key: MetadataIndex) -> StorageInfo:

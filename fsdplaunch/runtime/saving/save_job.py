@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.checkpoint.atomic_output import find_space_gap
 from fsdplaunch.checkpoint.manifest import write_manifest
+from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import raise_on_all_ranks
@@ -23,6 +24,8 @@ from fsdplaunch.runtime.saving.shared_storage import check_same
 from fsdplaunch.runtime.saving.small_files import write_bytes
 from fsdplaunch.runtime.torch_internals.sharded_tensor import ShardedTensor
 
+FileContent = bytes | Callable[[], bytes]
+"""What a small file holds, or what makes it of values that nothing changes any more."""
 LARGE_BYTES = 10 * 2**30
 """From here on, gathering a full model through one rank takes so long that it is worth a word."""
 
@@ -35,15 +38,17 @@ class SaveJob:
         target: The checkpoint's folder.
         states: Models and optimizers.
         files: This rank's small files, by name.
-        manifest: What the manifest says beside its files; rank 0's counts.
+        manifest: What the manifest says beside its files and the configuration; rank 0's counts.
+        config: The worker's configuration, which the manifest says, too.
         keep_last: How many numbered checkpoints stay, None for all.
         root: The folder it is in, which other runs are kept out of; or the target itself.
     """
 
     target: Path
     states: tuple[StateToSave, ...]
-    files: Mapping[str, bytes]
+    files: Mapping[str, FileContent]
     manifest: Mapping[str, Any]
+    config: Config
     keep_last: int | None
     root: Path
 
@@ -52,22 +57,25 @@ class SaveJob:
         """Return what is done, as messages say it: "cannot ..."."""
         return f"save {self.target}"
 
-    def open(self) -> None:
+    def open(self, group: dist.ProcessGroup | None = None) -> None:
         """Make the temporary folder, and check that there is room and that every rank sees it.
+
+        Args:
+            group: As in `write`.
 
         Raises:
             CheckpointError: On all ranks.
         """
         try:
-            with raise_on_all_ranks(self.doing):
+            with raise_on_all_ranks(self.doing, group):
                 if dist.get_rank() == 0:
                     self._warn_if_large()
                     self._lock()
                     begin(self.target)
                     self._check_space()
-            check_same(partial_of(self.target), self.target)
+            check_same(partial_of(self.target), self.target, group)
         except CheckpointError:
-            self._discard()
+            self.discard()
             raise
         except BaseException:
             end_save(self.target, self.root)
@@ -91,12 +99,19 @@ class SaveJob:
                 " SHARDED_STATE_DICT is written by all ranks at once, and merge-weights makes one file of it"
             )
 
-    def write(self, group: dist.ProcessGroup | None = None, prepare: Callable[[], None] | None = None) -> None:
+    def write(
+        self,
+        group: dist.ProcessGroup | None = None,
+        prepare: Callable[[], None] | None = None,
+        *,
+        is_open: bool = True,
+    ) -> None:
         """Write everything and put it in place; every rank calls this.
 
         Args:
             group: All ranks over gloo, in a group of its own when another thread uses theirs meanwhile.
-            prepare: What is to be done before the states can be written.
+            prepare: What is to be done before the states can be written, and before anything else.
+            is_open: Whether `open` was called.
 
         Raises:
             CheckpointError: On all ranks, and nothing has changed.
@@ -105,9 +120,11 @@ class SaveJob:
             if prepare is not None:
                 with raise_on_all_ranks(self.doing, group):
                     prepare()
+            if not is_open:
+                self.open(group)
             self._write(group)
         except CheckpointError:
-            self._discard()
+            self.discard()
             raise
         finally:
             end_save(self.target, self.root)
@@ -119,15 +136,16 @@ class SaveJob:
                 state.write(partial, group)
         with raise_on_all_ranks(self.doing, group):
             for name, data in self.files.items():
-                write_bytes(partial / name, data)
+                write_bytes(partial / name, data if isinstance(data, bytes) else data())
         with raise_on_all_ranks(self.doing, group):
             if dist.get_rank() == 0:
-                write_manifest(partial, self.manifest, next_sequence(self.target))
+                said = {**self.manifest, "config": asdict(self.config)}
+                write_manifest(partial, said, next_sequence(self.target))
                 publish(partial, self.target)
                 if self.keep_last is not None:
                     say_once(remove_old(self.target.parent, self.keep_last))
 
-    def _discard(self) -> None:
+    def discard(self) -> None:
         """Give the disk back what an unfinished save took of it; of another run's save nothing."""
         if dist.get_rank() == 0 and is_locked(self.target, self.root):
             shutil.rmtree(partial_of(self.target), ignore_errors=True)

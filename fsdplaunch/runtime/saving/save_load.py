@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from fsdplaunch.runtime.saving.model_and_optimizer import (
     optimizer_to_save,
 )
 from fsdplaunch.runtime.saving.plain_files import read_plain
-from fsdplaunch.runtime.saving.rng_state import file_name, packed_random_states, read_random_states
-from fsdplaunch.runtime.saving.save_job import SaveJob
+from fsdplaunch.runtime.saving.rng_state import file_name, packed_random_states, random_states, read_random_states
+from fsdplaunch.runtime.saving.save_job import FileContent, SaveJob
 from fsdplaunch.runtime.saving.shared_storage import check_found
 from fsdplaunch.runtime.saving.small_files import packed
 from fsdplaunch.runtime.sharding.registry import registered
@@ -80,7 +81,7 @@ def save_checkpoint(
     """
     background.finish()
     monitored_barrier("save_checkpoint")
-    root, settings = _folder(dir), decode().checkpoint
+    root, config = _folder(dir), decode()
     if step is None and root.is_symlink():  # what it leads to is replaced, and not the link
         root = Path(os.path.realpath(root))
     target = root if step is None else root / f"checkpoint-{step}"
@@ -92,12 +93,13 @@ def save_checkpoint(
             states=tuple(_to_save(models, trainers)),
             files=_own_files(_several(scheduler), _several(loader), extra, step),
             manifest=describe_run({each: _form(each) for each in models}, step),
-            keep_last=None if step is None else settings.keep_last,
+            config=config,
+            keep_last=None if step is None else config.checkpoint.keep_last,
         )
-    save.open()
-    if settings.async_:
+    if config.checkpoint.async_:
         background.start(save, TrainedTensors(models, trainers))
     else:
+        save.open()
         save.write()
     return target
 
@@ -234,10 +236,12 @@ def _trained_by(optimizer: Optimizer, models: list[nn.Module]) -> nn.Module:
 
 def _own_files(
     schedulers: list[Any], loaders: list[Any], extra: Mapping[str, Any] | None, step: int | None
-) -> dict[str, bytes]:
+) -> dict[str, FileContent]:
     """Return this rank's small files: each rank's generators, and on rank 0 what is the same on all."""
     positions = [position_of(loader) for loader in loaders]  # every rank tells how far it is
-    files = {file_name(dist.get_rank()): packed_random_states(step)}
+    files: dict[str, FileContent] = {
+        file_name(dist.get_rank()): partial(packed_random_states, random_states(step))
+    }
     if dist.get_rank() != 0:
         return files
     for index, scheduler in enumerate(schedulers):

@@ -18,12 +18,13 @@ PATIENCE_SECONDS = 3.0
 """How long a network file system may take to show a new file."""
 
 
-def check_same(folder: Path, target: Path) -> None:
+def check_same(folder: Path, target: Path, group: dist.ProcessGroup | None = None) -> None:
     """Check that every rank means the same folder, and sees in it what rank 0 puts there; every rank calls this.
 
     Args:
         folder: Made by rank 0.
         target: What it is to become; as the script named it on this rank.
+        group: All ranks, in a group of its own when another thread uses theirs meanwhile.
 
     Raises:
         CheckpointError: On all ranks, with the nodes and ranks that do not.
@@ -31,8 +32,8 @@ def check_same(folder: Path, target: Path) -> None:
     token = secrets.token_hex(8)
     if dist.get_rank() == 0:
         (folder / TOKEN).write_text(token)
-    sent, wanted = from_rank_0((token, str(target)))
-    answers = from_all((socket.gethostname(), str(target) == wanted, _shows(folder / TOKEN, sent)))
+    sent, wanted = from_rank_0((token, str(target)), group)
+    answers = from_all((socket.gethostname(), str(target) == wanted, _shows(folder / TOKEN, sent)), group)
     if dist.get_rank() == 0:
         os.unlink(folder / TOKEN)  # noqa: PTH108
     elsewhere = [rank for rank, (_, same, _) in enumerate(answers) if not same]

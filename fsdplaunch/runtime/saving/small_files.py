@@ -17,14 +17,20 @@ def packed(value: Any, what: str) -> bytes:
     Raises:
         CheckpointError: It holds objects of classes, which only running code could bring back.
     """
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
+    data = serialized(value)
     try:
-        load_plain(buffer.getvalue(), what)
+        load_plain(data, what)
     except CheckpointError:
         msg = f"{what} holds more than plain values and tensors"
         hint = "give numbers, texts, lists, mappings and tensors; save other objects in a file of your own"
         raise CheckpointError(msg, hint=hint) from None
+    return data
+
+
+def serialized(value: Any) -> bytes:
+    """Return a value that is known to be plain as the bytes of a file."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
     return buffer.getvalue()
 
 

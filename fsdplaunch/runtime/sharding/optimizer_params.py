@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
-from fsdplaunch.runtime.sharding.registry import known_parameters
 from fsdplaunch.runtime.torch_warnings import quiet_torch
 
 _ORIGIN = "fsdplaunch_origin"
@@ -94,17 +93,11 @@ def repoint(optimizer: Optimizer, known: Mapping[int, str]) -> None:
         _split_state(optimizer, model, states)
 
 
-def repoint_sharded(optimizer: Optimizer) -> None:
-    """Exchange those of an optimizer's parameters that are sharded by now; the others may be later, or never.
-
-    Args:
-        optimizer: Built on full parameters, of one model or of several.
-    """
+def waits_for_shards(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has a full parameter of a model that is sharded by now."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    origins: dict[int, FullParameter | None] = {id(param): getattr(param, _ORIGIN, None) for param in params}
-    if any(origin is not None and origin.model is not None for origin in origins.values()):
-        kept = {key: "" for key, origin in origins.items() if origin is None or origin.model is None}
-        repoint(optimizer, known_parameters() | kept)
+    origins: list[FullParameter | None] = [getattr(param, _ORIGIN, None) for param in params]
+    return any(origin is not None and origin.model is not None for origin in origins)
 
 
 class _Moves:

@@ -65,12 +65,13 @@ def holds_shards(model: nn.Module) -> bool:
     return _owner(model) is not model or any(isinstance(param, DTensor) for param in model.parameters())
 
 
-def full_state(model: nn.Module, call: str) -> State:
+def full_state(model: nn.Module, call: str, gathering: ShardGatherer | None = None) -> State:
     """Return a sharded model's state dict in host memory on rank 0, and an empty one elsewhere. Collective.
 
     Args:
         model: Sharded, or a module of one that is.
         call: The script's, for errors.
+        gathering: Of this call, if that goes on with it.
 
     Returns:
         Full tensors under the names that the model had before sharding; tied ones share their memory.
@@ -78,7 +79,7 @@ def full_state(model: nn.Module, call: str) -> State:
     Raises:
         CheckpointError: Not all ranks came, or what came back does not have the model's shapes.
     """
-    gathering = ShardGatherer(call, keep=rank() == 0)
+    gathering = gathering or ShardGatherer(call, keep=rank() == 0)
     owner = _owner(model)
     if _has_wrappers(owner):
         gathering.meet()

@@ -37,6 +37,30 @@ def reduced_dims(node: Any) -> tuple[int, ...]:
     return tuple((dim - 2**64 if dim >= 2**63 else dim) % rank for dim in dims)
 
 
+def computed_dims(node: Any) -> tuple[int, ...]:
+    """Return the dimensions along which a node's operation, such as a softmax, computes; 0 where it is unsaid."""
+    saved = [getattr(node, name, None) for name in ("_saved_result", "_saved_index")]
+    shapes = [reduced_shape(node), *(getattr(value, "shape", ()) for value in saved)]
+    rank = next((len(shape) for shape in shapes if shape), 0)
+    dims = getattr(node, "_saved_dim", None)
+    dims = dims if isinstance(dims, tuple) else (dims,)
+    known = rank and dims and all(isinstance(dim, int) for dim in dims)
+    return tuple((dim - 2**64 if dim >= 2**63 else dim) % rank for dim in dims) if known else (0,)
+
+
+def moves_rows(node: Any) -> bool:
+    """Return whether a node puts another dimension in the place of the first."""
+    name = str(node.name())
+    dims = getattr(node, "_saved_dims", (0,))
+    ways = {
+        "Unsqueeze": getattr(node, "_saved_dim", 0) == 0,
+        "Transpose": 0 in (getattr(node, "_saved_dim0", 0), getattr(node, "_saved_dim1", 0)),
+        "Permute": not dims or dims[0] != 0,
+        "TBackward": True,
+    }
+    return any(moves for kind, moves in ways.items() if name.startswith(kind))
+
+
 def total_weight(node: Any) -> float:
     """Return the weight of all elements that a mean of log-likelihoods was divided by; 0 for other nodes."""
     weight = getattr(node, "_saved_total_weight", None)

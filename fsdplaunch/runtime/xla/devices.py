@@ -7,9 +7,10 @@ import numpy as np
 import torch
 import torch_xla
 from torch_xla import runtime
-from torch_xla.distributed import spmd
+from torch_xla.distributed import spmd, xla_multiprocessing
 
 from fsdplaunch.runtime.torch_internals.xla import begin_process
+from fsdplaunch.runtime.xla.entry import spawn_here
 
 FSDP_AXIS = "fsdp"
 """Axis of the mesh that parameters and batches are split along; transformers calls it so, too."""
@@ -33,6 +34,11 @@ def use_all_devices() -> None:
     runtime.use_spmd()
     count = runtime.global_runtime_device_count()
     spmd.set_global_mesh(spmd.Mesh(np.arange(count), (count, 1), (FSDP_AXIS, "tensor")))
+
+
+def take_over_spawn() -> None:
+    """Have a script's `xmp.spawn` call its function in this process, which was started for it."""
+    spawn_here(xla_multiprocessing, runtime.global_ordinal)
 
 
 def processes() -> int:

@@ -6,16 +6,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdplaunch.checkpoint.readers.xla_files import own_name
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.torch_internals.xla import name_in_unit
 from fsdplaunch.runtime.xla.watch import wrapper_classes
-
-_WRAPPERS = frozenset({"_orig_module", "_fsdp_wrapped_module", "_fpw_module"})
-
-
-def own_name(name: str) -> str:
-    """Return a dotted name without what PyTorch/XLA's wrappers put into it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def names_before(model: nn.Module) -> dict[int, str]:
@@ -48,6 +42,25 @@ def _names_in(unit: Any, shard: Any) -> list[str]:
         return [name]
     names, _, _ = unit.get_submodule(home.removesuffix(".")).metadata(int(leaf.rpartition("_")[2]))
     return list(names)
+
+
+def names_of_each(wrapped: nn.Module) -> dict[int, tuple[str, ...]]:
+    """Return the user's names of what each parameter of a wrapped model holds, by identity."""
+    found: dict[int, tuple[str, ...]] = {}
+    for name, param in parameters_after(wrapped).items():
+        found[id(param)] = (*found.get(id(param), ()), name)
+    return found
+
+
+def shared_names(wrapped: nn.Module) -> set[str]:
+    """Return further names of parameters that have several, which a wrapped model does not hold again."""
+    per_device, _ = wrapper_classes()
+    found = set[str]()
+    for place, module in wrapped.named_modules():
+        unit: Any = module
+        for home, _, _, name, _, _ in unit.shared_full_param_infos if isinstance(module, per_device) else ():
+            found.add(own_name(".".join(filter(None, (place, home, name)))))
+    return found
 
 
 def repoint(optimizer: Optimizer, known: dict[int, tuple[str, nn.Module]]) -> None:

@@ -1,6 +1,6 @@
 """Checkpoints under PyTorch/XLA: one file per process with its shards and what they are, or the full model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,23 @@ from torch.optim import Optimizer
 from torch_xla import runtime
 from torch_xla.distributed.fsdp import consolidate_sharded_state_dicts
 
+from fsdplaunch.checkpoint.readers.xla_files import own_name
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.saving.full_state_writer import storable
 from fsdplaunch.runtime.saving.model_and_optimizer import MODEL, OPTIMIZER, StateToSave
-from fsdplaunch.runtime.saving.plain_files import read_plain
 from fsdplaunch.runtime.saving.small_files import write_large
 from fsdplaunch.runtime.torch_internals.tensors import tree_map
+from fsdplaunch.runtime.torch_internals.xla import shape_before
 from fsdplaunch.runtime.xla import devices
-from fsdplaunch.runtime.xla.parameters import own_name
+from fsdplaunch.runtime.xla.parameters import names_of_each, shared_names
+from fsdplaunch.runtime.xla.stored_optimizer import NAMES, OwnSlice, read_optimizer
+from fsdplaunch.runtime.xla.stored_weights import (
+    check_fit,
+    held_pieces,
+    open_weights,
+    parameter_shapes,
+    values_of,
+)
 from fsdplaunch.runtime.xla.watch import wrapper_classes
 
 State = dict[str, Any]
@@ -56,11 +65,11 @@ def to_save(models: list[nn.Module], optimizers: list[Optimizer], form: str) -> 
         return None
     devices.run_step()
     states = [_model(model, form, index) for index, model in enumerate(models)]
-    return [*states, *(_optimizer(each, index) for index, each in enumerate(optimizers))]
+    return [*states, *(_optimizer(models, each, index) for index, each in enumerate(optimizers))]
 
 
 def read(folder: Path, models: list[nn.Module], optimizers: list[Optimizer]) -> bool | None:
-    """Load what `to_save` wrote, on as many processes; None where PyTorch/XLA shards none of the models.
+    """Load what `to_save` wrote, on any number of processes; None where PyTorch/XLA shards none of the models.
 
     Raises:
         CheckpointError: There is none, or it is of another model.
@@ -70,7 +79,7 @@ def read(folder: Path, models: list[nn.Module], optimizers: list[Optimizer]) -> 
     for index, model in enumerate(models):
         _read_model(folder, model, index)
     for index, optimizer in enumerate(optimizers):
-        _read_optimizer(folder, optimizer, index)
+        _read_optimizer(folder, models, optimizer, index)
     devices.run_step()
     return True
 
@@ -98,8 +107,9 @@ def _full(state: State, aliases: Mapping[str, str], index: int) -> StateToSave:
     )
 
 
-def _optimizer(optimizer: Optimizer, index: int) -> StateToSave:
-    state = {"optimizer": _on_host(optimizer.state_dict())}
+def _optimizer(models: list[nn.Module], optimizer: Optimizer, index: int) -> StateToSave:
+    names = [list(each.names) for each in _trained(models, optimizer)]
+    state = {"optimizer": _on_host(optimizer.state_dict()), NAMES: names}
     return RankState(kind="SHARDED_STATE_DICT", name=f"{OPTIMIZER}_{index}", state=state, stem="optimizer")
 
 
@@ -115,44 +125,30 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
 
 def _file_name(stem: str) -> str:
-    rank, count = (0, 1) if devices.is_spmd() else (runtime.global_ordinal(), runtime.world_size())
+    rank, count = _slice_of()
     return f"rank{rank}-of-{count}-{stem}.bin"
 
 
 def _read_model(folder: Path, model: nn.Module, index: int) -> None:
-    if devices.is_spmd():
-        path = folder / f"{MODEL}{'' if index == 0 else f'_{index}'}.bin"
-        _copy(read_plain(_present(path)), {own_name(name): value for name, value in _tensors(model)}, path)
-        return
-    path = folder / f"{MODEL}_{index}" / _file_name("pytorch_model")
-    own = dict(model.state_dict())
-    _copy(_read(path)["model"], own, path)
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return iter(model.state_dict().items())
-
-
-def _copy(stored: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Copy stored values into a model's own tensors, which stay split as they are.
-
-    Raises:
-        CheckpointError: Names or shapes are others.
-    """
-    wrong = sorted(set(stored) ^ set(own)) or [name for name in own if own[name].shape != stored[name].shape]
-    if wrong:
-        msg = f"{path} is of another model or another number of processes: {wrong[0]} differs"
-        raise CheckpointError(msg, hint="build the model as it was; merge-weights makes a full one of all files")
-    with torch.no_grad():
+    """Copy stored values into a model's own tensors, which stay split as they are."""
+    unit: Any = model
+    metadata = None if devices.is_spmd() else unit.get_shard_metadata()
+    state: dict[str, torch.Tensor] = dict(model.state_dict())
+    further = set(_aliases(model)) if devices.is_spmd() else shared_names(model)
+    own = {name: tensor for name, tensor in state.items() if own_name(name) not in further}
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    with open_weights(folder, index) as stored, torch.no_grad():
+        check_fit(stored, parameter_shapes(shapes, metadata), further)
         for name, tensor in own.items():
-            tensor.copy_(stored[name].to(tensor.device))
+            held = held_pieces(name, shapes[name], metadata)
+            tensor.copy_(values_of(held, stored, shapes[name], tensor.dtype).to(tensor.device))
             if devices.is_spmd():
                 devices.split_largest_dim(tensor)
 
 
-def _read_optimizer(folder: Path, optimizer: Optimizer, index: int) -> None:
-    path = folder / f"{OPTIMIZER}_{index}" / _file_name("optimizer")
-    stored = _read(path)["optimizer"]
+def _read_optimizer(folder: Path, models: list[nn.Module], optimizer: Optimizer, index: int) -> None:
+    path = folder / f"{OPTIMIZER}_{index}"
+    stored = read_optimizer(path, _trained(models, optimizer))
     try:
         optimizer.load_state_dict(stored)
     except ValueError as error:
@@ -165,14 +161,23 @@ def _read_optimizer(folder: Path, optimizer: Optimizer, index: int) -> None:
                     devices.split_largest_dim(value)
 
 
-def _read(path: Path) -> State:
-    """Return what a process's own file holds: tensors, sizes and dtypes; nothing in it is executed."""
-    state: State = torch.load(_present(path), map_location="cpu", weights_only=True)
-    return state
+def _trained(models: list[nn.Module], optimizer: Optimizer) -> list[OwnSlice]:
+    """Return what an optimizer trains here, in its order."""
+    names = {number: each for model in models for number, each in names_of_each(model).items()}
+    rank, world = _slice_of()
+    return [
+        OwnSlice(
+            names=names.get(id(param), ()),
+            full=shape_before(param),
+            shape=tuple(param.shape),
+            rank=rank,
+            world=world,
+        )
+        for group in optimizer.param_groups
+        for param in group["params"]
+    ]
 
 
-def _present(path: Path) -> Path:
-    if not path.is_file():
-        msg = f"{path} is not there"
-        raise CheckpointError(msg, hint="load on as many processes as saved it, with the same xla_fsdp_v2")
-    return path
+def _slice_of() -> tuple[int, int]:
+    """Return which slice this process holds, and of how many; under SPMD all of one."""
+    return (0, 1) if devices.is_spmd() else (runtime.global_ordinal(), runtime.world_size())

@@ -23,7 +23,7 @@ def set_up_xla(config: Config) -> None:
     """
     if (found := installed_problem()) is not None:
         raise MachineError(found.message, hint=found.hint)
-    from fsdplaunch.runtime.xla.devices import begin, processes, use_all_devices
+    from fsdplaunch.runtime.xla.devices import begin, processes, take_over_spawn, use_all_devices
 
     begin(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if runs_spmd(config):
@@ -32,6 +32,7 @@ def set_up_xla(config: Config) -> None:
     if processes() != world_size():
         msg = f"{world_size()} processes were started, and PyTorch/XLA knows {processes()}: each would train alone"
         raise ShardingError(msg, hint="start one launcher on each host of the TPU slice, and no other")
+    take_over_spawn()
     if shards_on_xla(config):
         from fsdplaunch.runtime.xla.trainer import configure_trainer
         from fsdplaunch.runtime.xla.watch import watch_wrappers

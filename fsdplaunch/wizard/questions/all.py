@@ -7,10 +7,12 @@ from fsdplaunch.errors import UsageError
 from fsdplaunch.wizard.questions.nodes import NODES, RENDEZVOUS, WHERE, WORKERS
 from fsdplaunch.wizard.questions.question import Question
 from fsdplaunch.wizard.questions.sharding_goal import GOAL
+from fsdplaunch.wizard.questions.tpus import XLA, XLA_GRAD_CKPT, XLA_SETTINGS
 from fsdplaunch.wizard.questions.training import CHECKPOINTS, MODEL, PRECISION, WRAP
 from fsdplaunch.wizard.state import WizardState
 
-QUESTIONS = (WHERE, NODES, RENDEZVOUS, WORKERS, MODEL, GOAL, PRECISION, WRAP, CHECKPOINTS)
+_PLACE = (WHERE, NODES, RENDEZVOUS, WORKERS, XLA, XLA_GRAD_CKPT, XLA_SETTINGS)
+QUESTIONS = (*_PLACE, MODEL, GOAL, PRECISION, WRAP, CHECKPOINTS)
 """Everything that may be asked, besides one for all further keys."""
 
 

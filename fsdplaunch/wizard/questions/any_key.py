@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fsdplaunch.config.load.layers import flag_layer
+from fsdplaunch.config.load.flag_layer import flag_layer
 from fsdplaunch.config.schema.walk import KeySpec, Path, all_keys, keys_by_path
 from fsdplaunch.wizard.compose import compose
 from fsdplaunch.wizard.prompts import EXPLAIN, PromptRequest, Prompts

@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.config.schema.parsers import MAX_PORT, join_endpoint
+from fsdplaunch.config.schema.endpoints import MAX_PORT, join_endpoint
 from fsdplaunch.config.schema.walk import Path, keys_by_path
 from fsdplaunch.config.world_size import CPU_WORKERS
+from fsdplaunch.config.xla import uses_xla
 from fsdplaunch.launch.ports import DEFAULT_PORT
 from fsdplaunch.wizard.questions.question import Choice, Question
 from fsdplaunch.wizard.state import WizardState
 
 _SEVERAL = ("machines", "slurm")
 _USE_CPU: Path = ("use_cpu",)
+_XLA: Path = ("fsdp_config", "xla")
 _MACHINES: Path = ("num_machines",)
 _IP: Path = ("main_process_ip",)
 _PORT: Path = ("main_process_port",)
@@ -38,10 +40,18 @@ def _where_choices(state: WizardState) -> tuple[Choice, ...]:
             consequence="to try things out",
             detail="The same sharding, checkpoints and merging, over gloo.",
         ),
+        Choice(
+            value="tpu",
+            title="On TPUs",
+            consequence="with PyTorch/XLA",
+            detail="Hosts of a pod find each other by its variables; without a TPU it computes on the CPU.",
+        ),
     )
 
 
 def _read_where(config: Config, state: WizardState) -> str:
+    if uses_xla(config):
+        return "tpu"
     if config.use_cpu:
         return "cpu"
     in_slurm = state.facts.cluster.kind == "slurm"
@@ -51,7 +61,7 @@ def _read_where(config: Config, state: WizardState) -> str:
 
 
 def _write_where(answer: str, _: WizardState) -> Mapping[Path, Any]:
-    return {_USE_CPU: True} if answer == "cpu" else {}
+    return {"cpu": {_USE_CPU: True}, "tpu": {_XLA: True}}.get(answer, {})
 
 
 def _is_several(state: WizardState) -> bool:
@@ -134,6 +144,10 @@ def _on_gpus(state: WizardState) -> bool:
     return state.answers.get("where") != "cpu"
 
 
+def _has_workers(state: WizardState) -> bool:
+    return not state.on_tpus  # PyTorch/XLA has one process per chip or per host
+
+
 def _ask_workers(state: WizardState) -> bool:
     return state.facts.gpus_per_node != 1 or state.answers.get("where") != "here"
 
@@ -175,13 +189,13 @@ def _write_workers(answer: str, state: WizardState) -> Mapping[Path, Any]:
 WHERE = Question(
     name="where",
     text="Where will this run?",
-    help="Where the run will be: here, machines (several, reached by address), slurm, or cpu.",
-    metavar="here|machines|slurm|cpu",
-    keys=(_USE_CPU,),
+    help="Where the run will be: here, machines (several, reached by address), slurm, cpu, or tpu (PyTorch/XLA).",
+    metavar="here|machines|slurm|cpu|tpu",
+    keys=(_USE_CPU, _XLA),
     write=_write_where,
     read=_read_where,
     choices=_where_choices,
-    certain=lambda state: state.facts.gpus_per_node > 0,
+    certain=lambda state: state.facts.gpus_per_node > 0 or state.facts.on_tpus,
 )
 NODES = Question(
     name="nodes",
@@ -217,6 +231,7 @@ WORKERS = Question(
     write=_write_workers,
     read=_read_workers,
     check=_check_workers,
+    applies=_has_workers,
     asked=_ask_workers,
     remark=_workers_remark,
 )

@@ -46,6 +46,10 @@ def _no_remark(_: WizardState) -> str:
     return ""
 
 
+def _by_place(_: WizardState) -> str:
+    return "where"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """One question.
@@ -64,6 +68,7 @@ class Question:
         choices: What can be chosen; none for a line of text.
         typed: What the line that `TYPE_IT` opens asks for.
         remark: Shown behind the text.
+        decided_by: The name of the earlier question whose answer leaves this one without a meaning.
         certain: Whether the suggestion may be taken without anybody having seen it.
     """
 
@@ -80,6 +85,7 @@ class Question:
     choices: Callable[[WizardState], tuple[Choice, ...]] = _no_choices
     typed: str = ""
     remark: Callable[[WizardState], str] = _no_remark
+    decided_by: Callable[[WizardState], str] = _by_place
     certain: Callable[[WizardState], bool] = _always
 
     @property

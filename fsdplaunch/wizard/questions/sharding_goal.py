@@ -42,6 +42,8 @@ def memory_words(goal: str, state: WizardState) -> tuple[str, str | None]:
         goal: The goal.
         state: With the answers about nodes and model.
     """
+    if state.on_tpus:
+        return "", None  # the estimate is of GPUs
     plan, limit = memory_of(goal, state), state.run_facts.hardware.gpu_memory_bytes
     if plan is None:
         return "", None
@@ -72,10 +74,17 @@ _GOALS = {
 }
 
 
+def _possible(state: WizardState) -> tuple[str, ...]:
+    """Return the goals that there are; PyTorch/XLA shards over all devices, and SPMD in one way only."""
+    if not state.on_tpus:
+        return tuple(_GOALS)
+    return ("balanced",) if state.answers.get("xla") == "spmd" else ("balanced", "fastest")
+
+
 def _goal_choices(state: WizardState) -> tuple[Choice, ...]:
     choices = []
     for goal, (title, means) in _GOALS.items():
-        if goal == "hybrid" and state.num_nodes == 1:
+        if (goal == "hybrid" and state.num_nodes == 1) or goal not in _possible(state):
             continue
         need, too_big = memory_words(goal, state)
         # The biggest stays possible whatever the numbers say: nothing else would be left to choose.
@@ -125,5 +134,6 @@ GOAL = Question(
     keys=(_STRATEGY, _RESHARD, _OFFLOAD, _REPLICAS, _SHARDS),
     write=_write_goal,
     read=_read_goal,
+    asked=lambda state: len(_possible(state)) > 1,
     choices=_goal_choices,
 )

@@ -34,7 +34,14 @@ def _check_model(text: str, _: WizardState) -> str:
 def _precision_choices(state: WizardState) -> tuple[Choice, ...]:
     hardware = state.run_facts.hardware
     on_cpu = state.answers.get("where") == "cpu"
-    usual = "every GPU here computes it" if hardware.all_have_bf16 else "half the traffic"
+    on_tpus = state.on_tpus
+    usual = (
+        "TPUs compute in it"
+        if on_tpus
+        else "every GPU here computes it"
+        if hardware.all_have_bf16
+        else "half the traffic"
+    )
     return (
         Choice(
             value="bf16",
@@ -48,7 +55,7 @@ def _precision_choices(state: WizardState) -> tuple[Choice, ...]:
             title="fp16",
             consequence="the script must scale its loss",
             detail="Its narrow range lets small gradients vanish unless the loss is scaled.",
-            disabled="CPUs do not train in it" if on_cpu else None,
+            disabled=f"{'TPUs' if on_tpus else 'CPUs'} do not train in it" if on_cpu or on_tpus else None,
         ),
         Choice(value="no", title="no", consequence="the model's own dtype; nothing is cast"),
     )

@@ -10,23 +10,24 @@ import os
 import pickle
 import random
 import re
+import signal
 import subprocess
-import sys
 import tempfile
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.parent_death import ended_with_us
 from fsdplaunch.run_secret import STORE_KEY, proof
 from scripts.campaigns.attack_classes.case import Case
 from scripts.campaigns.attack_classes.runs import end_all, launch, launch_two_nodes, variables_of, wait_for
 
 COUNT = 90
 _SECRET = "ab" * 32
-_OVERWRITE_SECONDS = 60.0
+_OVERWRITE_SECONDS, _MORE_SECONDS = 60.0, 5.0
+"""How long stores are looked for, and how long once one was found: what is none says nothing."""
 _END_SECONDS = 60.0
 """How long a run may take to end once its script may."""
 _SCRIPT = """
@@ -210,29 +211,42 @@ def overwrite(places: list[str], done: Path, *prefixes: str) -> int:
         done: A file that what is written would make if it was executed.
         prefixes: What the run's own keys begin with, as far as they are known.
     """
-    code = (
-        "import sys, pickle, base64, os, datetime; import torch.distributed as dist\n"
-        "class Bomb:\n"
-        "    def __reduce__(self): return os.system, ('touch ' + sys.argv[3],)\n"
-        "bomb = base64.b64encode(pickle.dumps(Bomb())).decode()\n"
-        "store = dist.TCPStore(sys.argv[1], int(sys.argv[2]), None, False, datetime.timedelta(seconds=2))\n"
-        "keys = store.list_keys() if hasattr(store, 'list_keys') else []\n"
-        "names = ('attempt', 'attempt0/port', 'attempt0/here', 'attempt0/all')\n"
-        "own = [f'{prefix}/{name}' for prefix in sys.argv[4:] for name in names]\n"
-        "for key in [*keys, *own, 'torch.rendezvous.run', 'attempt', 'port']: store.set(key, bomb)\n"
-    )
-    hosts = [place.rpartition(":")[::2] for place in places]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, host.strip("[]"), port, str(done), *prefixes],
-            stderr=subprocess.DEVNULL,
-            preexec_fn=ended_with_us(),  # noqa: PLW1509  (no threads here)
-        )
-        for host, port in hosts
-    ]
+    import torch.distributed  # noqa: F401  (once, before the forks; tests of runs that use none of it import this)
+
+    running: dict[int, int | None] = {}
+    for place in places:
+        pid = os.fork()  # one that meets no store hangs in C, and is killed
+        if pid == 0:
+            _overwrite_one(place, done, prefixes)
+        running[pid] = None
     end = time.monotonic() + _OVERWRITE_SECONDS
-    while any(one.poll() is None for one in running) and time.monotonic() < end:
+    while None in running.values() and time.monotonic() < end:
         time.sleep(0.05)
-    for one in running:
-        one.kill()
-    return sum(one.wait() == 0 for one in running)
+        for pid in [pid for pid, status in running.items() if status is None]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            running[pid] = status if ended else None
+            if running[pid] == 0:
+                end = min(end, time.monotonic() + _MORE_SECONDS)
+    for pid in [pid for pid, status in running.items() if status is None]:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return sum(status == 0 for status in running.values())
+
+
+def _overwrite_one(place: str, done: Path, prefixes: Sequence[str]) -> None:
+    """Overwrite the store at an address, in a process of its own, which ends with 0 where there was one."""
+    import torch.distributed as dist
+
+    host, _, port = place.rpartition(":")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch says much of what is no store
+    status = 1
+    with contextlib.suppress(Exception):
+        store = dist.TCPStore(host.strip("[]"), int(port), None, False, timedelta(seconds=2))
+        keys = store.list_keys() if hasattr(store, "list_keys") else []
+        names = ("attempt", "attempt0/port", "attempt0/here", "attempt0/all")
+        own = [f"{prefix}/{name}" for prefix in prefixes for name in names]
+        bomb = b64encode(pickle.dumps(_Bomb(done))).decode()
+        for key in [*keys, *own, "torch.rendezvous.run", "attempt", "port"]:
+            store.set(key, bomb)
+        status = 0
+    os._exit(status)

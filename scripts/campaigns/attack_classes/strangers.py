@@ -6,12 +6,12 @@ secret or of another conversation. Each case lets a real node join a real coordi
 
 import json
 import random
-import resource
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 from fsdplaunch.launch.coordination.handshake import CoordinatorHandshake, NodeHandshake
 from fsdplaunch.launch.coordination.interfaces import RunActions, RunAssignment
@@ -123,6 +123,7 @@ def cases(chance: random.Random, count: int | None) -> Iterator[Case]:
 
 def meet_strangers(kinds: list[Stranger], chance: random.Random) -> None:
     """Let strangers come before a run and during it; raise when the run does not end well, or memory grows."""
+    _forget_peak()
     place, before = Place(2), _peak_bytes()
     acted: list[str] = []
     place.coordinator.actions = RunActions(
@@ -170,5 +171,10 @@ def _come(port: int, kind: Stranger, chance: random.Random) -> socket.socket:
     return sock
 
 
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))

@@ -1,7 +1,10 @@
 """Train a small model, save it, go on; load it into another model and optimizer, go on again: the same losses.
 
-Merges what was saved, where it is saved by rank, and compares with the model's own values.
+save_and_load.py                           # its own checkpoint
+save_and_load.py FOLDER [--weights-only]   # one that another run saved
 """
+
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -54,15 +57,29 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> flo
     return loss.item()
 
 
-model, optimizer = built(0)
-losses = [step(model, optimizer, number) for number in range(3)]
-fsdplaunch.save_checkpoint("saved", model=model, optimizer=optimizer, step=3)
-losses += [step(model, optimizer, number) for number in (3, 4)]
-for loss in losses:
-    print(f"loss {loss:.6f}")
-model, optimizer = built(7)
-step(model, optimizer, 9)
-fsdplaunch.load_checkpoint("saved", model=model, optimizer=optimizer)
-again = [step(model, optimizer, number) for number in (3, 4)]
-apart = max(abs(a - b) for a, b in zip(again, losses[3:], strict=True))
-print("gone on as before" if apart < 1e-5 else f"differs: {again}")
+def go_on() -> None:
+    """Save after three of five steps; load that into a model and an optimizer that are elsewhere, and go on."""
+    model, optimizer = built(0)
+    losses = [step(model, optimizer, number) for number in range(3)]
+    fsdplaunch.save_checkpoint("saved", model=model, optimizer=optimizer, step=3)
+    losses += [step(model, optimizer, number) for number in (3, 4)]
+    for loss in losses:
+        print(f"loss {loss:.6f}")
+    again = after_loading("saved", with_optimizer=True)
+    apart = max(abs(a - b) for a, b in zip(again, losses[3:], strict=True))
+    print("gone on as before" if apart < 1e-5 else f"differs: {again}")
+
+
+def after_loading(folder: str, *, with_optimizer: bool) -> list[float]:
+    """Return the losses of the two steps after a checkpoint; without its optimizer that of the first alone."""
+    model, optimizer = built(7)
+    step(model, optimizer, 9)
+    fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer if with_optimizer else None)
+    return [step(model, optimizer, number) for number in ((3, 4) if with_optimizer else (3,))]
+
+
+if len(sys.argv) > 1:
+    for loss in after_loading(sys.argv[1], with_optimizer="--weights-only" not in sys.argv):
+        print(f"loss {loss:.6f}")
+else:
+    go_on()

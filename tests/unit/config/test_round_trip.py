@@ -15,6 +15,7 @@ from fsdplaunch.config.rules.base import rule_context
 from fsdplaunch.config.rules.registry import find_notes, find_violations
 from fsdplaunch.config.schema import kinds as v
 from fsdplaunch.config.schema.config import Config, PrecisionSection
+from fsdplaunch.config.schema.parsers import MOST_SECONDS
 from fsdplaunch.config.schema.walk import all_keys, build_config, keys_by_path, value_at
 from fsdplaunch.config.schema.xla import XLA_SETTINGS
 from fsdplaunch.config.write.render import render, values_to_write
@@ -38,8 +39,8 @@ BY_KIND = {
     id(v.COUNT): st.integers(1, 2**40),
     id(v.PORT): st.integers(0, 65535),
     id(v.NUMBER): st.floats(allow_nan=False, allow_infinity=False),
-    id(v.SECONDS): st.floats(min_value=0, exclude_min=True, allow_infinity=False),
-    id(v.WAIT): st.floats(min_value=0, allow_infinity=False),
+    id(v.SECONDS): st.floats(min_value=0, max_value=MOST_SECONDS, exclude_min=True),
+    id(v.WAIT): st.floats(min_value=0, max_value=MOST_SECONDS),
     id(v.SETTINGS): st.dictionaries(WORDS.filter(str.isidentifier), TEXT, max_size=3),
     id(v.STREAMS): st.sampled_from(["0", "1", "2", "3", "0:3", "0:1,1:2"]),
     id(v.SIGNALS): st.sampled_from([("SIGTERM",), ("SIGINT", "SIGUSR1"), ("SIGHUP", "SIGQUIT", "SIGUSR2")]),

@@ -104,8 +104,10 @@ def test_env_adds_the_files_own_variables_and_threads():
     assert (env["NCCL_DEBUG"], env["N"], env["OMP_NUM_THREADS"]) == ("INFO", "3", "2")
 
 
-def test_omp_threads_set_by_the_user_are_kept():
-    assert "OMP_NUM_THREADS" not in make(environ={"OMP_NUM_THREADS": "1"}).env
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "PYTHONHASHSEED"])
+def test_variables_set_by_the_user_are_kept(name):
+    assert make().env[name].isdigit()
+    assert name not in make(environ={name: "1"}).env
 
 
 def test_restarts_turn_off_the_shared_store():

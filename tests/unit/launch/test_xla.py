@@ -82,11 +82,47 @@ def test_accelerate_is_told_neither_of_fsdp_nor_of_a_cpu():
     assert env["FSDPLAUNCH_FSDP_CONFIG_XLA"] == env["FSDPLAUNCH_FSDP_CONFIG_XLA_FSDP_V2"] == "true"
 
 
+TPU_BF16 = "distributed_type: XLA\nmixed_precision: bf16\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "chips", "environ", "found"),
+    [
+        (TPU_BF16, 4, {}, {"XLA_USE_BF16"}),
+        (TPU_BF16, 0, {"PJRT_DEVICE": "TPU"}, {"XLA_USE_BF16"}),
+        (TPU_BF16 + "downcast_bf16: 'no'\n", 4, {}, {"XLA_USE_BF16"}),
+        (TPU_BF16 + "downcast_bf16: yes\n", 4, {}, {"XLA_DOWNCAST_BF16", "ACCELERATE_DOWNCAST_BF16"}),
+        (TPU_BF16, 0, {}, set()),
+        (TPU_BF16 + ONE_EACH, 4, {}, set()),
+        ("distributed_type: XLA\nmixed_precision: fp16\n", 4, {}, set()),
+        ("mixed_precision: bf16\n" + SPMD, 4, {}, set()),
+    ],
+)
+def test_a_tpu_computes_in_bf16_as_accelerate_has_it(text, chips, environ, found):
+    plan = plan_of(text, chips=chips, environ=environ)
+    assert {name for name in plan.env if name.endswith("BF16") and not name.startswith("FSDPLAUNCH_")} == found
+    assert all(plan.env[name] == "1" for name in found)
+
+
 @pytest.mark.parametrize("text", [SPMD, ONE_EACH, "distributed_type: XLA\nnum_processes: 4\n"])
 def test_a_worker_reads_what_was_sent(text):
     config = config_of(text)
     assert resolve(config) == config
     assert decode(encode(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("keys", "policy"),
+    [
+        ("min_num_params: 2000", "SIZE_BASED_WRAP"),
+        ("fsdp_min_num_params: 2000, transformer_layer_cls_to_wrap: A", "SIZE_BASED_WRAP"),
+        ("min_num_params: 2000, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", "TRANSFORMER_BASED_WRAP"),
+        ("min_num_params: 0", "TRANSFORMER_BASED_WRAP"),
+    ],
+)
+def test_a_size_alone_makes_units_as_a_trainer_has_it(keys, policy):
+    config = config_of(f"fsdp_config: {{xla: true, {keys}}}\n")
+    assert config.fsdp_config.fsdp_auto_wrap_policy == policy
 
 
 GUIDE = (Path(__file__).parents[2] / "cases" / "transformers_guide.yaml").read_text()
@@ -108,6 +144,10 @@ def test_the_guides_keys_mean_the_same_at_the_top_and_in_their_section():
         ("{param_init_fn: f}", "param_init_fn is a function, which a file cannot hold"),
         ("{flatten_parameters: maybe}", "flatten_parameters must be true or false, got maybe"),
         ("{sharding_groups: [1, 2]}", "sharding_groups must be a list of lists of ranks"),
+        (
+            "{compute_dtypes: bf16, sync_on_finalization: 3, flatten_parameters: yes}",
+            "compute_dtypes is no argument of XlaFullyShardedDataParallel (is compute_dtype meant?); sync_on_",
+        ),
         ("yes", "must be a mapping of arguments of XlaFullyShardedDataParallel"),
     ],
 )

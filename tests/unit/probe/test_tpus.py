@@ -2,6 +2,7 @@
 
 import pytest
 
+from fsdplaunch.errors import MachineError
 from fsdplaunch.probe.tpus import count_tpu_chips, pod_settings
 
 
@@ -24,8 +25,13 @@ def test_chips_are_googles_devices_with_a_tpus_number(tmp_path):
     [
         ({}, ()),
         ({"TPU_WORKER_HOSTNAMES": "h0", "TPU_WORKER_ID": "0"}, ()),
-        ({"TPU_WORKER_HOSTNAMES": "h0,h1"}, ()),
-        ({"TPU_WORKER_HOSTNAMES": "h0,h1", "TPU_WORKER_ID": "x"}, ()),
+        ({"TPU_WORKER_HOSTNAMES": "h0", "TPU_WORKER_ID": "x"}, ()),
+        ({"TPU_PROCESS_ADDRESSES": "local", "CLOUD_TPU_TASK_ID": "0"}, ()),
+        ({"TPU_PROCESS_ADDRESSES": "localhost:8476,localhost:8477", "CLOUD_TPU_TASK_ID": "1"}, ()),
+        (
+            {"TPU_PROCESS_ADDRESSES": "10.0.0.1:8476,10.0.0.2:8476", "CLOUD_TPU_TASK_ID": "1"},
+            ("num_machines=2", "machine_rank=1", "main_process_ip=10.0.0.1"),
+        ),
         (
             {"TPU_WORKER_HOSTNAMES": "h0, h1,h2", "TPU_WORKER_ID": "2"},
             ("num_machines=3", "machine_rank=2", "main_process_ip=h0"),
@@ -34,3 +40,20 @@ def test_chips_are_googles_devices_with_a_tpus_number(tmp_path):
 )
 def test_a_pods_variables_say_where_this_host_belongs(environ, settings):
     assert pod_settings(environ) == settings
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({}, "TPU_WORKER_ID is not set"),
+        ({"TPU_WORKER_ID": "x"}, "TPU_WORKER_ID is 'x'"),
+        ({"TPU_WORKER_ID": "-1"}, "TPU_WORKER_ID is '-1'"),
+        ({"TPU_WORKER_ID": "2"}, "TPU_WORKER_ID is '2'"),
+        ({"TPU_WORKER_ID": "0", "CLOUD_TPU_TASK_ID": "7"}, "CLOUD_TPU_TASK_ID is '7'"),
+    ],
+)
+def test_a_pods_host_without_a_number_is_refused(environ, said):
+    with pytest.raises(MachineError) as caught:
+        pod_settings({"TPU_WORKER_HOSTNAMES": "h0,h1"} | environ)
+    assert caught.value.message == f"this TPU pod has 2 hosts, h0 first, and {said}: which of them is this?"
+    assert "from 0 to 1" in caught.value.hint

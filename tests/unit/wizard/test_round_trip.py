@@ -45,6 +45,14 @@ VALUES = {
     ("launch", "rendezvous_endpoint"): [None, "n1:29400"],
     ("launch", "env"): [{}, {"A": "x, y: 'z'"}],
     ("checkpoint", "dir"): ["checkpoints", "else where"],
+    ("fsdp_config", "xla"): [False, True],
+    ("fsdp_config", "xla_fsdp_v2"): [False, True],
+    ("fsdp_config", "xla_fsdp_grad_ckpt"): [False, True],
+    ("fsdp_config", "xla_fsdp_settings"): [
+        {},
+        {"compute_dtype": "bfloat16", "flatten_parameters": True},
+        {"sharding_groups": [[0, 1], [2, 3]]},
+    ],
     ("precision", "reduce"): [None, "bf16"],
 }
 

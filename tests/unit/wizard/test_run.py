@@ -12,6 +12,7 @@ from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.walk import all_keys, value_at
 from fsdplaunch.errors import UsageError
 from fsdplaunch.wizard.questions.all import QUESTIONS
+from fsdplaunch.wizard.questions.tpus import SETTINGS_FORM
 from fsdplaunch.wizard.run import describe_facts, run_wizard
 from fsdplaunch.wizard.suggest import suggest_for
 
@@ -121,6 +122,27 @@ def test_run_wizard_yes_is_the_suggestion(machines, machine):
             {"num_machines": 2, "num_processes": 8},
         ),
         ("slurm_2x8", {"where": "here", "precision": "no"}, {"num_processes": 8}),
+        (
+            "eight_h100",
+            {"where": "tpu", "precision": "no", "xla-settings": "compute_dtype=bf16, flatten_parameters=yes"},
+            {
+                "xla": True,
+                "xla_fsdp_settings": {"compute_dtype": "bfloat16", "flatten_parameters": True},
+                "cpu_devices": 1,
+            },
+        ),
+        (
+            "laptop",
+            {"where": "tpu", "precision": "no", "xla": "spmd", "xla-grad-ckpt": "yes", "wrap": "Block"},
+            {
+                "xla": True,
+                "xla_fsdp_v2": True,
+                "xla_fsdp_grad_ckpt": True,
+                "fsdp_transformer_layer_cls_to_wrap": ("Block",),
+                "processes_per_host": 1,
+                "cpu_devices": 2,
+            },
+        ),
     ],
 )
 def test_run_wizard_answers_write_exactly_these_keys(machines, machine, answers, expected):
@@ -138,7 +160,19 @@ CASES = [
     ("slurm_2x8", {"goal": "fastest", "checkpoint-dir": "my ckpt"}, ("launch.env={A: 'x, y'}", "fsdp_version=1")),
     ("small_container", {"model": "70b"}, ("fsdp_ignored_modules=.*[.]head", "show_ranks=0,1")),
     ("eight_h100", {}, ("num_processes=4", "mixed_precision=fp16")),
+    ("slurm_2x8", {"where": "tpu", "xla-settings": '{"sharding_groups": [[0], [1]]}', "goal": "fastest"}, ()),
+    ("eight_h100", {"where": "tpu", "xla": "spmd", "model": "8b"}, ("xla.cpu_devices=3",)),
 ]
+
+
+def test_run_wizard_on_tpus_prints_its_flags_and_leaves_no_note(machines):
+    answers = {"where": "tpu", "xla-grad-ckpt": "yes", "xla-settings": "compute_dtype=bfloat16"}
+    result = write(machines["eight_h100"], answers)
+    assert "--where tpu --xla wrapper --xla-grad-ckpt yes --xla-settings compute_dtype=bfloat16 " in result.command
+    assert "--workers-per-node" not in result.command
+    Path("f.yaml").write_text(result.text)
+    assert load_config(Path("f.yaml"), environ={}).notes == ()  # config validate --strict passes it
+    assert write(replace(machines["laptop"], on_tpus=True), {}, yes=False).answers["where"] == "tpu"
 
 
 @pytest.mark.parametrize(("machine", "answers", "overrides"), CASES)
@@ -173,15 +207,37 @@ def test_run_wizard_command_names_another_file_and_says_overwrite(machines):
 def test_run_wizard_answers_it_reports_include_every_question_that_applies(machines, machine):
     answers = write(machines[machine]).answers
     several = machine == "slurm_2x8"
-    skipped = {"rendezvous"} | (set() if several else {"nodes"})
+    skipped = {"rendezvous", "xla", "xla-grad-ckpt", "xla-settings"} | (set() if several else {"nodes"})
     assert set(answers) == {question.name for question in QUESTIONS} - skipped
 
 
 @pytest.mark.parametrize(
     ("machine", "answers", "message"),
     [
-        ("laptop", {"where": "moon"}, "--where must be one of here, machines, slurm, cpu, got 'moon'"),
+        ("laptop", {"where": "moon"}, "--where must be one of here, machines, slurm, cpu, tpu, got 'moon'"),
         ("laptop", {"nodes": "2"}, "--nodes has no meaning with --where cpu"),
+        ("laptop", {"xla": "spmd"}, "--xla has no meaning with --where cpu"),
+        (
+            "laptop",
+            {"where": "tpu", "xla": "spmd", "xla-settings": "compute_dtype=bf16"},
+            "--xla-settings has no meaning with --xla spmd",
+        ),
+        (
+            "laptop",
+            {"where": "tpu", "xla-settings": "compute_dtype"},
+            f"--xla-settings {SETTINGS_FORM}",
+        ),
+        (
+            "laptop",
+            {"where": "tpu", "workers-per-node": "4"},
+            "--workers-per-node has no meaning with --where tpu",
+        ),
+        ("laptop", {"where": "tpu", "goal": "biggest"}, "--goal must be one of balanced, fastest, got 'biggest'"),
+        (
+            "laptop",
+            {"where": "tpu", "precision": "fp16"},
+            "--precision fp16 is not possible: TPUs do not train in it",
+        ),
         ("eight_h100", {"rendezvous": "a:1"}, "--rendezvous has no meaning with --where here"),
         ("eight_h100", {"where": "machines", "nodes": "1"}, "--nodes must be a whole number from 2, got '1'"),
         ("eight_h100", {"where": "slurm", "nodes": "0"}, "--nodes must be a whole number from 1, got '0'"),
@@ -272,7 +328,7 @@ def test_run_wizard_not_interactive_without_a_gpu_asks_for_the_place(machines):
     with pytest.raises(UsageError) as caught:
         write(machines["laptop"], yes=False)
     assert caught.value.message == "cannot answer without asking: Where will this run?"
-    assert caught.value.hint == "pass --where here|machines|slurm|cpu, or --yes, which takes --where cpu"
+    assert caught.value.hint == "pass --where here|machines|slurm|cpu|tpu, or --yes, which takes --where cpu"
     assert write(machines["laptop"], {"where": "cpu"}, yes=False).config.use_cpu
 
 
@@ -383,8 +439,13 @@ def test_run_wizard_starting_from_a_broken_file_is_refused(machines):
 
 def test_flags_offer_every_question_once_with_help():
     assert len({question.name for question in QUESTIONS}) == len(QUESTIONS)
-    assert len(QUESTIONS) + 1 <= 10
     assert all(each.flag == f"--{each.name}" and each.help.endswith(".") and each.metavar for each in QUESTIONS)
+
+
+@pytest.mark.parametrize("where", ["here", "machines", "slurm", "cpu", "tpu"])
+def test_questions_are_ten_at_most(machines, where):
+    answers = write(machines["laptop"], {"where": where}).answers
+    assert len(answers) + 1 <= 10  # and the one for all further keys
 
 
 def test_questions_no_key_is_decided_by_two():

@@ -1,14 +1,15 @@
 """A run on Kubernetes: how its Job or TrainJob is doing, what its pods print, how they ended."""
 
 import subprocess
-import time
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fsdplaunch.errors import EXIT_FAILED, LaunchError
 from fsdplaunch.launch.runs.states import State
 from fsdplaunch.launch.schedulers.kubernetes import kubectl
 from fsdplaunch.launch.schedulers.kubernetes.manifests import JOB_CONTAINER, TRAIN_JOB_CONTAINER
+from fsdplaunch.launch.schedulers.shown_output import ShownStreams, stream_for
 from fsdplaunch.parent_death import ended_with_us
 
 LOOK_SECONDS = 2.0
@@ -92,7 +93,10 @@ def _end_of(pod: Mapping[str, Any], name: str) -> dict[str, Any] | None:
 def show_logs(job: Job) -> int:
     """Print what all pods have printed; returns kubectl's status."""
     what = ["logs", "--tail=-1", "--container", container(job), "--selector", selector(job)]
-    return subprocess.call(kubectl.words_for(what, job.get("namespace")), stdin=subprocess.DEVNULL)
+    screen = ShownStreams()
+    stream = _open_stream(what, job, screen)
+    screen.copy_all()
+    return stream.wait()
 
 
 def follow(job: Job, tell: Callable[[str], None]) -> None:
@@ -105,16 +109,17 @@ def follow(job: Job, tell: Callable[[str], None]) -> None:
         tell: Gets each new state.
     """
     streams: dict[str, subprocess.Popen[bytes]] = {}
-    shown = ""
+    shown, screen = "", ShownStreams()
     try:
         while True:
             state, unfinished = state_of(job)
             if state != shown:
                 tell(shown := state)
-            _open_streams(job, streams)
+            _open_streams(job, streams, screen)
             if not unfinished:
                 break
-            time.sleep(LOOK_SECONDS)
+            screen.copy(LOOK_SECONDS)
+        screen.copy_all()
         for stream in streams.values():
             stream.wait()
     finally:
@@ -123,7 +128,7 @@ def follow(job: Job, tell: Callable[[str], None]) -> None:
                 stream.terminate()
 
 
-def _open_streams(job: Job, streams: dict[str, "subprocess.Popen[bytes]"]) -> None:
+def _open_streams(job: Job, streams: dict[str, "subprocess.Popen[bytes]"], screen: ShownStreams) -> None:
     try:
         pods = _pods(job)
     except LaunchError:  # the next look tells
@@ -133,10 +138,18 @@ def _open_streams(job: Job, streams: dict[str, "subprocess.Popen[bytes]"]) -> No
         running = sum(stream.poll() is None for stream in streams.values())
         if name in streams or phase not in ("Running", "Succeeded", "Failed") or running >= MOST_STREAMS:
             continue
-        what = ["logs", "--follow", "--container", container(job), name]
-        streams[name] = subprocess.Popen(
-            kubectl.words_for(what, job.get("namespace")),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=ended_with_us(),  # noqa: PLW1509  (no threads here)
-        )
+        streams[name] = _open_stream(["logs", "--follow", "--container", container(job), name], job, screen)
+
+
+def _open_stream(what: Sequence[str], job: Job, screen: ShownStreams) -> "subprocess.Popen[bytes]":
+    """Start kubectl, and have what it prints shown here."""
+    stream = subprocess.Popen(
+        kubectl.words_for(what, job.get("namespace")),
+        stdin=subprocess.DEVNULL,
+        stdout=stream_for(sys.stdout),
+        stderr=stream_for(sys.stderr),
+        start_new_session=True,
+        preexec_fn=ended_with_us(),  # noqa: PLW1509  (no threads here)
+    )
+    screen.add(stream, stdout=sys.stdout, stderr=sys.stderr)
+    return stream

@@ -1,16 +1,19 @@
 """The ssh clients of a run: start all, show what they say, pass signals on, end together."""
 
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from fsdplaunch.launch.schedulers.shown_output import Screen, copy_all, stream_for
 from fsdplaunch.launch.schedulers.ssh.hosts import READY, SSH_FAILED, to_line
 
-_KEPT_LINES = 5
+_KEPT_LINES, _LONGEST_LINE = 5, 1 << 16
 POLL_SECONDS = 0.05
 
 
@@ -50,7 +53,7 @@ class SshSession:
     ready: bool = False
     lines: list[str] = field(default_factory=list)
     late: bool = False
-    reader: threading.Thread | None = None
+    readers: list[threading.Thread] = field(default_factory=list)
 
     @property
     def has_failed(self) -> bool:
@@ -61,10 +64,9 @@ class SshSession:
         return self.late or (status is not None and (status != 0 or not self.ready))
 
     def hear_out(self) -> None:
-        """Read the rest of its error output, READY perhaps in it. Once: a shared connection may keep it open."""
-        if self.reader is not None:
-            self.reader.join(timeout=1)
-            self.reader = None
+        """Read the rest of its output, READY perhaps in it. Once: a shared connection may keep it open."""
+        while self.readers:
+            self.readers.pop().join(timeout=1)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send the remote side a message."""
@@ -102,18 +104,23 @@ class SshSessions:
         process = subprocess.Popen(
             part.words,
             stdin=subprocess.PIPE,
-            stdout=part.output,
+            stdout=stream_for(sys.stdout) if part.output is None else part.output,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in the terminal is ours to pass on
         )
         client = SshSession(host=part.host, process=process)
-        client.reader = threading.Thread(target=self._read, args=(client,), daemon=True)
-        client.reader.start()
+        tasks = [partial(self._read, client)]
+        if process.stdout is not None:
+            tasks.append(partial(copy_all, process.stdout, Screen(sys.stdout)))
+        client.readers = [threading.Thread(target=task, daemon=True) for task in tasks]
+        for reader in client.readers:
+            reader.start()
         self.clients.append(client)
         client.send({**part.task, "env": {**part.task.get("env", {}), **part.secrets}})
 
     def _read(self, client: SshSession) -> None:
-        for line in client.process.stderr or ():
+        stream = client.process.stderr
+        for line in iter(partial(stream.readline, _LONGEST_LINE), b"") if stream is not None else ():
             text = line.decode(errors="replace").rstrip("\r\n")
             if not client.ready and text == READY:
                 client.ready = True

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.data.own_generators import OwnGenerators
 from fsdplaunch.runtime.auto.data.samplers import FullBatches, RankBatches, RankItems, RankTurns
 from fsdplaunch.runtime.auto.data.worker_draws import WorkerDraws
 from fsdplaunch.runtime.auto.patch import replaced
@@ -142,8 +143,9 @@ def _check_batch(loader: Any, hook_context: HookContext) -> None:
 
 def _read_with_own_draws(loader: Any, iterate: Any, hook_context: HookContext) -> Any:
     """Begin to read a dataset whose items, where they draw random numbers, must not draw the same on all ranks."""
-    streams, draws = hook_context.streams, WorkerDraws(loader.worker_init_fn) if loader.num_workers else None
-    kept = loader.worker_init_fn
+    streams, kept = hook_context.streams, loader.worker_init_fn
+    draws = WorkerDraws(kept, loader.collate_fn) if loader.num_workers else None
+    own = OwnGenerators(loader.dataset, loader.collate_fn, order=_drawing_order(loader))
     set_attributes(loader, worker_init_fn=draws or kept)
     try:
         with streams.seeding():
@@ -155,16 +157,21 @@ def _read_with_own_draws(loader: Any, iterate: Any, hook_context: HookContext) -
     def next_with_own_draws(iterator: Any = iterator) -> Any:
         with streams.own() if draws is None else nullcontext():
             batch = next_data(iterator)
-        if streams.own_drawn or (draws is not None and draws.seen()):
-            _tell_own_draws(hook_context)
+        if "own draws" not in hook_context.printed:
+            seen = streams.own_drawn or own.drew() if draws is None else draws.seen()
+            _tell_own_draws(hook_context, seen=seen)
         return batch
 
     set_iterator_methods(iterator, next_with_own_draws, functools.partial(reset, iterator))
     return iterator
 
 
-def _tell_own_draws(hook_context: HookContext) -> None:
-    if "own draws" not in hook_context.printed:
+def _drawing_order(loader: Any) -> list[Any]:
+    return [getattr(each, "generator", None) for each in (loader, loader.sampler)]
+
+
+def _tell_own_draws(hook_context: HookContext, *, seen: bool) -> None:
+    if seen:
         hook_context.printed.add("own draws")
         messages.say(
             "items of the dataset are drawn at random: each rank draws its own, not what one process would"

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.script_line import script_line
 
 _STRIDE = 1_000_003
 """Between the seeds of neighbouring ranks; a prime, so that a script's own seeds in a row do not meet them."""
@@ -29,6 +31,9 @@ class RngStreams:
     Attributes:
         rank: Among those that read different data. Rank 0 goes on as one process would; others diverge from it.
         kept: All ranks go on alike, for a run that computes what one process would.
+        scripts: Each rank's draws are the script's own business: it is alone, or a script for several ranks.
+        begun: Whether training has begun.
+        seeds: What the script seeded last before that, by generator: the line and the seed.
         diverged: Whether they have diverged.
         evaluating: Whether the script evaluates.
         alike: Whether what is drawn now is drawn for all ranks, whose rows it is not divided by.
@@ -38,6 +43,9 @@ class RngStreams:
 
     rank: int
     kept: bool
+    scripts: bool = False
+    begun: bool = False
+    seeds: dict[str, tuple[str, str]] = field(default_factory=dict)
     diverged: bool = False
     evaluating: bool = False
     alike: bool = False
@@ -53,16 +61,34 @@ class RngStreams:
 
         When training begins, and not before: data that is made or split by drawing is the same on all ranks.
         """
-        if self.kept or self.diverged:
+        if self.begun or self.scripts:
             return
-        box = [random_states()]
-        dist.broadcast_object_list(box, src=0)
-        self._shared = box[0]
-        self.diverged = True
+        self.begun = True
+        self._shared = self._common_states()
         if dist.get_rank():
             set_random_states(self._shared)
-        if self.rank:
+        self.diverged = not self.kept
+        if self.rank and self.diverged:
             self._reseed(torch.initial_seed())
+
+    def _common_states(self) -> dict[str, Any]:
+        """Return rank 0's states; tell where ranks were seeded differently, as by the time. Collective."""
+        facts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(facts, (random_states() if dist.get_rank() == 0 else None, self.seeds))
+        for kind, (line, seed) in self.seeds.items():
+            others = {str(seeds[kind][1]) for _, seeds in facts if kind in seeds} - {seed}
+            if others:
+                messages.say(
+                    f"{line}: {kind} is seeded with {seed} here and {min(others)} on another rank: data that were"
+                    " split or made by it are not the same on all ranks; seed with the same number"
+                )
+        states: dict[str, Any] = facts[0][0]
+        return states
+
+    def note_seed(self, kind: str, seed: Any) -> None:
+        """Remember what the script seeded before training."""
+        if not self.begun:
+            self.seeds[kind] = (script_line(), str(seed)[:40])
 
     def _reseed(self, seed: int) -> None:
         mine = (seed + self.rank * _STRIDE) % 2**63
@@ -73,6 +99,7 @@ class RngStreams:
 
     def seeded(self, seed: int) -> int:
         """Return what a seed that the script sets means on this rank; the shared stream begins anew with it."""
+        self.note_seed("torch", seed)
         if not self.diverged or self.evaluating:
             return seed
         self._shared["torch"] = torch.Generator().manual_seed(seed).get_state()
@@ -87,6 +114,11 @@ class RngStreams:
             self.evaluating = now
             others, self._aside = self._aside or dict(self._shared), random_states()
             set_random_states(others)
+
+    @property
+    def draws_own(self) -> bool:
+        """Return whether what is drawn now is from this rank's own stream, apart from what all go on with."""
+        return bool(self._main)
 
     @contextmanager
     def shared(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Seed alike on all ranks what a script leaves unseeded, before training begins.
 
 Needed because all ranks run the script: data split by Python's or numpy's generators must be split alike, and
-these are seeded by chance in every process. Torch's own begins alike everywhere.
+these are seeded by chance in every process. Torch's own begins alike on the ranks of one node only.
 """
 
 import random
@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.random.bit_generator as numpy_generators
 import torch
 import torch.distributed as dist
 
@@ -31,12 +32,9 @@ def seeding_alike(streams: RngStreams, size: int) -> Iterator[None]:
     set_random_states(states)
     seeds = _Seeds(streams, seed)
     with ExitStack() as stack:
-        for owner, name, bits in (
-            (random, "seed", 64),
-            (np.random, "seed", 32),
-            (np.random, "default_rng", 128),
-        ):
-            stack.enter_context(replaced(owner, name, lambda original, bits=bits: seeds.given(original, bits)))  # type: ignore[misc]
+        stack.enter_context(replaced(random, "seed", lambda original: seeds.given(original, "random", 64)))
+        stack.enter_context(replaced(np.random, "seed", lambda original: seeds.given(original, "numpy", 32)))
+        stack.enter_context(replaced(numpy_generators, "randbits", seeds.of_numpy))
         stack.enter_context(replaced(random.Random, "seed", seeds.of_a_generator))
         stack.enter_context(replaced(torch, "seed", seeds.of_torch))
         yield
@@ -49,16 +47,26 @@ class _Seeds:
         self.streams = streams
         self.source = random.Random(seed)  # noqa: S311  (no secrets)
 
-    def given(self, original: Any, bits: int) -> Any:
+    def given(self, original: Any, kind: str, bits: int) -> Any:
         """Make a function that takes a seed, or None for one by chance."""
 
         def seed(*args: Any, **kwargs: Any) -> Any:
             by_chance = all(value is None for value in (*args, *kwargs.values()))
+            if not by_chance:
+                self.streams.note_seed(kind, (*args, *kwargs.values())[0])
             if not by_chance or self.streams.diverged:
                 return original(*args, **kwargs)
             return original(self.source.getrandbits(bits))
 
         return seed
+
+    def of_numpy(self, original: Any) -> Any:
+        """Make where numpy's generators get bits that are given no seed: `RandomState()`, `PCG64()`."""
+
+        def randbits(bits: int) -> int:
+            return int(original(bits)) if self.streams.diverged else self.source.getrandbits(bits)
+
+        return randbits
 
     def of_a_generator(self, original: Any) -> Any:
         """Make `random.Random.seed`, which its constructor calls: for the script's own."""

@@ -5,7 +5,9 @@ The wrapper is a real instance of torch's class, so that `isinstance`, `.module`
 gradients.
 """
 
+import functools
 import inspect
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -22,10 +24,11 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.ddp.forward import Forward
 from fsdplaunch.runtime.auto.ddp.unused_parameters import agree_on_unused
 from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model
+from fsdplaunch.runtime.auto.detect.optimizers import regroup
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
-from fsdplaunch.runtime.sharding.optimizer_params import repoint_sharded
+from fsdplaunch.runtime.sharding.optimizer_params import waits_for_shards
 from fsdplaunch.runtime.sharding.shard import is_sharded
 from fsdplaunch.runtime.torch_internals.wrappers import untraced
 
@@ -76,7 +79,7 @@ def _shard(module: nn.Module, given: dict[str, Any], hook_context: HookContext) 
         return sharded  # and stays so
     _check(given["process_group"], name, hook_context)
     hook_context.ownership.ranked = True
-    hook_context.streams.kept = True  # its draws are its own
+    hook_context.streams.scripts = True
     if not sharded:
         loose = bool(given["find_unused_parameters"])
         adopt_model(model, hook_context, what=what, one_unit=loose)
@@ -84,8 +87,8 @@ def _shard(module: nn.Module, given: dict[str, Any], hook_context: HookContext) 
             messages.say(
                 f"find_unused_parameters: ranks may use different parts of {name}, so it is gathered at once"
             )
-        for optimizer in hook_context.built_optimizers():
-            repoint_sharded(optimizer)
+        for optimizer in filter(waits_for_shards, hook_context.built_optimizers()):
+            regroup(optimizer, hook_context, now=True)
     if "replicas" not in hook_context.printed:
         hook_context.printed.add("replicas")
         messages.say(f"{script_line()}: DistributedDataParallel({name}) is the sharded model")
@@ -129,8 +132,20 @@ def _fill(ddp: Any, given: dict[str, Any]) -> None:
     ddp.mixed_precision, ddp.parameters_to_ignore = given.get("mixed_precision"), set()
     ddp.reducer = ddp.logger = _NOTHING
     ddp.__dict__["fsdplaunch_forward"] = Forward(unwrapped(ddp.module), buffers=sends)
+    ddp.__dict__["__reduce_ex__"] = _reducer(weakref.ref(ddp), given)
     if given["find_unused_parameters"]:
         agree_on_unused(unwrapped(ddp.module))
+
+
+def _reducer(ddp: "weakref.ref[Any]", given: dict[str, Any]) -> Any:
+    """Let a wrapper be pickled as the call that makes one of its module: it has nothing of torch's own."""
+    chosen = {name: given[name] for name in ("find_unused_parameters", "static_graph") if given.get(name)}
+
+    def reduce_ex(_protocol: int) -> Any:
+        whole: Any = ddp()
+        return functools.partial(DistributedDataParallel, **chosen), (whole.module,)
+
+    return reduce_ex
 
 
 def _sends_buffers(given: dict[str, Any]) -> bool:

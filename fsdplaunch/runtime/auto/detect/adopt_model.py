@@ -11,7 +11,7 @@ from fsdplaunch.runtime.api.prepare import prepare
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.deepcopy import allow_deepcopy
 from fsdplaunch.runtime.auto.model.forward_hooks import ForwardHooks, late_parameter, original_name
-from fsdplaunch.runtime.auto.model.row_mixing import mark_outputs
+from fsdplaunch.runtime.auto.model.row_mixing import mark_inner_outputs, mark_outputs
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.gather import allow_pickling
 from fsdplaunch.runtime.auto.state.rank0.passes import Passes, note_passes
@@ -73,6 +73,9 @@ def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None
         leave=mark_outputs if hook_context.keeps_batch else _ignore,
     )
     hook_context.complete[model] = hooks.check
+    compiled = hook_context.config.dynamo_config.dynamo_backend != "NO"
+    if hook_context.keeps_batch and hook_context.data.size > 1 and not compiled:
+        hook_context.inner_marks.extend(mark_inner_outputs(model))
     allow_pickling(model)
     restore_classes(model)
 

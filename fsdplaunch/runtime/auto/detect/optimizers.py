@@ -78,18 +78,20 @@ def regroup(optimizer: Optimizer, hook_context: HookContext, *, now: bool = Fals
         return
     for check in hook_context.complete.values():
         check()
-    roots, bare = hook_context.module_registry.roots_of(new)
+    scripts = hook_context.ownership.only_replicas  # it keeps equal what it gives to no one
+    roots, bare = ([], new) if scripts else hook_context.module_registry.roots_of(new)
     for root in roots:
         adopt_model(root, hook_context, what=what)
-    if bare:
-        _keep_unsharded(bare, optimizer)
+    if bare and not scripts:
+        _keep_unsharded(bare)
     repoint(optimizer, known_parameters() | {id(param): "" for param in bare})
-    if optimizer not in hook_context.optimizers:
+    _step_over_mixtures(optimizer)
+    if optimizer not in hook_context.optimizers and _trains_shards(optimizer):
         hook_context.optimizers.add(optimizer)
         step_on_full_tensors(optimizer, lambda: hook_context.batches.whole_sum)
 
 
-def _keep_unsharded(bare: list[Any], optimizer: Optimizer) -> None:
+def _keep_unsharded(bare: list[Any]) -> None:
     """Keep parameters of no module equal on all workers: rank 0's values, gradients averaged."""
     mesh = shard_target(ambient_plugin().settings(), mesh=None, process_group=None, device=None).mesh
     fresh = [param for param in bare if not hasattr(param, "fsdplaunch_unsharded")]
@@ -104,7 +106,15 @@ def _keep_unsharded(bare: list[Any], optimizer: Optimizer) -> None:
         messages.say(
             f"{script_line()}: {count} parameters of no module stay unsharded, their gradients are averaged"
         )
-    for settings in optimizer.param_groups:  # torch's loops over many tensors at once take no mixture
+
+
+def _trains_shards(optimizer: Optimizer) -> bool:
+    return any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
+
+
+def _step_over_mixtures(optimizer: Optimizer) -> None:
+    """Let an optimizer step over shards and plain tensors: torch's loops over many at once take no mixture."""
+    for settings in optimizer.param_groups:
         kinds = {isinstance(param, DTensor) for param in settings["params"]}
         if len(kinds) > 1 and "foreach" in settings and not settings.get("fused"):
             settings["foreach"] = False

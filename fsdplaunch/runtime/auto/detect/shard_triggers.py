@@ -30,7 +30,7 @@ def is_due(module: nn.Module, device: torch.device | None, hook_context: HookCon
     """
     if device is None or device.type != hook_context.device.type:
         return False
-    if is_sharded(module) or isinstance(module, DistributedDataParallel):
+    if is_sharded(module) or isinstance(module, DistributedDataParallel) or hook_context.ownership.only_replicas:
         return False
     if not any(param.requires_grad for param in module.parameters()):
         return False
@@ -92,6 +92,7 @@ def sharding_on_compile(hook_context: HookContext) -> Iterator[None]:
                 adopt_model(unwrapped(model), hook_context, what="compiles it")
             if isinstance(model, nn.Module) and unwrapped(model) in hook_context.models:
                 tell_compiled(unwrapped(model), hook_context)
+                hook_context.stop_marking()  # hooks that go would have the compiler begin again
             return original(model, *args, **kwargs)
 
         return compile_

@@ -22,7 +22,7 @@ def sharding_when_training_begins(hook_context: HookContext) -> Iterator[None]:
     """Hook calls of modules and readings of loaders, from when the decision is put off until it is made."""
     with ExitStack() as hooks:
         waiting = _Waiting(hook_context, hooks)
-        hook_context.ownership.put_off = waiting.start
+        hook_context.ownership.put_off, hook_context.ownership.settled = waiting.start, waiting.stop
         yield
 
 
@@ -39,6 +39,10 @@ class _Waiting:
             self.started = True
             self.hooks.enter_context(replaced(nn.Module, "__call__", self._calling))
             self.hooks.enter_context(replaced(DataLoader, "__iter__", self._reading))
+
+    def stop(self) -> None:
+        self.started = False
+        self.hooks.close()
 
     def _calling(self, original: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +73,6 @@ class _Waiting:
             self._decide()
 
     def _decide(self) -> None:
-        self.started = False
-        self.hooks.close()
+        self.stop()
         for optimizer in self.hook_context.built_optimizers():
             regroup(optimizer, self.hook_context, now=True)

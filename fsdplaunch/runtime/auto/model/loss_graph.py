@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdplaunch.runtime.torch_internals.graph_nodes import (
+    computed_dims,
     loss_reduction,
+    moves_rows,
     reduced_dims,
     reduced_shape,
     scale_factor,
@@ -39,7 +41,15 @@ _LOSSES = frozenset(
         *("NllLoss", "NllLoss2D", "MultiMarginLoss", "MultilabelMarginLoss", "SoftMarginLoss"),
     )
 )
+_PRODUCTS = ("Mul", "Div")
 _PLAIN = ("Sum", "Mean")
+_ALONG = frozenset(
+    (
+        *(*_PLAIN, "Softmax", "LogSoftmax", "Logsumexp", "LinalgVectorNorm", "Norm", "Std", "Var"),
+        *("Amax", "Amin", "Max", "Min", "Cumsum", "Gather"),
+    )
+)
+"""Nodes that compute along some dimensions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +100,9 @@ class _Search:
                 continue
             self.seen.add(node)
             name = kind_of(node)
-            if name in _LINEAR or (name in _PLAIN and _only_collects(node)):
+            if name in _PRODUCTS and _mixes_operands(node):
+                yield BatchReduction(node=node, outer=node, kind="unknown", shape=(), weight=0.0, name=name)
+            elif name in _LINEAR or (name in _PLAIN and _only_collects(node)):
                 factor = scale_factor(node)
                 more = scales if factor == 1 else (*scales, factor)
                 waiting += [(below, more) for below, _ in node.next_functions]
@@ -148,6 +160,21 @@ class _Search:
 def kind_of(node: Any) -> str:
     """Return a node's name without what all names end in: `MseLossBackward0` is `MseLoss`."""
     return str(node.name()).rsplit("::", 1)[-1].rstrip("0123456789").removesuffix("Backward")
+
+
+def is_by_row(node: Any) -> bool:
+    """Return whether an operation computes each row of its result from the same row of what it is given."""
+    name = kind_of(node)
+    if name in _ALONG:
+        return 0 not in computed_dims(node)
+    return name == "AccumulateGrad" or (name in _ELEMENTWISE | _LOSSES and not moves_rows(node))
+
+
+def _mixes_operands(node: Any) -> bool:
+    """Return whether a product or a quotient is of two values of the batch, as a Dice loss is."""
+    operands = [below for below, _ in node.next_functions if below is not None]
+    moving = [each for each in operands if kind_of(each) != "AccumulateGrad" and not _is_of_parameters(each)]
+    return len(moving) > 1
 
 
 def _only_collects(node: Any) -> bool:

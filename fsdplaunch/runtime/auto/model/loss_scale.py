@@ -5,6 +5,7 @@ rank, such as its tokens that are no padding, needs the rank's part of all that 
 """
 
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -13,7 +14,13 @@ import torch.distributed as dist
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.loss_graph import BatchReduction, batch_reductions
-from fsdplaunch.runtime.auto.model.row_mixing import compares_rows, fixed_rows
+from fsdplaunch.runtime.auto.model.row_mixing import (
+    compares_rows,
+    fixed_rows,
+    inner_outputs,
+    may_compare_rows,
+    outputs_of_models,
+)
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.torch_internals.graph_nodes import takes_partial_passes
 
@@ -52,7 +59,9 @@ class LossScale:
         context = self.hook_context
         found = batch_reductions(loss.grad_fn, context.batches.sizes, context.data.size)
         key = (script_line(), tuple((each.name, each.kind, each.shape[1:], each.weight > 0) for each in found))
-        if key not in self.plans:
+        if key in self.plans:
+            context.stop_marking()
+        else:
             self.plans[key] = self._planned(key[0], loss, found)
         plan = self.plans[key]
         context.batches.whole_sum = bool(plan) and all(need == "ranks" for need in plan)
@@ -90,15 +99,35 @@ class LossScale:
         return ["none" if need == "unknown" else need for need in plan]
 
     def _tell_mixing(self, line: str, loss: torch.Tensor, found: list[BatchReduction]) -> None:
+        """Print whether the loss is one of all rows together, of which this rank has a part. Collective."""
         rows = self.hook_context.batches.current
         facts: list[Any] = [None] * self.hook_context.size
-        mixes = takes_partial_passes() and compares_rows(loss, found, rows)
+        mixes = takes_partial_passes() and compares_rows(loss, found, rows, outputs_of_models(loss))
+        mixes = self._mixes_inside(loss, found, rows) or mixes
         dist.all_gather_object(facts, (mixes, fixed_rows(loss, rows)))
         if any(fact != (False, facts[0][1]) for fact in facts):
             messages.say(
                 f"{line}: the loss compares rows of the batch with each other: each rank compares its own {rows}"
                 " only, which is not what one process computes"
             )
+        elif rows == 1 and may_compare_rows(loss, found, inside=bool(self.hook_context.inner_marks)):
+            messages.say(
+                f"{line}: each rank has one row of the batch: a loss that compares rows with each other would not"
+                " be that of one process, and with one row it cannot be seen"
+            )
+
+    def _mixes_inside(self, loss: torch.Tensor, found: list[BatchReduction], rows: int) -> bool:
+        """Return whether a model compares rows in its own forward. Collective.
+
+        What its modules returned is of rows where ranks have different ones: positions and classes are alike.
+        """
+        inner = inner_outputs(loss, rows) if takes_partial_passes() and self.hook_context.inner_marks else []
+        totals: list[Any] = [None] * self.hook_context.size
+        dist.all_gather_object(totals, [total for _, total in inner])
+        if any(len(each) != len(inner) for each in totals):
+            return False
+        differ = [len(set(each)) > 1 for each in zip(*totals, strict=True)]
+        return compares_rows(loss, found, rows, list(compress((output for output, _ in inner), differ)))
 
     def _report(self, line: str, found: list[BatchReduction], plan: _Plan) -> None:
         sums = [each.name for each, need in zip(found, plan, strict=True) if need == "ranks"]

@@ -1,24 +1,29 @@
-"""Keep the hooks of a sharded model's parameters when it is moved or cast.
+"""Keep the hooks of a sharded model's parameters when it is moved or cast, and refuse a move that cannot be.
 
-Needed because torch exchanges sharded parameters underneath the Python objects, and leaves at the old ones what
-`register_hook` registered: the script's own hooks, and those that place gradients as the shards.
+The first is needed because torch exchanges sharded parameters underneath the Python objects, and leaves at the old
+ones what `register_hook` registered: the script's own hooks, and those that place gradients as the shards.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.sharding.blocks import class_name
 from fsdplaunch.runtime.sharding.gradient_placement import place_gradients
 from fsdplaunch.runtime.torch_internals.modules import MOVE_METHOD
 
 
 @contextmanager
 def keeping_hooks(hook_context: HookContext) -> Iterator[None]:
-    """Connect hooks again after a sharded model was moved."""
+    """Connect hooks again after a sharded model was moved; let none be moved to where other processes train it."""
 
     def move(original: Any) -> Any:
         def move_and_reconnect(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -29,5 +34,21 @@ def keeping_hooks(hook_context: HookContext) -> Iterator[None]:
 
         return move_and_reconnect
 
-    with replaced(FSDPModule, MOVE_METHOD, move):
+    with replaced(FSDPModule, MOVE_METHOD, move), replaced(nn.Module, "share_memory", _sharing):
         yield
+
+
+def _sharing(original: Any) -> Any:
+    def share_memory(self: nn.Module) -> Any:
+        if any(isinstance(param, DTensor) for param in self.parameters()):
+            msg = (
+                f"{script_line()} gives {class_name(self)} memory to share with processes of its own, and it is"
+                " sharded: these would train copies that nobody reads"
+            )
+            hint = (
+                "run the script with plain python; or have ranks do their work, and fsdplaunch.prepare the model"
+            )
+            raise ShardingError(msg, hint=hint)
+        return original(self)
+
+    return share_memory

@@ -9,14 +9,18 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from fsdplaunch.runtime.auto.model.double_backward import noted
-from fsdplaunch.runtime.auto.model.loss_graph import BatchReduction
+from fsdplaunch.runtime.auto.model.loss_graph import BatchReduction, is_by_row
 from fsdplaunch.runtime.torch_internals.graph_nodes import fixed_factor, reduced_shape
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves
 
-_KEY = "fsdplaunch_output"
+_KEY, _INNER = "fsdplaunch_output", "fsdplaunch_inner_output"
+Output = tuple[GradientEdge, Any]
+"""Where a module's output is in a graph, and its shape."""
 _MOST_NODES = 5000
 
 
@@ -28,13 +32,63 @@ def mark_outputs(output: Any) -> None:
             noted(edge.node).setdefault(_KEY, {})[edge.output_nr] = value.shape
 
 
-def compares_rows(loss: torch.Tensor, reductions: Sequence[BatchReduction], rows: int) -> bool:
+def mark_inner_outputs(model: nn.Module) -> list[RemovableHandle]:
+    """Let graphs remember what the innermost modules return too, for a loss that the model itself computes.
+
+    Returns:
+        Handles that end it.
+    """
+    inner = [each for each in model.modules() if each is not model and _is_innermost(each)]
+    return [module.register_forward_hook(_mark_inner) for module in inner]
+
+
+def _is_innermost(module: nn.Module) -> bool:
+    return not any(True for _ in module.children()) or any(True for _ in module.parameters(recurse=False))
+
+
+def _mark_inner(_module: nn.Module, _args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for value in tree_leaves(output):
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None and value.dim():
+            edge = get_gradient_edge(value)
+            total = float(value.detach().double().sum())
+            noted(edge.node).setdefault(_INNER, {})[edge.output_nr] = (value.shape, total)
+
+
+def outputs_of_models(loss: torch.Tensor) -> list[Output]:
+    """Return what models returned, where a loss's graph first comes to it."""
+    found = ((node, noted(node).get(_KEY, {})) for node in _nodes_above(loss.grad_fn, _KEY))
+    return [(GradientEdge(node, number), shape) for node, marks in found for number, shape in marks.items()]
+
+
+def inner_outputs(loss: torch.Tensor, rows: int) -> list[tuple[Output, float]]:
+    """Return what innermost modules returned, where a loss's graph first comes to it, with the sums of it.
+
+    Args:
+        loss: Whose graph is kept.
+        rows: How many this rank has. What has them twice is a table of rows by rows, and is gone through.
+    """
+    skipped = (rows, rows)
+    found = ((node, noted(node).get(_INNER, {})) for node in _nodes_above(loss.grad_fn, _INNER, skipped))
+    return [
+        ((GradientEdge(node, number), shape), total)
+        for node, marks in found
+        for number, (shape, total) in marks.items()
+        if tuple(shape[:2]) != skipped
+    ]
+
+
+def compares_rows(
+    loss: torch.Tensor, reductions: Sequence[BatchReduction], rows: int, outputs: Sequence[Output]
+) -> bool:
     """Return whether a row's loss depends on other rows. All ranks call it, for models may gather parameters.
 
     Args:
         loss: Whose graph is kept.
         reductions: Where it is reduced over rows.
         rows: How many this rank has; with one, there is nothing to see.
+        outputs: Of modules, in which the rows are looked for.
     """
     known = [each for each in reductions if each.kind != "unknown" and each.shape] if rows > 1 else []
     found = []
@@ -43,8 +97,23 @@ def compares_rows(loss: torch.Tensor, reductions: Sequence[BatchReduction], rows
             for other in reductions:
                 if other.outer is not each.outer:
                     stack.callback(other.outer.register_prehook(_nothing).remove)
-            found += [_reaches_other_rows(loss, _along_rows(each, rows), at, rows) for at in (0, -1)]
+            along = _along_rows(each, rows)
+            found += [_reaches_other_rows(loss, along, at, rows, outputs) for at in (0, -1)]
     return any(found)
+
+
+def may_compare_rows(loss: torch.Tensor, reductions: Sequence[BatchReduction], *, inside: bool) -> bool:
+    """Return whether anything between modules' outputs and a loss is not known to look at each row by itself.
+
+    Args:
+        loss: Whose graph is read.
+        reductions: Where it is reduced over rows.
+        inside: Whether outputs of innermost modules are marked, not those of whole models only.
+    """
+    key = _INNER if inside else _KEY
+    known = {node for each in reductions for node in (each.node, each.outer)}
+    nodes = (node for node in _nodes_above(loss.grad_fn, key) if not noted(node).get(key) and node not in known)
+    return not all(is_by_row(node) for node in nodes)
 
 
 def fixed_rows(loss: torch.Tensor, rows: int) -> list[float]:
@@ -52,7 +121,7 @@ def fixed_rows(loss: torch.Tensor, rows: int) -> list[float]:
 
     Where ranks have different ones they are rows of the batch, such as those of a frozen encoder.
     """
-    factors = (fixed_factor(node) for node in _nodes_above_outputs(loss.grad_fn))
+    factors = (fixed_factor(node) for node in _nodes_above(loss.grad_fn, _KEY))
     return [float(each.double().sum()) for each in factors if each is not None and rows in each.shape]
 
 
@@ -66,18 +135,18 @@ def _nothing(gradients: Any) -> Any:
     return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
 
 
-def _reaches_other_rows(loss: torch.Tensor, reduction: Any, at: int, rows: int) -> bool:
+def _reaches_other_rows(loss: torch.Tensor, reduction: Any, at: int, rows: int, outputs: Sequence[Output]) -> bool:
     """Return whether the gradient of one element along the reduced rows reaches more than a row of an output."""
     below = {node for node, _ in reduction.next_functions if node is not None}
-    outputs = [(edge, shape) for edge, shape in _outputs_below(loss.grad_fn) if edge.node not in below]
-    if not outputs:
+    others = [(edge, shape) for edge, shape in outputs if edge.node not in below]
+    if not others:
         return False
     with ExitStack() as stack:
         for node in below:
             stack.callback(node.register_prehook(_keep_one(at, reduced_shape(reduction)[0])).remove)
-        edges = [edge for edge, _ in outputs]
+        edges = [edge for edge, _ in others]
         gradients = torch.autograd.grad(loss, edges, retain_graph=True, allow_unused=True)
-    pairs = zip(gradients, outputs, strict=True)
+    pairs = zip(gradients, others, strict=True)
     return any(grad is not None and _is_spread(grad, tuple(shape), rows) for grad, (_, shape) in pairs)
 
 
@@ -100,15 +169,14 @@ def _one(gradient: torch.Tensor, at: int) -> torch.Tensor:
     return kept
 
 
-def _outputs_below(root: Any) -> Iterator[tuple[GradientEdge, Any]]:
-    """Yield what models returned, where a graph first comes to it."""
-    for node in _nodes_above_outputs(root):
-        marks = noted(node).get(_KEY, {})
-        yield from ((GradientEdge(node, number), shape) for number, shape in marks.items())
+def _nodes_above(root: Any, key: str, skipped: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Yield a graph's nodes down to those of what modules returned, which are marked under a key.
 
-
-def _nodes_above_outputs(root: Any) -> Iterator[Any]:
-    """Yield a graph's nodes down to those of what models returned."""
+    Args:
+        root: The loss's.
+        key: Of the marks.
+        skipped: The first two sizes of what is gone through all the same.
+    """
     waiting, seen = [root], set[Any]()
     while waiting and len(seen) < _MOST_NODES:
         node = waiting.pop()
@@ -116,7 +184,8 @@ def _nodes_above_outputs(root: Any) -> Iterator[Any]:
             continue
         seen.add(node)
         yield node
-        if not noted(node).get(_KEY):
+        marks = noted(node).get(key, {}).values()
+        if not any(not skipped or tuple(mark[0][:2]) != skipped for mark in marks):
             waiting += [below for below, _ in node.next_functions]
 
 

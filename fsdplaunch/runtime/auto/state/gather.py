@@ -17,6 +17,7 @@ from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.late_storages import SMALLEST, LateStorages
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
+from fsdplaunch.runtime.auto.state.saving_threads import await_main_thread
 from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
 from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier
 from fsdplaunch.runtime.collectives.rank_group import raise_on_all_ranks
@@ -69,7 +70,7 @@ class ShardGatherer:
         key = (storage_identity(local), local.storage_offset(), tuple(tensor.shape), tensor.dtype)
         if key not in self._full:  # tied tensors stay tied
             late = self.late if tensor.nbytes >= SMALLEST else None
-            full = self._gathered(tensor) if late is None else self._promised(tensor, late)
+            full = self.gather(tensor) if late is None else self._promised(tensor, late)
             # The shard is kept as well: its storage's address must not be given to another while this one counts.
             self._full[key] = local, full
         full = self._full[key][1]
@@ -78,11 +79,12 @@ class ShardGatherer:
     def _promised(self, tensor: DTensor, late: LateStorages) -> torch.Tensor:
         """Return what stands for the full tensor until it is written."""
         if self.keep:
-            return late.tensor(tensor.shape, tensor.dtype, lambda: self._gathered(tensor))
-        late.take_part(lambda: self._gathered(tensor))
+            return late.tensor(tensor.shape, tensor.dtype, lambda: self.gather(tensor))
+        late.take_part(lambda: self.gather(tensor))
         return torch.empty(0, dtype=tensor.dtype)
 
-    def _gathered(self, tensor: DTensor) -> torch.Tensor:
+    def gather(self, tensor: DTensor) -> torch.Tensor:
+        """Return the full tensor as `full` does, without keeping it; after `meet`. Collective."""
         detached: Any = tensor.detach()
         full: torch.Tensor = detached.full_tensor() if self.together else self._fetch(tensor)
         if not self.keep:
@@ -179,6 +181,7 @@ def _reducer(module: "weakref.ref[nn.Module]") -> Callable[[int], Any]:
 
 
 def _meet(call: str) -> bool:
+    await_main_thread(call)
     saves = rank0_saves()
     if saves is not None:
         return saves.meet(call, _ALIKE)

@@ -26,6 +26,7 @@ from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.script_line import is_user_file, script_line
 from fsdplaunch.runtime.auto.state.gather import (
     PickleWalk,
     ShardGatherer,
@@ -34,6 +35,7 @@ from fsdplaunch.runtime.auto.state.gather import (
     tensors_of,
 )
 from fsdplaunch.runtime.auto.state.late_storages import LateStorages
+from fsdplaunch.runtime.auto.state.safe_files import saving_safetensors
 from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
 
 _SPOOLED_BYTES = 64 << 20
@@ -43,12 +45,9 @@ _SPOOLED_BYTES = 64 << 20
 @contextmanager
 def saving_full_tensors(hook_context: HookContext) -> Iterator[None]:
     """Let the script's own saving calls write once, and full tensors."""
-    import safetensors.torch as safe
-
     with (
         replaced(torch, "save", lambda save: _torch_save(save, hook_context)),
-        replaced(safe, "save_file", lambda save: _save_file(save, hook_context)),
-        replaced(safe, "save_model", lambda save: _save_model(save, hook_context)),
+        saving_safetensors(hook_context),
         pickling_full_tensors(hook_context),
     ):
         yield
@@ -57,6 +56,7 @@ def saving_full_tensors(hook_context: HookContext) -> Iterator[None]:
 def _torch_save(save: Any, hook_context: HookContext) -> Any:
     def save_once(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if not hook_context.ownership.ours or not _called_for_the_script():
+            _tell_of_shards(obj, hook_context)
             save(obj, f, *args, **kwargs)
             return
         everywhere = isinstance(f, io.BytesIO)  # the script goes on with the bytes
@@ -149,6 +149,30 @@ def _called_for_the_script() -> bool:
     return not str(sys._getframe(2).f_globals.get("__name__", "")).startswith(("torch.", "fsdplaunch."))
 
 
+def _tell_of_shards(obj: Any, hook_context: HookContext) -> None:
+    """Say once that a line of a script that has sharded its model itself writes shards: nothing gathers them."""
+    if (
+        not hook_context.ownership.ours
+        and hook_context.size > 1
+        and "shards" not in hook_context.printed
+        and is_user_file(sys._getframe(2).f_code.co_filename)
+        and _has_shards(obj)
+    ):
+        hook_context.printed.add("shards")
+        messages.say(
+            f"{script_line()}: torch.save writes each rank's own shards here: those of rank 0 alone are no model\n"
+            "  try  get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of"
+            " torch.distributed.checkpoint.state_dict on all ranks, or fsdplaunch.save_checkpoint"
+        )
+
+
+def _has_shards(obj: Any, depth: int = 3) -> bool:
+    """Return whether there is a sharded tensor in nested mappings."""
+    if depth and isinstance(obj, Mapping):
+        return any(_has_shards(value, depth - 1) for value in obj.values())
+    return isinstance(obj, DTensor)
+
+
 def _hint(hook_context: HookContext) -> None:
     """Name once, where files of shards are configured, the call that writes them."""
     if (
@@ -159,36 +183,6 @@ def _hint(hook_context: HookContext) -> None:
         messages.say(
             "torch.save gathers full tensors on rank 0; fsdplaunch.save_checkpoint writes every rank's shards"
         )
-
-
-def _save_file(save: Any, hook_context: HookContext) -> Any:
-    def save_file_once(tensors: Mapping[str, Any], filename: Any, *args: Any, **kwargs: Any) -> None:
-        if not hook_context.ownership.ours:
-            save(tensors, filename, *args, **kwargs)
-        elif any(isinstance(value, DTensor) for value in tensors.values()):
-            gathering = ShardGatherer("save_file", keep=hook_context.rank == 0)
-            full = gathered(tensors, gathering)
-            with gathering.finish(f"write {filename}"):
-                if hook_context.rank == 0:
-                    save({name: value.detach() for name, value in full.items()}, filename, *args, **kwargs)
-        elif hook_context.rank == 0 or hook_context.ownership.ranked:
-            save(tensors, filename, *args, **kwargs)
-
-    return save_file_once
-
-
-def _save_model(save: Any, hook_context: HookContext) -> Any:
-    def save_model_once(model: nn.Module, filename: str, *args: Any, **kwargs: Any) -> None:
-        if model not in hook_context.models:
-            save(model, filename, *args, **kwargs)
-            return
-        gathering = ShardGatherer("save_model", keep=hook_context.rank == 0)
-        plain = full_copy(model, gathering)
-        with gathering.finish(f"write {filename}"):
-            if hook_context.rank == 0:
-                save(plain, filename, *args, **kwargs)
-
-    return save_model_once
 
 
 def full_copy(model: nn.Module, gathering: ShardGatherer) -> nn.Module:
@@ -203,6 +197,9 @@ def save_full(model: Any, hook_context: HookContext) -> None:
 
     def save_pretrained(*args: Any, **kwargs: Any) -> None:
         gathering = ShardGatherer("save_pretrained", keep=hook_context.rank == 0)
+        given = kwargs.get("state_dict")
+        if given is not None:
+            kwargs["state_dict"] = gathered(given, gathering)
         plain: Any = full_copy(model, gathering)
         with gathering.finish("write what save_pretrained was given"):
             if hook_context.rank == 0:

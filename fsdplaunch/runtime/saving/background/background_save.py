@@ -7,18 +7,18 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.optim import optimizer as optimizers
 
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.collectives.rank_group import raise_on_all_ranks
+from fsdplaunch.runtime.collectives.rank_group import from_all, raise_on_all_ranks
 from fsdplaunch.runtime.late_modules import GROUP_IS_ABANDONED, call_if_imported
 from fsdplaunch.runtime.saving.background.host_buffer import HostBuffer
 from fsdplaunch.runtime.saving.background.host_copies import HostCopies
 from fsdplaunch.runtime.saving.background.trained_tensors import TrainedTensors
-from fsdplaunch.runtime.saving.run_locks import end_save
 from fsdplaunch.runtime.saving.save_job import SaveJob
 from fsdplaunch.terminal_text import printable, shortened, text_of
 
@@ -36,6 +36,7 @@ class BackgroundSave:
     def __init__(self) -> None:
         self._buffer = HostBuffer()
         self._group: tuple[Any, dist.ProcessGroup] | None = None
+        self._folders: set[Path] = set()
         self._thread: threading.Thread | None = None
         self._copies: HostCopies | None = None
         self._hooks: list[Any] = []
@@ -45,22 +46,27 @@ class BackgroundSave:
     def start(self, save: SaveJob, trained: TrainedTensors) -> None:
         """Begin to copy everything to host memory and to write it; every rank calls this, and `finish` before.
 
+        What is wrong with a folder is found before the first save into it returns, and later beside the training.
+
         Args:
             save: What is written.
             trained: What only an optimizer's step changes; that step waits for its copy.
         """
         self._set_up()
         group = self._own_group()
+        # The script may change to another folder meanwhile.
+        save = replace(save, target=save.target.absolute(), root=save.root.absolute())
+        is_open = self._open_first(save)
         try:
             with raise_on_all_ranks(save.doing):
                 copies = HostCopies([each.state for each in save.states], self._buffer, trained)
         except BaseException:
-            end_save(save.target, save.root)
+            save.discard()
             raise
         copied = tuple(replace(each, state=copy) for each, copy in zip(save.states, copies.states, strict=True))
         self._copies = copies
         self._hooks = [model.register_load_state_dict_pre_hook(_before_loading) for model in trained.models]
-        arguments = (replace(save, states=copied), copies, group)
+        arguments = (replace(save, states=copied), copies, group, is_open)
         self._thread = threading.Thread(target=self._run, args=arguments, name="fsdplaunch-save", daemon=True)
         self._thread.start()
 
@@ -71,9 +77,17 @@ class BackgroundSave:
             optimizers.register_optimizer_step_pre_hook(self._before_step)
             self._is_set_up = True
 
-    def _run(self, save: SaveJob, copies: HostCopies, group: dist.ProcessGroup) -> None:
+    def _open_first(self, save: SaveJob) -> bool:
+        """Open a save into a folder that some rank has not saved into yet, and return whether that was so."""
+        if not any(from_all(save.root not in self._folders)):
+            return False
+        save.open()
+        self._folders.add(save.root)
+        return True
+
+    def _run(self, save: SaveJob, copies: HostCopies, group: dist.ProcessGroup, is_open: bool) -> None:
         try:
-            save.write(group, prepare=copies.make)
+            save.write(group, prepare=copies.make, is_open=is_open)
         except BaseException as failure:
             self._failure = failure
 

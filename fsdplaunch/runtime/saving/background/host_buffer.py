@@ -49,21 +49,15 @@ class HostBuffer:
             The new state, and what is to be copied.
         """
         tensors = {id(tensor): (tensor, is_shard) for tensor, is_shard in _tensors(state)}
-        self._reserve(sum(_room(tensor) for tensor, _ in tensors.values()))
+        sizes = [tensor.numel() * tensor.element_size() for tensor, _ in tensors.values()]
+        rooms = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        self._reserve(sum(rooms))
+        memory, position = self._memory.numpy(), 0
         placed: dict[int, PlacedTensor] = {}
-        position = 0
-        for tensor, is_shard in tensors.values():
-            placed[id(tensor)] = PlacedTensor(tensor.detach(), self._place(position, tensor), is_shard)
-            position += _room(tensor)
+        for (tensor, is_shard), size, room in zip(tensors.values(), sizes, rooms, strict=True):
+            placed[id(tensor)] = PlacedTensor(tensor.detach(), _place(memory, position, size, tensor), is_shard)
+            position += room
         return _rebuilt(state, {key: each.place for key, each in placed.items()}), list(placed.values())
-
-    def _place(self, position: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return room for a tensor, as a storage by itself: of a part of one, torch writes a copy or all of it."""
-        size = tensor.numel() * tensor.element_size()
-        if not size:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-        flat = torch.frombuffer(self._memory.numpy(), dtype=torch.uint8, count=size, offset=position)
-        return flat.view(tensor.dtype).view(tensor.shape)
 
     def _reserve(self, size: int) -> None:
         if size <= len(self._memory):
@@ -78,8 +72,12 @@ class HostBuffer:
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _room(tensor: torch.Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+def _place(memory: Any, position: int, size: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Return room for a tensor, as a storage by itself: of a part of one, torch writes a copy or all of it."""
+    if not size:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=position)
+    return flat.view(tensor.dtype).view(tensor.shape)
 
 
 def _tensors(state: State) -> Iterator[tuple[torch.Tensor, bool]]:

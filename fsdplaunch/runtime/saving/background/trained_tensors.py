@@ -33,11 +33,11 @@ class TrainedTensors:
             for tensor in (param, *_tensors_of(optimizer.state.get(param)))
         ]
         self._storages = _storages(tensor for _, tensor in self._found)
-        held = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
-        self._others = _storages(held) - self._storages
         self._gathers = any(
             isinstance(each, FullyShardedDataParallel) for model in models for each in model.modules()
         )
+        held = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+        self._others = _storages(held) - self._storages if self._gathers else set()
         self._counts: list[tuple[str, torch.Tensor, int]] = []
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -54,8 +54,8 @@ class TrainedTensors:
         self._counts = [
             (name, part, change_count(part))
             for name, each in self._found
-            if storage_identity(_shard(each)) in storages
-            for part in (each, _shard(each))  # torch counts for a sharded tensor and for its shard by itself
+            if storage_identity(shard := _shard(each)) in storages
+            for part in {id(each): each, id(shard): shard}.values()  # torch counts for each of the two by itself
         ]
 
     def changed(self) -> str | None:

@@ -5,7 +5,7 @@ others the bytes, which differ in a few numbers. What is read back is equal, in 
 """
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 import torch
@@ -36,14 +36,15 @@ def data_file(rank: int) -> str:
 
 
 def write_index(
-    file: IO[bytes], plan: SharedPlan, places: Sequence[Sequence[Place]], meta: StorageMeta | None
+    file: IO[bytes], plan: SharedPlan, places: Callable[[int], Sequence[Place]], meta: StorageMeta | None
 ) -> None:
     """Write the index of a checkpoint.
 
     Args:
         file: Open for writing.
         plan: Which rank writes which chunk.
-        places: For each rank and each item of its plan the offset and the length in the rank's file, in bytes.
+        places: Returns for a rank, asked once, the offset and the length of each item of its plan in its file, in
+            bytes.
         meta: What torch notes of the save.
     """
     orders = {number: plan.order(number) for number in range(len(plan.entries))}
@@ -73,7 +74,7 @@ class _Chunks:
 class _Items:
     """Where each item is, in the place of a dictionary."""
 
-    def __init__(self, plan: SharedPlan, places: Sequence[Sequence[Place]]) -> None:
+    def __init__(self, plan: SharedPlan, places: Callable[[int], Sequence[Place]]) -> None:
         self.plan, self._places = plan, places
         self.hints = [
             {chunk: place for place, chunk in enumerate(plan.order(number))} if entry.layout.copies else None
@@ -82,7 +83,7 @@ class _Items:
 
     def of_rank(self, rank: int) -> list[tuple[int, int, Place]]:
         """Return entry, chunk and place of each item of a rank: values first, as they stand in its file."""
-        written = zip(self.plan.written_by(rank), self._places[rank], strict=True)
+        written = zip(self.plan.written_by(rank), self._places(rank), strict=True)
         items = [(number, chunk, place) for (number, chunk), place in written]
         entries = self.plan.entries
         return sorted(items, key=lambda item: entries[item[0]].size is not None)

@@ -1,4 +1,4 @@
-"""Heads that only some ranks use, no_sync, an optimizer built first, and a model of which a copy averages weights."""
+"""Heads that only some ranks use, optimizers built first, a copy of averaged weights, a model kept equal by hand."""
 
 import copy
 import os
@@ -24,23 +24,29 @@ class Heads(nn.Module):
 
 
 model = Heads().to("cpu")
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+scale = nn.Linear(2, 2, bias=False)  # given to no wrapper: its gradients are averaged below
+dist.broadcast(scale.weight.data, 0)
+last = [{"params": model.heads.parameters()}, {"params": scale.parameters()}]
+optimizer = torch.optim.AdamW(last, lr=1e-2, weight_decay=0.1)
+factored = torch.optim.Adafactor(model.body.parameters(), lr=1e-2)
 ddp = DistributedDataParallel(model, find_unused_parameters=True)
 ema = copy.deepcopy(ddp.module).eval()
 for step in range(5):
     with ddp.no_sync():
-        loss = ddp(torch.randn(4, 8), step % 2).pow(2).mean()
+        loss = scale(ddp(torch.randn(4, 8), step % 2)).pow(2).mean()
         loss.backward()
-    loss = ddp(torch.randn(4, 8), rank % 2 + 1).pow(2).mean()
+    loss = scale(ddp(torch.randn(4, 8), rank % 2 + 1)).pow(2).mean()
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    dist.all_reduce(scale.weight.grad)
+    scale.weight.grad /= dist.get_world_size()
+    for each in (optimizer, factored):
+        each.step()
+        each.zero_grad()
     with torch.no_grad():
         for mean, now in zip(ema.parameters(), ddp.module.parameters()):
             mean.lerp_(now, 0.1)
-    print(f"step {step} loss {loss.item():.7f}")
+    print(f"step {step} loss {loss.item():.7f} {scale.weight.norm().item():.7f}")
 dist.barrier()
 if int(os.environ["RANK"]) == 0:
-    torch.save(
-        {"model": ddp.state_dict(), "optimizer": optimizer.state_dict(), "ema": ema.state_dict()}, "heads.pt"
-    )
+    states = {"model": ddp, "optimizer": optimizer, "factored": factored, "ema": ema, "scale": scale}
+    torch.save({name: each.state_dict() for name, each in states.items()}, "heads.pt")

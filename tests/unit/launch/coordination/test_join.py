@@ -41,19 +41,18 @@ def test_node_that_comes_too_late_is_turned_away():
     assert "already runs r1 with 2 nodes" in str(place.ends[-1])
 
 
-def test_elastic_run_starts_with_the_least_and_takes_in_one_more():
-    place = Place(2, most=3)
-    place.come(1).join(0)
+def test_elastic_run_starts_with_the_least_and_takes_in_more_each_with_its_own_number():
+    place = Place(2, most=4, grace=1)
+    place.come(1, rank=2).join(0)
     assignment = place.coordinator.gather(counter())
-    assert len(assignment.names) == 2
+    assert [name.split()[0] for name in assignment.names] == ["host0", "host1"]
     place.coordinator.start()
-    place.come(2).join(10)
-    deadline = time.monotonic() + 10
-    while len(place.ends) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    ranks = [one.assignment.rank for one in place.ends if isinstance(one, NodeClient)]
-    assert sorted(ranks) == [1, 2]
-    assert any("host2" in line and "joins as node 2" in line for line in place.told)
+    for number, change in ((2, {"rank": 2}), (2, {"rank": 3}), (3, {})):
+        place.come(number, **change).join(10)
+    refused = [one.message for one in place.ends if isinstance(one, MachineError)]
+    assert refused == ["host1 (127.0.0.1) already is node 2"]
+    assert [one.assignment.rank for one in place.ends if isinstance(one, NodeClient)] == [2, 3, 1]
+    assert any("host2" in line and "joins as node 3" in line for line in place.told)
 
 
 def test_wait_is_counted_and_ends_in_time():

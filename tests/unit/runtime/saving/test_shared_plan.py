@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdplaunch.checkpoint.readers.dcp_index import item_locations, read_metadata
+from fsdplaunch.checkpoint.readers.dcp_index import read_metadata
+from fsdplaunch.checkpoint.readers.dcp_places import item_locations
 from fsdplaunch.runtime.saving.sharded.index_file import data_file, write_index
 from fsdplaunch.runtime.saving.sharded.layouts import UnknownLayoutError
 from fsdplaunch.runtime.saving.sharded.shared_plan import SharedPlan
@@ -169,7 +170,7 @@ def test_plans_and_index_are_those_of_torch(kind, world, tmp_path):
         metadata.version = FORMAT_VERSION
     for shared in ranks.shared[:: world - 1]:  # the first rank writes, any other could
         with (tmp_path / ".metadata").open("wb") as file:
-            write_index(file, shared, places, metadata.storage_meta)
+            write_index(file, shared, places.__getitem__, metadata.storage_meta)
         written = pickle.loads((tmp_path / ".metadata").read_bytes())
         assert as_plain(written) == as_plain(pickle.loads(pickle.dumps(metadata)))
     found = item_locations(read_metadata(tmp_path), "")
@@ -217,7 +218,7 @@ def test_index_of_a_larger_job_keeps_to_its_batches(tmp_path):
         state: dict[str, Any] = {"w": split((1500, 2), mesh, [Shard(0)]), "v": split((3000, 2), mesh, [Shard(0)])}
         shared = SharedPlan(state, {name: (name,) for name in state}, 1500)
     buffer = io.BytesIO()
-    write_index(buffer, shared, [[(0, 10), (10, 20)]] * 1500, None)
+    write_index(buffer, shared, lambda rank: [(0, 10), (10, 20)], None)
     written = pickle.loads(buffer.getvalue())
     assert [chunk.offsets[0] for chunk in written.state_dict_metadata["v"].chunks] == list(range(0, 3000, 2))
     assert len(written.storage_data) == 3000

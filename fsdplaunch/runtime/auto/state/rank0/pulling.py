@@ -10,12 +10,13 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.state.rank0.connection import Connection, connect
-from fsdplaunch.runtime.auto.state.rank0.copies import copied_from
+from fsdplaunch.runtime.auto.state.rank0.copies import Copy, copied_from, named_copies
 from fsdplaunch.runtime.auto.state.rank0.position import Position
 from fsdplaunch.runtime.auto.state.rank0.serving import Server
 from fsdplaunch.runtime.auto.state.rank0.shard_names import (
-    changes,
+    counted_changes,
     identity,
+    is_copy,
     named_shards,
     on_host,
     readable,
@@ -43,6 +44,7 @@ class Rank0Saves:
         self.connections = {each.rank: each for each in connections} if hook_context.rank == 0 else {}
         self.server = None if hook_context.rank == 0 else Server(hook_context, position, connections[0])
         self.names: dict[tuple[Any, ...], tuple[str, DTensor]] = {}
+        self.shards: set[tuple[Any, ...]] = set()
         self.where: dict[int, str] = {}
 
     def meet(self, call: str, hint: str) -> bool:
@@ -104,27 +106,34 @@ class Rank0Saves:
         Raises:
             CheckpointError: It is none of these, a rank has another one by now, or a rank has ended.
         """
-        self.names = self.names or {
-            identity(value): (name, value) for name, value in named_shards(self.hook_context)
-        }
-        copy = None if identity(tensor) in self.names else copied_from(tensor)  # state may begin as a copy
-        source = tensor if copy is None else copy.source
-        name, shard = self.names.get(identity(source), (None, None))
-        if name is None or shard is None or (copy is not None and copy.changes != changes(source)):
-            what = f"a tensor of shape {tuple(tensor.shape)}"
-            known = "is neither a parameter nor optimizer state as they are now"
-            msg = (
-                f"{call} was called on rank 0 only, and {what} in it {known}: other ranks cannot tell their shard"
-            )
-            raise CheckpointError(msg, hint=_KNOWN)
+        if not self.names:
+            self._look_up()
+        copy = self._copy_of_now(tensor)
+        name, shard = self.names.get(identity(tensor if copy is None else copy.source), (None, None))
+        if name is None or shard is None:
+            raise _unknown(tensor, call)
         full = self._pull(name, shard, call)
         return full if copy is None else copy.again(full)
+
+    def _copy_of_now(self, tensor: DTensor) -> Copy | None:
+        """Return how a copy of what every rank has was made, if that has not changed since."""
+        copy = None if identity(tensor) in self.shards else copied_from(tensor)  # state may begin as a copy
+        if copy is None or identity(copy.source) not in self.shards:
+            return None  # every rank must have made it
+        return copy if copy.is_of(self.names[identity(copy.source)][1], tensor) else None
+
+    def _look_up(self) -> None:
+        """Find the names of what this rank has a shard of."""
+        shards = {identity(value): (name, value) for name, value in named_shards(self.hook_context)}
+        names = {key: name for key, (name, _) in shards.items()}
+        copies = {identity(value): (name, value) for name, value in named_copies(names)}
+        self.shards, self.names = set(shards), {**copies, **shards}
 
     def _pull(self, name: str, shard: DTensor, call: str) -> torch.Tensor:
         rank = self.hook_context.rank
         asked = [self.connections[other] for other in shard_ranks(shard, rank) if other != rank]
         for connection in asked:
-            connection.send({"kind": "shard", "name": name, "changes": changes(shard)})
+            connection.send({"kind": "shard", "name": name, "changes": counted_changes(name, shard)})
         full = torch.empty(shard.shape, dtype=shard.dtype)
         shape, offset = shape_and_offset(shard)
         _place(full, shape, offset).copy_(on_host(shard, None))
@@ -138,7 +147,7 @@ class Rank0Saves:
     def _receive(self, connection: Connection, full: torch.Tensor, name: str, call: str) -> CheckpointError | None:
         answer = connection.receive(_patience())
         if answer["shape"] is None:
-            return self._changed(connection.rank, name, call)
+            return _unknown(full, call) if is_copy(name) else self._changed(connection.rank, name, call)
         part = _place(full, answer["shape"], answer["offset"])
         if part.is_contiguous():
             connection.receive_into(part)
@@ -174,6 +183,13 @@ class Rank0Saves:
             connection.wait_until_closed(_patience())  # rank 0 may have the store that the others need
         if self.server is not None:
             self.server.thread.join()
+
+
+def _unknown(tensor: torch.Tensor, call: str) -> CheckpointError:
+    what = f"a tensor of shape {tuple(tensor.shape)}"
+    known = "is neither a parameter nor optimizer state as they are now, nor a copy that every rank made"
+    msg = f"{call} was called on rank 0 only, and {what} in it {known}: other ranks cannot tell their shard"
+    return CheckpointError(msg, hint=_KNOWN)
 
 
 def _place(full: torch.Tensor, shape: Any, offset: Any) -> torch.Tensor:

@@ -10,8 +10,16 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.state.rank0.connection import Connection, bytes_of
+from fsdplaunch.runtime.auto.state.rank0.copies import named_copies
 from fsdplaunch.runtime.auto.state.rank0.position import Position
-from fsdplaunch.runtime.auto.state.rank0.shard_names import ShardName, changes, named_shards, on_host
+from fsdplaunch.runtime.auto.state.rank0.shard_names import (
+    ShardName,
+    counted_changes,
+    identity,
+    is_copy,
+    named_shards,
+    on_host,
+)
 from fsdplaunch.runtime.collectives.hang_detector import in_torch, user_line
 from fsdplaunch.runtime.torch_internals.dtensor import shape_and_offset
 
@@ -34,6 +42,7 @@ class Server:
         self.position = position
         self.connection = connection
         self.shards: dict[ShardName, DTensor] = {}
+        self.copies: dict[ShardName, DTensor] = {}
         self.thread = threading.Thread(target=self._serve, name="fsdplaunch-shards", daemon=True)
         self.thread.start()
 
@@ -42,7 +51,7 @@ class Server:
         try:
             while (request := self.connection.receive())["kind"] != "end":
                 if request["kind"] == "done":
-                    self.shards = {}
+                    self.shards = self.copies = {}
                 else:
                     answers[request["kind"]](request)
             with self.position.moved:
@@ -51,6 +60,11 @@ class Server:
             pass
         finally:
             self.connection.close()
+
+    def _look_up(self) -> None:
+        """Find the names of what this rank has a shard of."""
+        self.shards = dict(named_shards(self.hook_context))
+        self.copies = dict(named_copies({identity(value): name for name, value in self.shards.items()}))
 
     def _meet(self, request: dict[str, Any]) -> None:
         """Answer when this rank is in the call that rank 0 is in, or waits for rank 0 elsewhere."""
@@ -65,15 +79,16 @@ class Server:
                 break
             with position.moved:
                 position.moved.wait(_LOOK_SECONDS)
-        self.shards = {}
+        self.shards = self.copies = {}
         where = "the end of the script" if position.ended else user_line(_main_frame())
         self.connection.send({"here": here, "steps": position.steps, "where": where})
 
     def _send_shard(self, request: dict[str, Any]) -> None:
         name = request["name"]
-        self.shards = self.shards or dict(named_shards(self.hook_context))
-        shard = self.shards.get(name)
-        made = None if shard is None else changes(shard)
+        if not self.shards:
+            self._look_up()
+        shard = self.copies.get(name) if is_copy(name) else self.shards.get(name)
+        made = None if shard is None else counted_changes(name, shard)
         if shard is None or made != request["changes"]:
             self.connection.send({"shape": None, "changes": made})
             return

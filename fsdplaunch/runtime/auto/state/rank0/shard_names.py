@@ -33,6 +33,8 @@ def named_shards(hook_context: HookContext) -> Iterator[tuple[ShardName, DTensor
 def readable(name: ShardName) -> str:
     """Return a name as people say it."""
     kind, number, *rest = json.loads(name)
+    if kind == "copy":
+        return f"a copy of {readable(number)}"
     if kind == "model":
         return str(rest[0])
     return f"{rest[1]} of parameter {rest[0]} of optimizer {number}"
@@ -49,6 +51,16 @@ def changes(tensor: Any) -> int:
     return change_count(tensor) + change_count(
         local_tensor(tensor)
     )  # torch counts where the operation is given it
+
+
+def is_copy(name: ShardName) -> bool:
+    """Return whether a name is that of a copy."""
+    return bool(json.loads(name)[0] == "copy")
+
+
+def counted_changes(name: ShardName, tensor: Any) -> int:
+    """Return `changes`; 0 for a copy, whose name tells of them."""
+    return 0 if is_copy(name) else changes(tensor)
 
 
 def shard_ranks(tensor: DTensor, rank: int) -> list[int]:

@@ -1,0 +1,91 @@
+"""Tell where a script puts the rows of its batch into another order, to mix them with each other as mixup does.
+
+Needed because each rank has its own rows only: one process mixes each with any other row of the batch.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.utils.data import get_worker_info
+
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.torch_internals.tensors import gather_for_scripting
+
+
+@contextmanager
+def telling_row_orders(hook_context: HookContext) -> Iterator[None]:
+    """Look at what orders rows: a random permutation of as many as this rank has, or theirs flipped or rolled."""
+    if not hook_context.keeps_batch or hook_context.data.size == 1:
+        yield
+        return
+    orders = _Orders(hook_context)
+    with ExitStack() as stack:
+        stack.enter_context(replaced(torch, "randperm", lambda original: orders.seen(original, _permuted)))
+        for owner in (torch, torch.Tensor):
+            stack.enter_context(replaced(owner, "flip", lambda original: orders.seen(original, _flipped)))
+            stack.enter_context(replaced(owner, "roll", lambda original: orders.seen(original, _rolled)))
+        yield
+
+
+class _Orders:
+    """The orders of one worker's rows."""
+
+    def __init__(self, hook_context: HookContext) -> None:
+        self.hook_context = hook_context
+
+    def seen(self, original: Any, rows_of: Callable[[Any, Any], int | None]) -> Any:
+        """Make a function that tells its line where it orders as many rows as this rank has."""
+
+        @wraps(original)
+        def order(*args: Any, **kwargs: Any) -> Any:
+            if self._trains() and rows_of(args, kwargs) in self.hook_context.batches.sizes:
+                self._tell()
+            return original(*args, **kwargs)
+
+        gather_for_scripting(original, order)
+        return order
+
+    def _trains(self) -> bool:
+        """Return whether the script has a training batch before it, and does not read it just now."""
+        context = self.hook_context
+        reads = context.streams.alike or context.streams.draws_own or get_worker_info() is not None
+        return not reads and bool(context.ownership.ours) and not context.evaluating()
+
+    def _tell(self) -> None:
+        line, printed = script_line(), self.hook_context.printed
+        if f"order {line}" not in printed:
+            printed.add(f"order {line}")
+            messages.say(
+                f"{line}: rows of the batch are put into another order: each rank mixes its own rows only, which"
+                " is not what one process computes"
+            )
+
+
+def _permuted(args: Any, kwargs: Any) -> int | None:
+    """Return how many numbers are permuted."""
+    found = args[0] if args else kwargs.get("n")
+    return found if isinstance(found, int) and found > 1 else None
+
+
+def _flipped(args: Any, kwargs: Any) -> int | None:
+    """Return how many rows are flipped, where it is along the first dimension."""
+    given = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else args[1:]
+    return _rows(args, kwargs.get("dims", given))
+
+
+def _rolled(args: Any, kwargs: Any) -> int | None:
+    """Return how many rows are rolled, where it is along the first dimension."""
+    return _rows(args, kwargs.get("dims", args[2] if len(args) > 2 else ()))  # noqa: PLR2004
+
+
+def _rows(args: Any, dims: Any) -> int | None:
+    tensor = args[0] if args else None
+    along = 0 in (dims if isinstance(dims, list | tuple) else (dims,))
+    found = along and type(tensor) is torch.Tensor and tensor.dim() > 1 and tensor.size(0) > 1
+    return int(tensor.size(0)) if found and tensor is not None else None

@@ -1,0 +1,165 @@
+"""Let safetensors write full tensors of sharded models, one after the other: rank 0 holds one at a time."""
+
+import collections
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdplaunch.atomic_file import atomic_file
+from fsdplaunch.checkpoint.dtypes import DTYPES
+from fsdplaunch.checkpoint.safetensors_format import TensorHeader, header_with, in_file_order
+from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.state.gather import ShardGatherer, gathered
+from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
+from fsdplaunch.runtime.torch_internals.tensors import storage_identity
+
+
+@contextmanager
+def saving_safetensors(hook_context: HookContext) -> Iterator[None]:
+    """Let `save_file`, `save_model` and `save` write full tensors; files once, by rank 0."""
+    import safetensors.torch as safe
+
+    plain = safe.save_file
+    with (
+        replaced(safe, "save", lambda save: _save_bytes(save, hook_context)),
+        replaced(safe, "save_file", lambda save: _save_file(save, hook_context)),
+        replaced(safe, "save_model", lambda save: _save_model(save, plain, hook_context)),
+    ):
+        yield
+
+
+def _save_bytes(save: Any, hook_context: HookContext) -> Any:
+    def save_full(tensors: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if not hook_context.ownership.ours or not _sharded(tensors):
+            return save(tensors, *args, **kwargs)
+        gathering = ShardGatherer("safetensors' save", keep=True)
+        full = gathered(tensors, gathering)
+        with gathering.finish("make what safetensors' save returns"):
+            return save(_detached(full), *args, **kwargs)
+
+    return save_full
+
+
+def _save_file(save: Any, hook_context: HookContext) -> Any:
+    def save_file_once(tensors: Mapping[str, Any], filename: Any, *args: Any, **kwargs: Any) -> None:
+        if not hook_context.ownership.ours:
+            save(tensors, filename, *args, **kwargs)
+        elif _sharded(tensors):
+            metadata = args[0] if args else kwargs.get("metadata")
+            _write(tensors, filename, metadata, ShardGatherer("save_file", keep=hook_context.rank == 0), save)
+        elif hook_context.rank == 0 or hook_context.ownership.ranked:
+            save(tensors, filename, *args, **kwargs)
+
+    return save_file_once
+
+
+def _write(tensors: Mapping[str, Any], filename: Any, metadata: Any, gathering: ShardGatherer, save: Any) -> None:
+    """Write a file once, one tensor after the other where safetensors has nothing to say about them."""
+    if _one_by_one(tensors):
+        _stream(tensors, Path(filename), metadata, gathering)
+        return
+    full = gathered(tensors, gathering)
+    with gathering.finish(f"write {filename}"):
+        if gathering.keep:
+            save(_detached(full), filename, metadata=metadata)
+
+
+def _save_model(save: Any, save_file: Any, hook_context: HookContext) -> Any:
+    def save_model_once(model: nn.Module, filename: Any, metadata: Any = None, *args: Any, **kwargs: Any) -> None:
+        state = model.state_dict() if hook_context.ownership.ours else {}
+        if not _sharded(state):
+            save(model, filename, metadata, *args, **kwargs)
+            return
+        kept, aliases = _without_duplicates(state)
+        noted = (metadata or {}) | {name: first for name, first in aliases.items() if name not in (metadata or {})}
+        gathering = ShardGatherer("save_model", keep=hook_context.rank == 0)
+        _write(kept, filename, noted or None, gathering, save_file)
+
+    return save_model_once
+
+
+def _sharded(tensors: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, DTensor) for value in tensors.values())
+
+
+def _detached(full: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.detach() for name, value in full.items()}
+
+
+def _storage(tensor: Any) -> int:
+    """Return what is equal for tensors in one storage."""
+    return storage_identity(local_tensor(tensor) if isinstance(tensor, DTensor) else tensor)
+
+
+def _place(tensor: Any) -> tuple[Any, ...]:
+    """Return what is equal for names of one tensor, and not for two parts of one storage."""
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return _storage(tensor), local.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _without_duplicates(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return each tensor under the first of its names, and the others with that one, as safetensors does."""
+    first: dict[tuple[Any, ...], str] = {}
+    for name, value in sorted(state.items()):
+        first.setdefault(_place(value), name)
+    aliases = {name: first[_place(value)] for name, value in state.items() if first[_place(value)] != name}
+    kept = {name: value.contiguous() for name, value in state.items() if name not in aliases}
+    return kept, aliases
+
+
+def _one_by_one(tensors: Mapping[str, Any]) -> bool:
+    """Return whether tensors are such that safetensors writes them without a word; others it shall see itself."""
+    filled = [value for value in tensors.values() if value.numel()]
+    return len({_storage(value) for value in filled}) == len(filled) and all(map(_is_plain, tensors.values()))
+
+
+def _is_plain(tensor: Any) -> bool:
+    known = DTYPES.get(_dtype(tensor))
+    strided = tensor.layout is torch.strided and tensor.is_contiguous()
+    return strided and known is not None and known.code is not None and known.lanes == 1
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _stream(tensors: Mapping[str, Any], path: Path, metadata: Any, gathering: ShardGatherer) -> None:
+    """Write a file on rank 0 while all ranks gather, or rank 0 fetches, what is in it, one tensor at a time."""
+    entries = in_file_order(
+        TensorHeader(name, DTYPES[_dtype(value)], tuple(value.shape), value.numel() * value.element_size())
+        for name, value in tensors.items()
+    )
+    gathering.meet()
+    full = (gathering.gather(value) if _is_shard(value) else value for value in _in_order(tensors, entries))
+    with gathering.finish(f"write {path}"):
+        if not gathering.keep:
+            collections.deque(full, maxlen=0)
+            return
+        try:
+            with atomic_file(path) as part, part.open("wb") as file:
+                file.write(header_with(entries, metadata))
+                for tensor in full:
+                    _as_bytes(tensor).numpy().tofile(file)
+                    del tensor  # before the next one is put together
+        finally:
+            if gathering.together:  # the others gather all of it
+                collections.deque(full, maxlen=0)
+
+
+def _in_order(tensors: Mapping[str, Any], entries: list[TensorHeader]) -> Iterator[Any]:
+    return (tensors[entry.name] for entry in entries)
+
+
+def _is_shard(value: Any) -> bool:
+    return isinstance(value, DTensor)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's memory on the host as bytes."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,59 @@
+"""Threads of the script that save: only while its main thread waits for them.
+
+A thread that gathers while the main thread trains would take part in the training's collectives, and write values
+of several steps.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.collectives.hang_detector import in_torch
+
+PATIENCE_SECONDS = 5.0
+"""How long the main thread may take to the line where it waits."""
+_LOOK_SECONDS = 0.02
+_HOMES = ("/threading.py", "/selectors.py", "/concurrent/futures/_base.py", "/concurrent/futures/thread.py")
+_WAITING = {"join", "result", "select", "shutdown"}
+_QUEUES = ("/queue.py", "/connection.py")
+
+
+def await_main_thread(call: str) -> None:
+    """Wait until the main thread waits, where another one calls this.
+
+    Args:
+        call: The script's, for errors.
+
+    Raises:
+        CheckpointError: The main thread goes on.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not _main_waits():
+        if time.monotonic() > deadline:
+            msg = f"{call} gathers shards in another thread, while the main thread goes on"
+            hint = (
+                "join the thread before the next step; or gather on all ranks before it starts, by"
+                " {name: value.full_tensor().cpu() for ...}, and let it write these"
+            )
+            raise CheckpointError(msg, hint=hint)
+        time.sleep(_LOOK_SECONDS)
+
+
+def _main_waits() -> bool:
+    """Return whether the main thread stands where threads are waited for, and nowhere in torch."""
+    frames = list(_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
+    if any(in_torch(frame) or frame.f_code.co_filename.endswith(_QUEUES) for frame in frames):
+        return False
+    names = {frame.f_code.co_name for frame in frames if frame.f_code.co_filename.endswith(_HOMES)}
+    return bool(frames) and frames[0].f_code.co_filename.endswith(_HOMES) and bool(names & _WAITING)
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

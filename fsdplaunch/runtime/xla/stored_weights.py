@@ -1,0 +1,179 @@
+"""Weights of a checkpoint by name and place, whichever number of processes saved them. Needs no torch_xla."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdplaunch.checkpoint.dtypes import DTYPES
+from fsdplaunch.checkpoint.invalid_file import short
+from fsdplaunch.checkpoint.merge.assemble_tensor import gather_block
+from fsdplaunch.checkpoint.merge.plan import PlannedTensor, plan_alone
+from fsdplaunch.checkpoint.merge.weight_names import select_weights
+from fsdplaunch.checkpoint.readers.open import OpenCheckpoint, open_checkpoint
+from fsdplaunch.checkpoint.readers.xla_files import is_slice, own_name, slice_pieces, sliced_parameters
+from fsdplaunch.checkpoint.regions import Region, row_major
+from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.saving.model_and_optimizer import MODEL
+from fsdplaunch.runtime.saving.plain_files import read_plain
+
+Shape = tuple[int, ...]
+_AS_IT_WAS = "build the model as it was when the checkpoint was saved"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredWeights:
+    """The weights of one model of a checkpoint.
+
+    Attributes:
+        where: Its file or folder.
+        shapes: Full shapes by the model's own names.
+        read: Returns a rectangle of a weight, in host memory.
+    """
+
+    where: Path
+    shapes: Mapping[str, Shape]
+    read: Callable[[str, Region], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldPiece:
+    """A rectangle of a parameter that a process holds.
+
+    Attributes:
+        name: The parameter's own name.
+        region: The elements of it.
+        sizes: Their sizes in the process's tensor.
+        strides: Their strides there, in elements.
+        start: The first one's place there, in elements.
+    """
+
+    name: str
+    region: Region
+    sizes: Shape
+    strides: Shape
+    start: int
+
+
+@contextmanager
+def open_weights(folder: Path, index: int) -> Iterator[StoredWeights]:
+    """Open a model of a checkpoint, full or by ranks, of PyTorch/XLA or of torch's FSDP.
+
+    Args:
+        folder: The checkpoint.
+        index: The model's number.
+
+    Raises:
+        CheckpointError: It is not there, or is damaged.
+    """
+    sharded, full = folder / f"{MODEL}_{index}", folder / f"{MODEL}{'' if index == 0 else f'_{index}'}.bin"
+    if full.is_file():
+        yield _of_full(full, read_plain(full))
+    elif sharded.is_dir():
+        with open_checkpoint(sharded) as opened:
+            yield _of_ranks(opened)
+    else:
+        msg = f"{folder} holds no model {index}: neither {full.name} nor {sharded.name}"
+        raise CheckpointError(msg, hint="name the folder of a checkpoint that save_checkpoint wrote")
+
+
+def _of_full(path: Path, state: Any) -> StoredWeights:
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        msg = f"{path} holds other things than weights"
+        raise CheckpointError(msg, hint="name the folder of a checkpoint that save_checkpoint wrote")
+
+    def read(name: str, region: Region) -> torch.Tensor:
+        tensor: torch.Tensor = state[name]
+        inside = tuple(slice(at, at + size) for at, size in zip(region.offsets, region.sizes, strict=True))
+        return tensor[inside]
+
+    return StoredWeights(where=path, shapes={name: tuple(value.shape) for name, value in state.items()}, read=read)
+
+
+def _of_ranks(opened: OpenCheckpoint) -> StoredWeights:
+    tensors = select_weights(opened.index, where=str(opened.folder)).tensors
+    items = opened.items(tensor for _, tensor in tensors)
+    planned: dict[str, PlannedTensor] = {name: plan_alone(tensor, items) for name, tensor in tensors}
+
+    def read(name: str, region: Region) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, planned[name].dtype.name)
+        if not region.numel:
+            return torch.empty(region.sizes, dtype=dtype)
+        block = gather_block(planned[name], region, opened.sources.read_piece)
+        return torch.frombuffer(block, dtype=dtype).view(region.sizes)
+
+    shapes = {name: plan.shape for name, plan in planned.items()}
+    return StoredWeights(where=opened.folder, shapes=shapes, read=read)
+
+
+def parameter_shapes(shapes: Mapping[str, Shape], metadata: Mapping[str, Any] | None) -> dict[str, Shape]:
+    """Return the full shapes of a model's parameters and buffers, by its own names.
+
+    Args:
+        shapes: Of the tensors of a process's state dict, by name.
+        metadata: What the slices among them are; None where all are full.
+    """
+    full = {own_name(name): shape for name, shape in shapes.items() if metadata is None or not is_slice(name)}
+    return full if metadata is None else full | sliced_parameters(metadata)
+
+
+def held_pieces(name: str, shape: Shape, metadata: Mapping[str, Any] | None) -> list[HeldPiece]:
+    """Return what a tensor of a process's state dict holds of which parameters.
+
+    Args:
+        name: The tensor's.
+        shape: Its shape.
+        metadata: What the slices are, and of which process; None where all tensors are full.
+    """
+    value = TensorDescription(DTYPES["float32"], shape, row_major(shape), 0, "")
+    if metadata is None or not is_slice(name):
+        found = iter([(own_name(name), shape, Region((0,) * len(shape), shape), value)])
+    else:
+        found = slice_pieces(metadata, name, value, rank=metadata["rank"], world=metadata["world_size"])
+    return [
+        HeldPiece(name=own, region=region, sizes=local.shape, strides=local.strides, start=local.start)
+        for own, _, region, local in found
+    ]
+
+
+def check_fit(stored: StoredWeights, own: Mapping[str, Shape], further: Collection[str] = ()) -> None:
+    """Refuse a checkpoint of another model.
+
+    Args:
+        stored: The checkpoint's.
+        own: Full shapes of the model's parameters and buffers.
+        further: Other names of some of them, which a checkpoint may hold as well.
+
+    Raises:
+        CheckpointError: Names or shapes are others.
+    """
+    wrong = sorted(set(own) ^ (set(stored.shapes) - set(further)))
+    if wrong:
+        verb = "lacks" if wrong[0] in own else "has"
+        msg = f"{stored.where} is of another model: it {verb} {short(wrong[0])}"
+        raise CheckpointError(msg, hint=_AS_IT_WAS)
+    for name, shape in own.items():
+        if stored.shapes[name] != shape:
+            there = list(stored.shapes[name])
+            msg = f"{short(name)} has shape {there} in {stored.where}, {list(shape)} in the model"
+            raise CheckpointError(msg, hint=_AS_IT_WAS)
+
+
+def values_of(pieces: list[HeldPiece], stored: StoredWeights, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Return a process's tensor with its values, zeros where it is padding.
+
+    Args:
+        pieces: What it holds.
+        stored: Where they are read from.
+        shape: Its shape.
+        dtype: Its dtype.
+    """
+    values = torch.zeros(shape, dtype=dtype)
+    for piece in pieces:
+        place = values.as_strided(piece.sizes, piece.strides, piece.start)
+        place.copy_(stored.read(piece.name, piece.region))
+    return values

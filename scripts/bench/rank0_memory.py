@@ -1,0 +1,105 @@
+"""Peak of rank 0's memory while it saves alone: `scripts/bench/save memory`."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+WIDTH = 2048
+
+
+def measure(gigabytes: float, ranks: int, folder: Path | None) -> None:
+    """Print, for each way to save, how far rank 0's memory rises above what it holds before, its peak."""
+    from multiprocessing import get_context
+
+    with tempfile.TemporaryDirectory(dir=folder, prefix="bench-save-") as name:
+        context = get_context("spawn")
+        processes = [context.Process(target=_rank, args=(rank, ranks, gigabytes, name)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            raise SystemExit("a rank failed")
+
+
+def _rank(rank: int, ranks: int, gigabytes: float, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from fsdplaunch.config.environment import encode
+    from fsdplaunch.config.resolve import resolve
+    from fsdplaunch.config.schema.walk import build_config
+    from fsdplaunch.runtime.auto.context import context_of
+    from fsdplaunch.runtime.auto.install import hooks
+    from fsdplaunch.runtime.auto.state.rank0.pulling import close
+
+    torch.set_num_threads(1)
+    keys = {
+        ("distributed_type",): "FSDP", ("use_cpu",): True, ("num_processes",): ranks,
+        ("fsdp_config", "fsdp_version"): 2, ("fsdp_config", "fsdp_auto_wrap_policy"): "SIZE_BASED_WRAP",
+        ("fsdp_config", "fsdp_min_num_params"): 1,
+    }  # fmt: skip
+    config = resolve(build_config(keys))
+    os.environ.update(encode(config))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    with hooks(context_of(config, torch.device("cpu"), rank=rank, size=ranks)):
+        model, optimizer = _trained(gigabytes)
+        if rank == 0:
+            _report(model, optimizer, Path(folder))
+        dist.barrier()
+        close()
+    dist.destroy_process_group()
+
+
+def _trained(gigabytes: float) -> tuple[Any, Any]:
+    """A model of `gigabytes` (fp32) that a script gives to DDP, and an AdamW that has made a step."""
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    layers = max(2, round(gigabytes * 1e9 / (WIDTH * WIDTH * 4)))
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def _report(model: Any, optimizer: Any, folder: Path) -> None:
+    import torch
+    from safetensors.torch import save_file, save_model
+
+    module = model.module
+    ways: dict[str, Callable[[Path], Any]] = {
+        "torch.save, model": lambda file: torch.save(module.state_dict(), file),
+        "torch.save, both": lambda file: torch.save([module.state_dict(), optimizer.state_dict()], file),
+        "torch.save, copies": lambda file: torch.save({k: v.cpu() for k, v in module.state_dict().items()}, file),
+        "torch.save, module": lambda file: torch.save(module, file),
+        "save_file": lambda file: save_file(module.state_dict(), file),
+        "save_model": lambda file: save_model(module, file),
+    }
+    largest = max(param.numel() * param.element_size() for param in model.parameters()) / 1e6
+    print(f"largest tensor {largest:.0f} MB; peak is over what rank 0 held before")
+    print(f"{'way':20} {'file MB':>8} {'peak MB':>8} {'tensors':>8} {'seconds':>8}")
+    for name, save in ways.items():
+        file = folder / "file"
+        before = _memory("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        start = time.perf_counter()
+        save(file)
+        seconds = time.perf_counter() - start
+        peak = _memory("VmHWM") - before
+        size = file.stat().st_size / 1e6
+        print(f"{name:20} {size:8.0f} {peak:8.0f} {peak / largest:8.1f} {seconds:8.2f}", flush=True)
+        file.unlink()
+
+
+def _memory(field: str) -> float:
+    """A field of this process' memory, in MB."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in status if line.startswith(field)).split()[1]) / 1000
