@@ -103,14 +103,21 @@ def _refuse(error: Exception) -> int:
     if os.environ.get("FSDPLAUNCH_TRACEBACK"):
         raise error
     if isinstance(error, OSError):
-        kind = UsageError if error.errno in _WRONG_PATH else LaunchError
-        name = shortened(str(error.filename), _LONGEST_NAME)
-        error = kind(f"{error.strerror}: {name}" if error.filename else str(error))
+        error = _of_system(error)
     if not isinstance(error, LaunchError):
         hint = "this is a bug in fsdplaunch; FSDPLAUNCH_TRACEBACK=1 shows where"
         error = LaunchError(f"{type(error).__name__}: {shortened(text_of(error))}", hint=hint)
     Output().error(error)
     return error.exit_code
+
+
+def _of_system(error: OSError) -> LaunchError:
+    """Return what the system refuses as an error of ours."""
+    if error.errno == errno.ENOENT and not error.filename and not os.stat(".").st_nlink:  # noqa: PTH116
+        return UsageError("the current folder has been removed", hint="change to one that exists (cd)")
+    kind = UsageError if error.errno in _WRONG_PATH else LaunchError
+    name = shortened(str(error.filename), _LONGEST_NAME)
+    return kind(f"{error.strerror}: {name}" if error.filename else str(error))
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,5 +1,7 @@
 """Every wrong input: its exit code, one clear message, no traceback, nothing started, nothing written."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,15 @@ def test_wrong_input_ends_with_2_and_one_message(cli, tmp_path, files, arguments
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     assert listing(tmp_path) == before
+
+
+def test_folder_that_has_been_removed_is_named(tmp_path):
+    command = 'cd "$1" && rmdir "$1" && exec "$2" -P -m fsdplaunch launch t.py'
+    (tmp_path / "gone").mkdir()
+    words = ["sh", "-c", command, "sh", str(tmp_path / "gone"), sys.executable]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "error: the current folder has been removed" in done.stderr
 
 
 def test_variable_in_the_environment_is_checked_too(cli, tmp_path):

@@ -43,13 +43,24 @@ def equal(model: Any, other: dict[str, torch.Tensor]) -> bool:
     return sorted(own) == sorted(other) and all(torch.equal(own[n], other[n]) for n in other)
 
 
+def with_theirs(version: int, form: str) -> bool:
+    """Whether accelerate can save it.
+
+    peft 0.21 finds no layer inside a unit of FSDP1; accelerate 1.12 writes rank 0's shards only into one file.
+    """
+    from accelerate.utils import fsdp_utils
+
+    gathers = "full_state_dict" in fsdp_utils._get_model_state_dict.__code__.co_names
+    return version == 2 and (gathers or form != "FULL_STATE_DICT")
+
+
 def round_trips(folder: str, version: int, form: str) -> dict[str, Any]:
     from accelerate.utils import fsdp_utils as theirs
 
     model, acc = with_lora(1, version, form)
     wanted = weights(model)
     own = acc.state.fsdp_plugin
-    if version == 2:  # peft 0.21 finds no layer inside a unit of FSDP1: theirs would be empty
+    if with_theirs(version, form):
         theirs.save_fsdp_model(own, acc, model, f"{folder}/theirs", adapter_only=True)
     fsdplaunch.save_fsdp_model(own, acc, model, f"{folder}/ours", adapter_only=True)
     dist.barrier()
@@ -59,7 +70,7 @@ def round_trips(folder: str, version: int, form: str) -> dict[str, Any]:
         before = equal(other, wanted)
         fsdplaunch.load_fsdp_model(None, acc, other, f"{folder}/{source}", adapter_only=True)
         same[source] = (before, equal(other, wanted))
-    if version == 2:
+    if with_theirs(version, form):
         other, acc = with_lora(2, version, form)
         theirs.load_fsdp_model(acc.state.fsdp_plugin, acc, other, f"{folder}/ours", adapter_only=True)
         same["ours, read by accelerate"] = (False, equal(other, wanted))
@@ -71,5 +82,5 @@ def round_trips(folder: str, version: int, form: str) -> dict[str, Any]:
 def test_adapters_alone_go_out_and_in(two_ranks: RankPool, tmp_path: Path, version: int, form: str) -> None:
     found = two_ranks.run(round_trips, str(tmp_path), version, form)[0]
     assert set(found["same"].values()) == {(False, True)}
-    assert len(found["same"]) == (3 if version == 2 else 1)
+    assert len(found["same"]) == (3 if with_theirs(version, form) else 1)
     assert found["size"] < 30_000  # the whole model is 37,800 bytes of weights

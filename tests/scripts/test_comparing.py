@@ -64,7 +64,12 @@ def test_what_is_equal_is_found_equal(forks, tmp_path, script, arguments, parame
         ("other-data", {}, 1, "loss"),
         ("unequal-means", {}, 1, "loss"),
         ("batch-size", {"launch__keep_global_batch": False}, 1, "loss"),
-        ("dtype", {"mixed_precision": "bf16"}, 1, "loss"),
+        (
+            "dtype",
+            {"mixed_precision": "bf16", "precision__output": "fp32"},
+            1,
+            "loss",
+        ),  # torch 2.11: one dtype per loss
     ],
 )
 def test_difference_is_named_with_its_step_and_its_cause(forks, tmp_path, mode, keys, step, what):

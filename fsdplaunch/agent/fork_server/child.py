@@ -117,7 +117,7 @@ def _install(name: str, text: TextIO, mode: str) -> None:
 
 
 def renew_randomness() -> None:
-    """Give each worker a state of its own, as separate interpreters have; torch's default seed is a constant."""
+    """Give each worker a state of its own, as separate interpreters have; torch's begins alike on a node."""
     random.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:

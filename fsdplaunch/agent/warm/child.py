@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +15,7 @@ from typing import Any
 
 from fsdplaunch.agent.fork_server.child import renew_randomness, renew_streams, set_environ, show_as
 from fsdplaunch.agent.warm.import_record import ImportRecord
-from fsdplaunch.launch.warm.surroundings import signals_in
+from fsdplaunch.launch.warm.surroundings import SETTINGS, setting, signals_in
 from fsdplaunch.parent_death import LIFELINE
 
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -55,13 +56,15 @@ def become_agent(message: Mapping[str, Any], files: Sequence[int], record: Impor
         os.close(descriptor)
     os.umask(given["umask"])
     _set_limits(given["limits"])
-    _write("/proc/self/oom_score_adj", given["oom_score_adj"])
+    for name in SETTINGS:
+        _set(name, given["settings"][name])
     set_environ({**message["environ"], LIFELINE: str(lifeline)})
     time.tzset()
     argv = tuple(message["argv"])
     renew_streams()
     renew_randomness()
-    _renew_folder()
+    _renew_seed()
+    _renew_folders(record.temporary_folder)
     importlib.invalidate_caches()
     sys.argv, sys.orig_argv = list(argv[2:]), list(argv)
     show_as(argv)
@@ -70,11 +73,23 @@ def become_agent(message: Mapping[str, Any], files: Sequence[int], record: Impor
     return AgentRequest(argv=argv, record=record)
 
 
-def _renew_folder() -> None:
-    """Let `multiprocessing` take this folder for the one it was imported in: what it spawns imports from there."""
-    module: Any = sys.modules.get("multiprocessing.process")
-    if module is not None:
-        module.ORIGINAL_DIR = os.getcwd()  # noqa: PTH109
+def _renew_seed() -> None:
+    """Seed torch's generator by chance, as importing torch does: a script that sets no seed begins with it."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "default_generator"):
+        torch.default_generator.seed()
+
+
+def _renew_folders(temporary: str | None) -> None:
+    """Forget in which folder this was imported, and which one for temporary files was chosen since.
+
+    Args:
+        temporary: The one that importing chose, or None.
+    """
+    tempfile.tempdir = temporary
+    multiprocessing: Any = sys.modules.get("multiprocessing.process")
+    if multiprocessing is not None:  # what it spawns imports from there
+        multiprocessing.ORIGINAL_DIR = os.getcwd()  # noqa: PTH109
 
 
 def _set_limits(limits: Mapping[str, Sequence[int]]) -> None:
@@ -83,9 +98,9 @@ def _set_limits(limits: Mapping[str, Sequence[int]]) -> None:
             resource.setrlimit(int(number), (wanted[0], wanted[1]))
 
 
-def _write(path: str, text: str) -> None:
-    with open(path, "r+", encoding="ascii") as file:  # noqa: PTH123
-        if file.read().strip() != text:
+def _set(name: str, text: str) -> None:
+    if setting(name) != text:
+        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:  # noqa: PTH123
             file.write(text)
 
 

@@ -6,6 +6,7 @@ Noted in the agent and in its fork server, where the run is to leave a warm inte
 import os
 import site
 import sys
+import tempfile
 import time
 from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from contextlib import contextmanager, suppress
@@ -18,7 +19,13 @@ FileMark = tuple[int, int, int]
 
 
 class ImportRecord:
-    """Notes of the imports of this process and those it was forked from."""
+    """Notes of the imports of this process and those it was forked from.
+
+    Attributes:
+        environ_before: The variables before anything was imported.
+        folder_before: The current folder then.
+        temporary_folder: The folder for temporary files that importing chose; None where it chose none.
+    """
 
     def __init__(self) -> None:
         """Begin before anything is imported."""
@@ -31,11 +38,13 @@ class ImportRecord:
         self._files: dict[str, FileMark] = {}
         self._folders: dict[str, frozenset[str]] = {}
         self._sites = _sites()
+        self.temporary_folder: str | None = None
 
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Note what the body's imports read, print, change and load."""
         before, plain = dict(os.environ), type(os.environ)
+        tempfile.tempdir = None  # what asks for it now reads the variables, and that is noted
         streams = [(name, stream) for name in ("stdout", "stderr") if (stream := getattr(sys, name)) is not None]
         os.environ.__class__ = _noting_class(plain, self._read)
         for name, stream in streams:
@@ -47,6 +56,7 @@ class ImportRecord:
             for _, stream in streams:
                 with suppress(AttributeError):
                     del stream.write
+            self.temporary_folder = self.temporary_folder or tempfile.tempdir
             after = dict(os.environ)
             self._changes |= {
                 name: (before.get(name), now) for name, now in after.items() if before.get(name) != now

@@ -47,6 +47,9 @@ def _ways_to_shard(context: RuleContext) -> Iterator[tuple[Path, str, str]]:
         yield fsdp("sharding_strategy"), f"{strategy} is not possible: PyTorch/XLA shards over all devices", hint
     if context.given.fsdp_config.fsdp_state_dict_type == "LOCAL_STATE_DICT":
         yield fsdp("state_dict_type"), "LOCAL_STATE_DICT is FSDP1's, not PyTorch/XLA's", "use SHARDED_STATE_DICT"
+    if context.given.fsdp_config.fsdp_ignored_modules is not None:
+        message = "PyTorch/XLA's FSDP takes all parameters"
+        yield fsdp("ignored_modules"), message, "leave it out"
     for axis in ("tp", "cp"):
         if getattr(context.config.parallelism_config, mesh(axis)[-1]) > 1:
             yield mesh(axis), "layers and sequences are not split under PyTorch/XLA", "leave it out"

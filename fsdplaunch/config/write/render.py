@@ -53,14 +53,13 @@ def values_to_write(config: Config) -> dict[KeyPath, Any]:
 
 
 def _pinned(config: Config, spec: KeySpec) -> bool:
-    has_value = value_at(config, spec.path) is not None
-    return config.fsdp_config.fsdp_version in spec.key.pinned and has_value and not _idle(config, spec)
+    has_value = value_at(config, spec.path) is not None and not _idle(config, spec)
+    is_read = is_read_by_xla(spec.path) or not shards_on_xla(config)
+    return config.fsdp_config.fsdp_version in spec.key.pinned and has_value and is_read
 
 
 def _idle(config: Config, spec: KeySpec) -> bool:
-    """Tell whether a key says how to shard where nothing is sharded, or where PyTorch/XLA decides that."""
-    if shards_on_xla(config) and not is_read_by_xla(spec.path):
-        return True
+    """Tell whether a key says how to shard where nothing is sharded."""
     shards_nothing = not shards_models(config) and not spec.key.leftover
     return shards_nothing and spec.path[0] in ("fsdp_config", "parallelism_config")
 

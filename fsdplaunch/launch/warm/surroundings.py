@@ -12,11 +12,13 @@ from contextlib import suppress
 from typing import Any
 
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
-_STATUS = ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "TracerPid")
+_STATUS = ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "THP_enabled", "TracerPid")
 _FILES = ("cgroup", "attr/current", "personality", "loginuid", "timerslack_ns")
 _GET_IO_PRIORITY = {"x86_64": 251, "aarch64": 31}
 _OF_PROCESS = 1
 _IGNORED, _BLOCKED = "SigIgn", "SigBlk"
+SETTINGS = {"oom_score_adj": "", "coredump_filter": "0x"}
+"""Files of /proc/self that a process may write, with what the kernel leaves out when it shows their number."""
 LIMITS = tuple(sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}))
 
 
@@ -37,7 +39,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def handed_over() -> dict[str, Any]:
-    """Return what a forked process takes over: umask, limits, signals, the kernel's readiness to kill it.
+    """Return what a forked process takes over: umask, limits, signals, settings of /proc.
 
     Returns:
         `ignored` and `blocked` are the kernel's masks, in hexadecimal digits.
@@ -48,8 +50,14 @@ def handed_over() -> dict[str, Any]:
         "limits": {str(number): list(resource.getrlimit(number)) for number in LIMITS},
         "ignored": status.get(_IGNORED, "0"),
         "blocked": status.get(_BLOCKED, "0"),
-        "oom_score_adj": _text("oom_score_adj"),
+        "settings": {name: setting(name) for name in SETTINGS},
     }
+
+
+def setting(name: str) -> str:
+    """Return one of this process' settings as it can be written again; empty where the kernel has none."""
+    text = _text(name)
+    return SETTINGS[name] + text if text else ""
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:

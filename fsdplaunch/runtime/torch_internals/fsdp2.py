@@ -7,10 +7,12 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
+from fsdplaunch.probe.torch_version import parse
+
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -23,6 +25,15 @@ def param_groups(module: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def copies_uneven_shards() -> bool:
+    """Return whether FSDP2 puts a padded copy in the place of a rank's smaller shard at its unit's first pass.
+
+    2.7 to 2.9 do, so changes in place are counted anew there, on that rank; from 2.11 on the shard stays; 2.10 was
+    not tried.
+    """
+    return (parse(torch.__version__) or (2, 11)) < (2, 11)
 
 
 def mixed_precision_of(group: Any) -> Any:

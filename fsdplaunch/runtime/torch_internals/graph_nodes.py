@@ -11,9 +11,9 @@ from fsdplaunch.probe.torch_version import parse
 def takes_partial_passes() -> bool:
     """Return whether a graph in which shards are penalised can be gone through in part before its backward.
 
-    2.7.1 ends with SIGSEGV in the backward that follows; 2.13 and 2.15 are right; none between was tried.
+    2.7.1 ends with SIGSEGV in the backward that follows; 2.8, 2.9, 2.11, 2.13 and 2.15 are right.
     """
-    return (parse(torch.__version__) or (2, 13)) >= (2, 13)
+    return (parse(torch.__version__) or (2, 8)) >= (2, 8)
 
 
 def loss_reduction(node: Any) -> int:

@@ -1,7 +1,7 @@
 """Seed alike on all ranks what a script leaves unseeded, before training begins.
 
 Needed because all ranks run the script: data split by Python's or numpy's generators must be split alike, and
-these are seeded by chance in every process. Torch's own begins alike everywhere.
+these are seeded by chance in every process. Torch's own begins alike on the ranks of one node only.
 """
 
 import random

@@ -1,5 +1,6 @@
 """A warm interpreter, here one without torch: what it takes over, whom it serves, when it ends."""
 
+import ctypes
 import json
 import os
 import resource
@@ -18,20 +19,27 @@ from fsdplaunch.channel import Channel
 from fsdplaunch.launch.warm.client import ask_all, warm_agent
 from fsdplaunch.launch.warm.folder import connect, opened_folder, socket_names
 
+PR_SET_THP_DISABLE = 41
 MODULES = [["own_module"], []]
 MODULE = """
-import json, os
+import json, os, sys, types
+class Generator:  # as torch has one, which importing seeds by chance
+    def seed(self):
+        self.value = os.urandom(8).hex()
+sys.modules["torch"] = types.SimpleNamespace(default_generator=Generator())
+sys.modules["torch"].default_generator.seed()
 OWN = os.environ.get("READ_BY_IMPORT")
 for name, value in os.environ.items():
     pass
 print("hello")
 """
 SERVE = """
-import json, multiprocessing, os, signal, sys, time
+import json, multiprocessing, os, signal, sys, tempfile, time
 from fsdplaunch.agent.warm.import_record import ImportRecord
 from fsdplaunch.agent.warm.server import WarmServer
 from fsdplaunch.launch.warm.folder import folder_path
 from fsdplaunch.launch.warm.identity import server_name
+tempfile.gettempdir()  # as an agent does, for itself
 record = ImportRecord()
 with record.noting():
     import own_module
@@ -39,10 +47,14 @@ name = server_name(sys.executable, [["own_module"], []], record.environ_before, 
 server = WarmServer(folder_path(os.environ), name, record, float(sys.argv[1]), {"modules": ["own_module"]})
 print("ready", flush=True)
 os.chdir("/")
+tempfile.gettempdir()
 request = server.serve()
 request.record.give_again()
 print(json.dumps({"argv": sys.argv, "cwd": os.getcwd(), "own": os.environ.get("OWN"), "tasks": os.getpid(),
                   "session": os.getsid(0), "files": len(os.listdir("/proc/self/fd")),
+                  "seed": sys.modules["torch"].default_generator.value,
+                  "temporary": tempfile.gettempdir(),
+                  "dumped": open("/proc/self/coredump_filter").read().strip(),
                   "spawned from": multiprocessing.process.ORIGINAL_DIR}), flush=True)
 sys.stdin.read()
 sys.exit(int(sys.argv[1]))
@@ -102,21 +114,26 @@ def is_cold(environ):
 
 def test_agent_is_what_the_launch_says_and_its_status_comes_back(environ, tmp_path, monkeypatch):
     (tmp_path / "place").mkdir()
+    dumped = Path("/proc/self/coredump_filter")
+    before = dumped.read_text().strip()
     with serving(environ) as server:
         # In another folder, with another variable, for which the imports have no use.
         monkeypatch.chdir(tmp_path / "place")
-        with launched(environ | {"OWN": "a"}, code=7) as (agent, said, typed, _):
+        dumped.write_text("0x7b")
+        with launched(environ | {"OWN": "a", "TMPDIR": str(tmp_path)}, code=7) as (agent, said, typed, _):
+            dumped.write_text(f"0x{before}")
             assert said.readline() == "hello\n"  # what importing printed is printed again
             seen = json.loads(said.readline())
             assert (seen["cwd"], seen["own"], seen["argv"]) == (str(tmp_path / "place"), "a", ["main.py", "7"])
             assert seen["spawned from"] == str(tmp_path / "place")
+            assert (seen["dumped"], seen["temporary"]) == ("0000007b", str(tmp_path))
             assert seen["tasks"] == seen["session"] == agent.pid
             assert seen["files"] == 5  # streams, lifeline, and the one that lists them
             typed.close()
             assert agent.wait() == 7
         with launched(environ) as (agent, said, _, _):
             said.readline()
-            said.readline()
+            assert json.loads(said.readline())["seed"] != seen["seed"]
             agent.send_signal(signal.SIGTERM)
             assert agent.wait() == -signal.SIGTERM
         assert server.poll() is None
@@ -179,8 +196,9 @@ def test_newly_installed_package_makes_a_cold_launch(environ, tmp_path, monkeypa
         lambda: os.nice(1),
         lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
         lambda: resource.setrlimit(resource.RLIMIT_STACK, (1 << 22, resource.getrlimit(resource.RLIMIT_STACK)[1])),
+        lambda: ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0),
     ],
-    ids=["nice", "affinity", "stack"],
+    ids=["nice", "affinity", "stack", "huge pages"],
 )
 def test_process_that_inherits_otherwise_gets_a_cold_launch(environ, condition):
     with serving(environ):
@@ -220,9 +238,15 @@ def test_launcher_that_says_no_more_leaves_no_agent(environ):
     with serving(environ) as server:
         with opened_folder(environ["XDG_RUNTIME_DIR"] + "/fsdplaunch_warm") as folder:
             end = connect(folder, socket_names(folder)[0])
+        from fsdplaunch.launch.warm.identity import PROTOCOL
         from fsdplaunch.launch.warm.surroundings import handed_over, surroundings
 
-        request = {"launch": 1, "argv": [sys.executable, "-u", "m", "0"], "environ": environ, "keep_seconds": 0}
+        request = {
+            "launch": PROTOCOL,
+            "argv": [sys.executable, "-u", "m", "0"],
+            "environ": environ,
+            "keep_seconds": 0,
+        }
         request |= {"surroundings": surroundings(), "handed_over": handed_over(), "blocked": []}
         reading, writing = os.pipe()
         Channel(end).send(request, [os.open("/", os.O_PATH), 0, writing, writing, reading])

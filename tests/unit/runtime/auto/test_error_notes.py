@@ -14,6 +14,7 @@ from fsdplaunch.runtime.auto.dtensor.error_notes import explaining_mixtures
             "fsdp_transformer_layer_cls_to_wrap",
         ),
         (RuntimeError, "expected scalar type BFloat16 but found Float", "fsdp_version: 1"),
+        (RuntimeError, "Found dtype Float but expected BFloat16", "precision.output: fp32"),
         (RuntimeError, "aten.add.Tensor got mixed torch.Tensor and DTensor", "fsdplaunch.prepare"),
     ],
 )

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
+from fsdplaunch.runtime.torch_internals.fsdp2 import copies_uneven_shards
 from fsdplaunch.runtime.torch_internals.tensors import change_count, storage_identity
 
 ShardName = str
@@ -48,9 +49,21 @@ def identity(tensor: Any) -> tuple[Any, ...]:
 
 def changes(tensor: Any) -> int:
     """Return how often a shard was changed in place: equal on all ranks that did the same with it."""
-    return change_count(tensor) + change_count(
-        local_tensor(tensor)
-    )  # torch counts where the operation is given it
+    count = change_count(tensor)  # torch counts where the operation is given it
+    if copies_uneven_shards() and _is_uneven(tensor):
+        return count
+    return count + change_count(local_tensor(tensor))
+
+
+def _is_uneven(tensor: DTensor) -> bool:
+    """Return whether ranks have shards of different sizes; the same on all of them."""
+    mesh = tensor.device_mesh
+    numbers: dict[int, int] = {}
+    for axis, placement in enumerate(tensor.placements):
+        dim: int | None = getattr(placement, "dim", None)  # a shard's, strided or not
+        if dim is not None:
+            numbers[dim] = numbers.get(dim, 1) * mesh.size(axis)
+    return any(tensor.shape[dim] % number for dim, number in numbers.items())
 
 
 def is_copy(name: ShardName) -> bool:
