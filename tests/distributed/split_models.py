@@ -112,6 +112,15 @@ def _mixtral() -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**sizes))
 
 
+def _deepseek() -> nn.Module:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    ranks = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    sizes = {**SIZES, **ranks, **experts, "intermediate_size": 48, "moe_intermediate_size": 16}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, num_key_value_heads=4, first_k_dense_replace=1))
+
+
 def _gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -127,6 +136,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
     "qwen3": (_qwen3, {}),
     "mixtral": (_mixtral, {}),
     "gpt2": (_gpt2, GPT2_PLAN),
+    "deepseek": (_deepseek, {}),
 }
 """Each with the plan that the configuration has for it; {}: the model brings its own."""
 

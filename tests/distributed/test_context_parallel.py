@@ -4,10 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdplaunch
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.context_parallel.attention import attend
+from fsdplaunch.runtime.context_parallel.exchanges import own_piece
 from tests.distributed import split_models as models
 from tests.distributed.pool import RankPool
 from tests.distributed.test_tensor_parallel import against_one, variables
@@ -31,6 +35,36 @@ def test_a_run_with_split_sequences_is_that_of_one_process(
     assert result["losses"] < 1e-5
     assert result["values"] < 1e-5
     assert f"  sequences split: over {context} ranks inside of the blocks" in result["lines"]
+
+
+def apart(axis: DeviceMesh, heads: int, kv_heads: int, *, mask: bool, is_causal: bool) -> float:
+    """How far attention of split sequences is from that of full ones: values and gradients."""
+    torch.manual_seed(0)
+    full = [torch.randn(2, each, 8, 4, requires_grad=True) for each in (heads, kv_heads, kv_heads)]
+    how: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": heads != kv_heads}
+    seen, weights = torch.randn(2, 1, 8, 8) if mask else None, torch.randn(2, heads, 8, 4)
+    mixed = nn.functional.scaled_dot_product_attention(*full, seen, **how)
+    (mixed * weights).sum().backward()
+    mine = [own_piece(each.detach(), axis, 2).requires_grad_() for each in full]
+    got = attend(axis, *mine, seen, **how)
+    (got * own_piece(weights, axis, 2)).sum().backward()
+    pairs = zip([got, *(each.grad for each in mine)], [mixed, *(each.grad for each in full)], strict=True)
+    return max(float((one - own_piece(other, axis, 2)).abs().max()) for one, other in pairs if other is not None)
+
+
+def attentions() -> dict[str, float]:
+    axis = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        f"{heads}, {kv_heads}, {mask}, {is_causal}": apart(axis, heads, kv_heads, mask=mask, is_causal=is_causal)
+        for heads, kv_heads in ((4, 4), (4, 1), (3, 3), (6, 2))
+        for mask, is_causal in ((False, True), (True, False), (False, False))
+    }
+
+
+def test_attention_is_exact_also_where_ranks_do_not_divide_the_heads(four_ranks: RankPool) -> None:
+    for found in four_ranks.run(attentions):
+        assert len(found) == 12
+        assert max(found.values()) < 1e-5, found
 
 
 class Counting(models.Block):
@@ -65,7 +99,7 @@ def test_what_cannot_be_split_is_refused_at_the_first_step(four_ranks: RankPool)
     env = sequences(2)
     for kind in ("Counting", "Shifting"):
         said = four_ranks.run(refused, kind, 12, env=env)
-        assert all("computes something else when its sequences are split (cp_size)" in text for text in said), said
+        assert all("computes something else with split sequences (cp_size)" in text for text in said), said
     said = four_ranks.run(refused, "Block", 11, env=env)
     assert "sequences of 11 cannot be divided by 2 ranks (cp_size)" in said[0]
 

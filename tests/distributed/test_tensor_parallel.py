@@ -38,7 +38,12 @@ def against_one(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor"), [("plain", 1), *((name, tensor) for name in models.MODELS for tensor in (2, 4))]
+    ("name", "tensor"),
+    [
+        ("plain", 1),
+        *((name, tensor) for name in models.MODELS if name != "deepseek" for tensor in (2, 4)),
+        pytest.param("deepseek", 2, marks=needs("transformers", "5.0", "has another plan for DeepSeek")),
+    ],
 )
 def test_a_run_with_split_layers_is_that_of_one_process(four_ranks: RankPool, name: str, tensor: int) -> None:
     result = four_ranks.run(against_one, name, env=variables(tensor, models.MODELS[name][1]), timeout=200)[0]
@@ -47,14 +52,34 @@ def test_a_run_with_split_layers_is_that_of_one_process(four_ranks: RankPool, na
     assert result["values"] < 1e-5
 
 
+def graphs() -> int:
+    """How many graphs a forward of three compiled blocks makes."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model = models.Plain()
+    model.layers.append(models.Block())
+    model = fsdplaunch.prepare(model)
+    ids = models.batch(0)
+    model(input_ids=ids, labels=ids)
+    return int(counters["stats"]["unique_graphs"])
+
+
+def test_blocks_with_split_layers_are_compiled_once_for_all(two_ranks: RankPool) -> None:
+    compiled = {"ACCELERATE_DYNAMO_BACKEND": "EAGER", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true"}
+    assert two_ranks.run(graphs, env=variables(2, models.PLAIN_PLAN, **compiled)) == [1, 1]
+
+
 def refused(name: str, change: str = "") -> str:
     """The sentence a model is refused with."""
     model = models.built(name)
-    if change == "other data":
+    if change:
         model, _ = fsdplaunch.prepare(model, models.adamw(model))
     try:
-        if change == "other data":
-            ids = models.batch(dist.get_rank())
+        if change:
+            ids = models.batch(dist.get_rank() if change == "other data" else 0)
             model(input_ids=ids, labels=ids)
         else:
             fsdplaunch.prepare(model)
@@ -90,6 +115,11 @@ REFUSED = {
     "no style": ("plain", {"layers.*.up": "columnwise"}, "columnwise is no style to split a layer"),
     "no matrix": ("plain", {"layers.*.before": "colwise"}, "is a LayerNorm, and colwise splits a linear layer"),
     "no plan": ("gpt2", {}, "GPT2LMHeadModel has no plan of how its layers can be split"),
+    "nothing": (
+        "plain",
+        {"layers.*.before": "local"},
+        "sharding.tensor_parallel_plan splits no parameter of Plain",
+    ),
     "twice": (
         "plain",
         {"layers.*.up": "colwise", "layers.0.*": "rowwise"},
@@ -104,6 +134,13 @@ def test_a_plan_that_does_not_fit_is_refused_before_training(four_ranks: RankPoo
         assert all(message in text for text in said), said[0]
     heads = four_ranks.run(refused, "llama", env=variables(4) | {"SPLIT_MODELS_KV_HEADS": "2"})
     assert "LlamaForCausalLM has 2 key-value heads, which 4 ranks (tp_size) cannot divide" in heads[0]
+    wrong = {"layers.*.down": "rowwise"}
+    said = four_ranks.run(refused, "plain", "pass", env=variables(2, wrong))
+    assert all("Plain cannot compute with split layers (tp_size): " in text for text in said), said
+    assert "sharding.tensor_parallel_plan does not fit what its layers compute" in said[0]
+    wrong |= {"layers.*.up": "packed_colwise", "layers.*.gain": "colwise"}
+    said = four_ranks.run(refused, "plain", "pass", env=variables(2, wrong))
+    assert all("Plain computes something else with split layers (tp_size)" in text for text in said), said
     said = four_ranks.run(refused, "plain", "other data", env=variables(2, models.PLAIN_PLAN))
     assert "ranks 0, 1 split layers together (tp_size), and their inputs differ" in said[0]
     assert "ranks 2, 3" in said[3]

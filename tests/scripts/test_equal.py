@@ -183,7 +183,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 for x in DataLoader(Items(), batch_size=2, shuffle=True):
     model(x).logsumexp(0).mean().backward()
     optimizer.step()
-print(os.getpid(), torch.rand(1).item())
+print(os.getpid(), torch.rand(3).sum().item())
 """
 
 

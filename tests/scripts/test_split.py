@@ -57,7 +57,12 @@ for (x,) in DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuf
     optimizer.step()
     optimizer.zero_grad()
 full = {name: value.full_tensor() for name, value in model.module.named_parameters()}
+torch.save(model.module, "model.pt")
 if dist.get_rank() == 0:
+    with open("model.pt", "rb") as file:
+        assert b"fsdplaunch" not in file.read()
+    whole = torch.load("model.pt", weights_only=False)
+    assert all(torch.equal(value, full[name]) for name, value in whole.named_parameters())
     torch.save({name: value.clone() for name, value in model.module.state_dict().items()}, "saved.pt")
     saved = torch.load("saved.pt")
     assert all(torch.equal(saved[name], value) for name, value in full.items())

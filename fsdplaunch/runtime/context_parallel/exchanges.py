@@ -26,17 +26,34 @@ def exchanged(tensor: torch.Tensor, axis: DeviceMesh, *, split: int, join: int) 
     return _Exchanged.apply(tensor, axis, split, join)  # type: ignore[no-any-return,no-untyped-call]
 
 
+def gathered(tensor: torch.Tensor, axis: DeviceMesh, dim: int) -> torch.Tensor:
+    """Return the ranks' pieces along a dimension as one tensor, of which each computes something of its own.
+
+    Each rank's gradient is the sum of what all computed of its piece.
+    """
+    return _Gathered.apply(tensor, axis, dim)  # type: ignore[no-any-return,no-untyped-call]
+
+
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: DeviceMesh, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
-        pieces = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(axis.size())]
-        dist.all_gather(pieces, tensor.contiguous(), group=axis.get_group())
-        return torch.cat(pieces, dim)
+        return _all_gather(tensor, axis, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return own_piece(gradient, ctx.axis, ctx.dim) * ctx.axis.size(), None, None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: DeviceMesh, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _all_gather(tensor, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _received(gradient, ctx.axis, ctx.dim).sum(0), None, None
 
 
 class _Exchanged(torch.autograd.Function):
@@ -50,8 +67,19 @@ class _Exchanged(torch.autograd.Function):
         return _all_to_all(gradient, ctx.axis, ctx.join, ctx.split), None, None, None
 
 
+def _all_gather(tensor: torch.Tensor, axis: DeviceMesh, dim: int) -> torch.Tensor:
+    pieces = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(axis.size())]
+    dist.all_gather(pieces, tensor.contiguous(), group=axis.get_group())
+    return torch.cat(pieces, dim)
+
+
 def _all_to_all(tensor: torch.Tensor, axis: DeviceMesh, split: int, join: int) -> torch.Tensor:
+    return torch.cat(_received(tensor, axis, split).unbind(), join)
+
+
+def _received(tensor: torch.Tensor, axis: DeviceMesh, split: int) -> torch.Tensor:
+    """Return what each rank has of this one's piece along a dimension, stacked."""
     mine = torch.stack(tensor.chunk(axis.size(), split))
     theirs = torch.empty_like(mine)
     dist.all_to_all_single(theirs, mine, group=axis.get_group())
-    return torch.cat(theirs.unbind(), join)
+    return theirs

@@ -8,6 +8,7 @@ from torch import nn
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, count, unwrapped
+from fsdplaunch.runtime.inspection.units import original_class
 from fsdplaunch.runtime.torch_internals.wrappers import COMPILED_ATTRIBUTE
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -19,8 +20,8 @@ def runs(module: nn.Module) -> bool:
 
 
 def class_name(module: nn.Module) -> str:
-    """Return the name of the user's class, also of a module that torch.compile put a wrapper around."""
-    return type(unwrapped(module)).__name__
+    """Return the name of the user's class, also of a module that is sharded or that torch.compile wraps."""
+    return original_class(unwrapped(module)).__name__
 
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

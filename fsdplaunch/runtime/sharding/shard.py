@@ -174,7 +174,7 @@ def shard_model(
     check_sharded_model(sharded, prepared, total=total)
     register_model(sharded, prepared)
     if not place.layout_only and not is_fake(place.mesh):
-        begin_passes(sharded, split, sequences, place.device)
+        begin_passes(sharded, split, sequences, place.device, settings.dtypes.param)
     mark_sharded("prepare")
     for line in describe(sharded).lines():
         messages.say(line)

@@ -59,12 +59,24 @@ def split_sequences(model: nn.Module, settings: Settings, axis: DeviceMesh | Non
 
 
 def begin_passes(
-    model: nn.Module, split: SplitPlan | None, sequences: SplitSequences | None, device: torch.device
+    model: nn.Module,
+    split: SplitPlan | None,
+    sequences: SplitSequences | None,
+    device: torch.device,
+    computes_in: torch.dtype | None,
 ) -> None:
-    """Let the first passes of the model show that ranks which split something have the same inputs."""
+    """Let the first passes of the model show that ranks which split something compute what one would.
+
+    Args:
+        model: Sharded.
+        split: How its layers are split.
+        sequences: How its sequences are.
+        device: Where this worker computes.
+        computes_in: The dtype that parameters are gathered in; None for their own.
+    """
     if sequences is not None:
         from fsdplaunch.runtime.context_parallel.apply import compare_first_pass
 
-        compare_first_pass(model, sequences, device)
+        compare_first_pass(model, sequences, device, computes_in)
     if split is not None:
-        split.expect_same_inputs(model, device)
+        split.expect_same_inputs(model, device, computes_in)

@@ -11,7 +11,13 @@ from fsdplaunch.runtime.inspection.parameter_names import clean_name, joined
 from fsdplaunch.runtime.sharding.blocks import class_name
 from fsdplaunch.runtime.tensor_parallel.layers import Cut
 from fsdplaunch.runtime.tensor_parallel.plan import find_plan, matched
-from fsdplaunch.runtime.tensor_parallel.plan_checks import check_divisible, check_even, check_heads, check_kind
+from fsdplaunch.runtime.tensor_parallel.plan_checks import (
+    check_divisible,
+    check_even,
+    check_heads,
+    check_kind,
+    check_splits,
+)
 from fsdplaunch.runtime.tensor_parallel.split_plan import Place, SplitPlan
 from fsdplaunch.runtime.tensor_parallel.styles import HEAD_NORM, ROPE, STYLES, Style, rope_style
 from fsdplaunch.runtime.torch_internals.dtensor import silence_slow_exchanges
@@ -42,9 +48,10 @@ def build_plan(model: nn.Module, configured: Mapping[str, str], axis: DeviceMesh
             holder, _, attribute = name.rpartition(".")
             _add_parameter(result, modules[holder], attribute, STYLES[found.style])
     if not configured:
-        _add_head_norms(result)
+        _add_inner_parameters(result)
     _follow_ties(result, model)
     check_divisible(result, model)
+    check_splits(result, model)
     check_even(result, shards)
     check_heads(result, model)
     return result
@@ -81,15 +88,21 @@ def _style(model: nn.Module, module: nn.Module, name: str) -> Style:
     return rope_style(width)
 
 
-def _add_head_norms(plan: SplitPlan) -> None:
-    """Add up the gradients of norms inside of split heads; the plans of transformers 4 do not name them."""
+def _add_inner_parameters(plan: SplitPlan) -> None:
+    """Add up the gradients of what lies between split projections and is not named by the model's plan.
+
+    Norms of split heads are not named by the plans of transformers 4, activations with parameters by none.
+    """
     by_name = {name: module for module, name in plan.names.items()}
     for module, style in list(plan.modules.items()):
         parent, _, own = plan.names[module].rpartition(".")
-        norm = by_name.get(f"{parent}.{own.removesuffix('_proj')}_norm")
-        if own in ("q_proj", "k_proj") and style.leave is None and norm is not None and norm not in plan.modules:
-            plan.modules[norm] = HEAD_NORM
-            plan.cuts |= {(norm, attribute): Cut() for attribute, _ in own_parameters(norm)}
+        if style.weights != "outputs" or style.leave is not None:
+            continue
+        inner = [f"{own.removesuffix('_proj')}_norm"] if own in ("q_proj", "k_proj") else ["act_fn", "act"]
+        for found in filter(None, (by_name.get(f"{parent}.{name}") for name in inner)):
+            if found not in plan.modules:
+                plan.modules[found] = HEAD_NORM
+                plan.cuts |= {(found, attribute): Cut() for attribute, _ in own_parameters(found)}
 
 
 def _follow_ties(plan: SplitPlan, model: nn.Module) -> None:

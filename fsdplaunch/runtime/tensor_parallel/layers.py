@@ -53,10 +53,13 @@ class Cut:
         packed: How many matrices are joined along the dimension, each to be split by itself. Their rows of one
             rank are no rectangle of the whole, which no checkpoint could hold: such a parameter is kept in full
             and every rank computes with its own rows.
+        summands: Whether ranks compute their own activations with what every rank keeps, so that its gradients are
+            summands; otherwise all compute the same.
     """
 
     dim: int | None = None
     packed: int = 1
+    summands: bool = True
 
     @property
     def placement(self) -> Placement:
@@ -74,15 +77,13 @@ class Cut:
         return full.chunk(axis.size(), self.dim or 0)[axis.get_local_rank()].contiguous()
 
     def local(self, param: Any) -> Any:
-        """Return what this rank computes with of a parameter, with the gradient that belongs to it.
-
-        What every rank has in full it computes its own activations with, so that its gradients are summands.
-        """
+        """Return what this rank computes with of a parameter, with the gradient that belongs to it."""
         if not isinstance(param, DTensor):
             return param
         if not self.placement.is_replicate():
             return param.to_local()
-        full, axis = param.to_local(grad_placements=[Partial()]), param.device_mesh
+        gradients = Partial() if self.summands else Replicate()
+        full, axis = param.to_local(grad_placements=[gradients]), param.device_mesh
         if self.dim is None:
             return full
         parts = (
@@ -90,8 +91,15 @@ class Cut:
         )
         return torch.cat(list(parts), self.dim)
 
+    def full(self, param: Any) -> Any:
+        """Return all of a parameter, for a computation that is not split."""
+        if not isinstance(param, DTensor):
+            return param
+        return param.to_local() if self.placement.is_replicate() else param.full_tensor()
+
 
 FULL = Cut()
+ALIKE = Cut(summands=False)
 
 
 def is_split(module: nn.Module) -> bool:
@@ -100,25 +108,32 @@ def is_split(module: nn.Module) -> bool:
 
 
 @contextmanager
-def local_parameters(module: nn.Module, cuts: Mapping[str, Cut], **attributes: Any) -> Iterator[None]:
-    """Let a module have its parameters as plain tensors of this rank, for a forward of its own.
+def own_tensors(module: nn.Module, tensors: Mapping[str, Any], **attributes: Any) -> Iterator[None]:
+    """Let a module have other tensors as its parameters, for a forward of its own.
 
     Args:
         module: The module itself; those below it stay as they are.
-        cuts: By the parameter's attribute.
-        attributes: What other attributes are meanwhile, parameters among them.
+        tensors: By the parameter's attribute.
+        attributes: What other attributes are meanwhile.
     """
     params = dict(own_parameters(module))
-    others = {name: value for name, value in attributes.items() if name not in params}
-    kept = {name: getattr(module, name) for name in others}
-    for name, param in params.items():
-        put_tensor(
-            module, name, attributes.get(name, ...) if name in attributes else cuts.get(name, FULL).local(param)
-        )
-    module.__dict__.update(others)
+    kept = {name: getattr(module, name) for name in attributes}
+    for name in params:
+        put_tensor(module, name, tensors[name])
+    module.__dict__.update(attributes)
     try:
         yield
     finally:
         for name, param in params.items():
             put_tensor(module, name, param)
         module.__dict__.update(kept)
+
+
+def local_parameters(module: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Any]:
+    """Return a module's own parameters as plain tensors of this rank, by attribute."""
+    return {name: cuts.get(name, FULL).local(param) for name, param in own_parameters(module)}
+
+
+def full_parameters(module: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Any]:
+    """Return all of a module's own parameters, gathered from the ranks that split them, by attribute."""
+    return {name: cuts.get(name, FULL).full(param) for name, param in own_parameters(module)}

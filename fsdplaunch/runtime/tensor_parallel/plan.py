@@ -44,15 +44,20 @@ def find_plan(model: nn.Module, configured: Mapping[str, str]) -> tuple[dict[str
 
 def _own_plan(module: nn.Module) -> dict[str, str]:
     """Return the plan that a model of transformers brings along, complete for it and what is inside."""
-    config: Any = getattr(module, "config", None)
+    config: Any = _not_of_what_is_inside(module, "config")
     of_base = getattr(config, "base_model_tp_plan", None) or {}
-    own = dict(getattr(module, "_tp_plan", None) or {})
+    own = dict(_not_of_what_is_inside(module, "_tp_plan") or {})
     base = getattr(module, "base_model_prefix", "")
     if not own and not of_base:
         return {}
     inner = getattr(module, base, None) if base else None
     prefix = f"{base}." if isinstance(inner, nn.Module) and inner is not module else ""
     return {**{prefix + pattern: style for pattern, style in of_base.items()}, **own}
+
+
+def _not_of_what_is_inside(module: nn.Module, name: str) -> Any:
+    """Return an attribute of a module; wrappers, such as those of adapters, pass on those of the model inside."""
+    return module.__dict__.get(name) or (getattr(module, name) if hasattr(type(module), name) else None)
 
 
 def matches(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, list[NamedStyle]]]:

@@ -48,6 +48,17 @@ def check_kind(plan: SplitPlan, module: nn.Module, style: Style, name: str) -> N
         raise ShardingError(msg, hint="use rowwise")
 
 
+def check_splits(plan: SplitPlan, model: nn.Module) -> None:
+    """Check that a plan splits something: otherwise the ranks would only compute the same.
+
+    Raises:
+        ShardingError: It does not.
+    """
+    if all(cut.dim is None for cut in plan.cuts.values()):
+        msg = f"{plan.origin} splits no parameter of {class_name(model)}, and tp_size is {plan.axis.size()}"
+        raise ShardingError(msg, hint="name its layers in sharding.tensor_parallel_plan, or leave tp_size out")
+
+
 def check_divisible(plan: SplitPlan, model: nn.Module) -> None:
     """Check that the ranks divide every dimension that is split; a model's vocabulary may stay as it is.
 

@@ -38,11 +38,13 @@ def check_first_inputs(
         together: What they do together, for the error.
         unless: Whether a forward is given other inputs on each rank on purpose.
     """
+    compared = False
 
     def compare(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if unless():
+        nonlocal compared  # the hook stays: another one may run the model, in whose pass this one could not go
+        if compared or unless():
             return
-        handle.remove()
+        compared = True
         facts = {"inputs": _fingerprint(_tensors((args, kwargs)))}
         if module.training and any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.modules()):
             facts["random numbers"] = torch.get_rng_state()
@@ -50,7 +52,7 @@ def check_first_inputs(
         if different:
             raise _different(different[0], axis, together)
 
-    handle = model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
+    model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
 
 
 def _different(what: str, axis: DeviceMesh, together: str) -> ShardingError:

@@ -1,12 +1,14 @@
 """How one model's layers are split: which forwards change, and which parameters are cut."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdplaunch.runtime.sharding.materialize import ModelTensor
+from fsdplaunch.runtime.tensor_parallel.compare_passes import FirstPass
 from fsdplaunch.runtime.tensor_parallel.layers import Cut
 from fsdplaunch.runtime.tensor_parallel.same_gradients import check_first_gradients
 from fsdplaunch.runtime.tensor_parallel.same_inputs import check_first_inputs, draw_alike
@@ -14,6 +16,13 @@ from fsdplaunch.runtime.tensor_parallel.styles import Style
 
 Place = tuple[nn.Module, str]
 """A module, and the attribute under which it holds a parameter."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SplitNow:
+    """Whether layers compute in parts at present; a pass to compare with computes them in full on every rank."""
+
+    layers: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,6 +36,7 @@ class SplitPlan:
         modules: What becomes of each module's forward.
         cuts: How parameters are split.
         names: Of the modules.
+        now: Of all its layers.
     """
 
     axis: DeviceMesh
@@ -35,6 +45,7 @@ class SplitPlan:
     modules: dict[nn.Module, Style] = field(default_factory=dict)
     cuts: dict[Place, Cut] = field(default_factory=dict)
     names: dict[nn.Module, str] = field(default_factory=dict)
+    now: SplitNow = field(default_factory=SplitNow)
 
     def cut_at(self, places: list[Place]) -> Cut | None:
         """Return how the parameter that is in these places is split; None if it is not."""
@@ -46,11 +57,29 @@ class SplitPlan:
         if cut is not None and isinstance(entry.tensor, nn.Parameter):
             entry.exchange(cut.split(entry.tensor.detach(), self.axis))
 
-    def expect_same_inputs(self, model: nn.Module, device: torch.device) -> None:
-        """Let the ranks that split layers draw alike from now on, and compare first inputs and gradients."""
+    def expect_same_inputs(self, model: nn.Module, device: torch.device, computes_in: torch.dtype | None) -> None:
+        """Let the ranks that split layers draw alike from now on, and compare their first passes."""
         draw_alike(self.axis)
+        self.compare_first_pass(model, computes_in)
         check_first_inputs(model, self.axis, device, "split layers together (tp_size)")
         check_first_gradients(model, self.axis, device)
+
+    def compare_first_pass(self, model: nn.Module, computes_in: torch.dtype | None) -> None:
+        """Compare the model's first pass with one in which every rank computes with full layers."""
+
+        def choose(split: bool) -> None:
+            self.now.layers = split
+
+        alone = "rowwise follows colwise, and layers take sizes from their inputs"
+        remedy = alone if self.strict else "write another as sharding.tensor_parallel_plan"
+        hint = f"{self.origin} does not fit what its layers compute: {remedy}"
+        first = FirstPass("split layers (tp_size)", hint, choose, computes_in)
+
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not first.running:
+                first.compare(module, args, kwargs)
+
+        model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
 
     def of(self, module: nn.Module) -> dict[str, Cut]:
         """Return the cuts of a module's own parameters, by attribute."""

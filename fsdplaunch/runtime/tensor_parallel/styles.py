@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdplaunch.runtime.tensor_parallel.activations import copied, gathered, piece, summed
-from fsdplaunch.runtime.tensor_parallel.layers import FULL, Cut, matrix_layer
+from fsdplaunch.runtime.tensor_parallel.layers import ALIKE, FULL, Cut, matrix_layer
 
 Weights = Literal["outputs", "inputs", "rows", "columns", "full"]
 Exchange = Callable[[torch.Tensor, DeviceMesh], torch.Tensor]
@@ -44,10 +45,12 @@ class Style:
         return self.weights != "full"
 
     def cut(self, module: nn.Module, param: torch.Tensor) -> Cut | None:
-        """Return how one parameter of a module is split; None where all ranks compute the same with it."""
+        """Return how one parameter of a module is split; None where it stays as it is, the same on all ranks."""
         layer = matrix_layer(module)
-        if not self.splits or (param.dim() == 1 and layer is not None and self.weights == "inputs"):
-            return FULL if self.summands else None
+        if not self.splits:
+            return self._kept()
+        if param.dim() == 1 and layer is not None and self.weights == "inputs":
+            return None
         if self.weights in ("rows", "columns"):
             return Cut(dim=0 if self.weights == "rows" else 1)
         if param.dim() == 1:
@@ -55,6 +58,12 @@ class Style:
         if layer is not None:
             return Cut(dim=layer.outputs if self.weights == "outputs" else layer.inputs, packed=self.packed)
         return Cut(dim=param.dim() - (2 if self.weights == "outputs" else 1), packed=self.packed)
+
+    def _kept(self) -> Cut | None:
+        """Return how a parameter that is not split is kept; what it lies in is known by it as a split layer."""
+        if self.summands:
+            return FULL
+        return ALIKE if self.enter or self.leave else None
 
 
 def sequence_piece(tensor: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
@@ -118,8 +127,12 @@ def known_styles() -> list[str]:
     return sorted([*STYLES, ROPE])
 
 
+@cache
 def rope_style(width: int) -> Style:
-    """Return the style of a projection whose last `width` outputs go to the heads of all ranks."""
+    """Return the style of a projection whose last `width` outputs go to the heads of all ranks.
+
+    It is one object for all layers, so that one compiled block serves them.
+    """
 
     def last_copied(tensor: Any, axis: DeviceMesh) -> Any:
         rest, rope = tensor.split([tensor.shape[-1] - width, width], dim=-1)

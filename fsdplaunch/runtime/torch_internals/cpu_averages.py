@@ -1,4 +1,4 @@
-"""Averages over ranks on the CPU, which FSDP2 and DTensor of torch 2.7 get wrong."""
+"""Averages over ranks on the CPU, which FSDP2 and DTensor of torch 2.7 and 2.8 get wrong."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
 @functools.cache
 def mend_averages_on_cpu() -> None:
-    """Let FSDP2 and DTensor of torch 2.7 compute on the CPU what they do on a GPU; other versions are left alone.
+    """Let FSDP2 and DTensor of torch 2.7 and 2.8 compute on the CPU what they do on a GPU; others are left alone.
 
-    2.7: gloo takes the average for a sum in reduce_scatter, without a word, and refuses it in all_reduce.
+    2.7 and 2.8: gloo takes the average for a sum in reduce_scatter, without a word; 2.7 refuses it in all_reduce.
     """
-    if parse(torch.__version__) == (2, 7):
-        _divide_gradients_before()
+    version = parse(torch.__version__)
+    if version == (2, 7):
         _let_replicas_reduce()
+    if version in ((2, 7), (2, 8)):
+        _divide_gradients_before()
         _average_by_sums("_reduce_value")
         _average_by_sums("_reduce_shard_value")
 
@@ -33,8 +35,11 @@ def _divide_gradients_before() -> None:
 
     factors: Any = _fsdp_collectives._get_gradient_divide_factors
 
-    def divide(scatter_group: Any, reduce_group: Any, dtype: torch.dtype, device_type: str = "") -> Any:
-        return factors(scatter_group, reduce_group, torch.float16 if device_type == "cpu" else dtype, device_type)
+    def divide(
+        scatter_group: Any, reduce_group: Any, dtype: torch.dtype, device_type: str = "", *more: Any
+    ) -> Any:
+        dtype = torch.float16 if device_type == "cpu" else dtype
+        return factors(scatter_group, reduce_group, dtype, device_type, *more)
 
     setattr(_fsdp_collectives, "_get_gradient_divide_factors", divide)  # noqa: B010
 

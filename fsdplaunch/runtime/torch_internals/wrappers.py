@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,3 +52,8 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
         return disabled[0](*args)
 
     return call
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Return what keeps forwards from being compiled, where torch's compiler is imported; all versions."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

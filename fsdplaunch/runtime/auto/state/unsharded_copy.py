@@ -46,8 +46,7 @@ def as_before(module: nn.Module) -> Iterator[None]:
     for name in HOOK_TABLES:
         module.__dict__[name] = OrderedDict((key, hook) for key, hook in kept[name].items() if key not in ours)
     for name, value in kept.items():
-        added = callable(value) and _is_ours(value) and not isinstance(value, nn.Module)
-        if added or name.startswith(SHARDING_MARKS):
+        if _is_added(value) or name.startswith(SHARDING_MARKS):
             del module.__dict__[name]
     try:
         yield
@@ -55,6 +54,13 @@ def as_before(module: nn.Module) -> Iterator[None]:
         module.__class__ = kind
         module.__dict__.clear()
         module.__dict__.update(kept)
+
+
+def _is_added(value: Any) -> bool:
+    """Return whether a module's attribute was put there by sharding: a function, or an object of this package."""
+    if isinstance(value, nn.Module):
+        return False
+    return type(value).__module__.startswith("fsdplaunch.") or (callable(value) and _is_ours(value))
 
 
 def _is_ours(hook: Any) -> bool:
