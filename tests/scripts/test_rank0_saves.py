@@ -75,6 +75,10 @@ for number in range(12):
             torch.save({k: v.clone().mul_(0.5) for k, v in model.module.state_dict().items()}, "never.pt")
         except RuntimeError as error:
             print("refused:", "nor a copy that every rank made" in str(error))
+    if rank == 0 and number == 11:
+        first = model.module.layers[0][0]
+        read = [first.bias.tolist(), first.weight.detach().cpu().numpy(), first.weight.norm().item()]
+        read.append(f"{first.bias.sum():.6f}")
     if number == 5:
         dist.barrier()
     full = {name: value.full_tensor() for name, value in model.module.named_parameters()}
@@ -91,6 +95,11 @@ for number in range(12):
                 assert type(found) is torch.Tensor and torch.equal(found, value), name
             assert averaged[name].dtype is torch.float64 and torch.equal(averaged[name].float(), means[name])
         print("compared", number)
+    if rank == 0 and number == 11:
+        weight, bias = full["layers.0.0.weight"], full["layers.0.0.bias"]
+        assert read[0] == bias.tolist() and torch.equal(torch.from_numpy(read[1]), weight)
+        assert abs(read[2] - weight.norm().item()) < 1e-5 and read[3] == f"{bias.sum():.6f}"
+        print("read alone")
     averages = {name: value.full_tensor() for name, value in shadow.items()}
     if rank == 0 and number == 8:
         kept, threaded = torch.load("kept.pt"), torch.load("threaded.pt")
@@ -166,7 +175,7 @@ def test_every_file_that_rank_0_saves_is_whole_and_of_one_step(
 ) -> None:
     done, _, _ = run(forks, tmp_path, EVERYWHERE)
     assert done.codes == [0, 0], "\n".join(done.err)
-    said = [*(f"compared {n}" for n in (2, 5)), "refused: True", *(f"compared {n}" for n in (8, 11))]
+    said = [*(f"compared {n}" for n in (2, 5)), "refused: True", *(f"compared {n}" for n in (8, 11)), "read alone"]
     assert done.out[0].splitlines() == [*said, "saved after the end"]
     assert not (done.folder / "never.pt").exists()
     monkeypatch.setattr("__main__.Net", type("Net", (nn.Module,), {}), raising=False)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor import shard_handlers as handlers
+from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.torch_internals.dtensor import finishing_results, knows_operator, operator_handlers
 from fsdplaunch.runtime.torch_internals.tensors import gather_for_scripting
@@ -81,8 +82,8 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
 def _methods(hook_context: HookContext) -> dict[str, Handler]:
     """Return the handler of each method of a shard that needs one."""
     return {
-        **dict.fromkeys(_READS, handlers.gather),
-        **dict.fromkeys(_REDUCTIONS, handlers.reduce),
+        **dict.fromkeys(_READS, by_all_or_rank0(handlers.gather)),
+        **dict.fromkeys(_REDUCTIONS, by_all_or_rank0(handlers.reduce)),
         **dict.fromkeys(_ADDITIONS, handlers.add),
         **dict.fromkeys(_UPDATES, handlers.update),
         **dict.fromkeys(_NEW, handlers.make_new),
@@ -99,7 +100,7 @@ def _handled(func: Any, handler: Handler, ownership: Ownership) -> Any:
 
 
 def _function(func: Any, ownership: Ownership) -> Any:
-    instead = _handled(func, handlers.reduce, ownership)
+    instead = _handled(func, by_all_or_rank0(handlers.reduce), ownership)
     gather_for_scripting(func, instead)
     return instead
 

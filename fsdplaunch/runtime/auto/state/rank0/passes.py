@@ -1,11 +1,12 @@
 """Notice passes of a sharded model that only some ranks make: they would take part in other ranks' collectives.
 
-Looked at where a model turns from training to evaluation and back, which is where ranks part; other passes only
-count.
+Looked at where a model turns from training to evaluation and back, and where it first computes without gradients,
+which is where ranks part; other passes only count.
 """
 
 import weakref
 
+import torch
 from torch import nn
 
 from fsdplaunch.errors import ShardingError
@@ -31,6 +32,7 @@ class Passes:
         self.name = name
         self.position = hook_context.position
         self.training = True
+        self.without_gradients: set[str] = set()
 
     def begin(self, model: nn.Module) -> None:
         """Count a pass that begins; errors as `turn`."""
@@ -40,6 +42,9 @@ class Passes:
     def turn(self, model: nn.Module) -> None:
         """Check that all ranks turn a model from training to evaluation, or back, where this one does.
 
+        So that an evaluation that leaves the model as it is in training is seen, too, all ranks meet at each line
+        of the script that computes without gradients for the first time.
+
         Raises:
             ShardingError: Only rank 0 does.
             CheckpointError: Only other ranks do.
@@ -47,6 +52,13 @@ class Passes:
         if model.training != self.training:
             self.training = model.training
             check_all_ranks(f"{self.name} in {'training' if self.training else 'evaluation'}")
+        elif self.training and not torch.is_grad_enabled():
+            self._meet_without_gradients(script_line())
+
+    def _meet_without_gradients(self, line: str) -> None:
+        if line not in self.without_gradients:
+            check_all_ranks(f"{self.name} without gradients")
+            self.without_gradients.add(line)
 
 
 _passes: "weakref.WeakKeyDictionary[nn.Module, Passes]" = weakref.WeakKeyDictionary()
