@@ -55,7 +55,8 @@ def worker_variables(
         # Without it torch keeps one store for all attempts, and new workers meet the dead ones' addresses.
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     defaults = {"OMP_NUM_THREADS": str(max(1, cpus // workers)), **_flight_recorder(run_dir, torch_version)}
-    defaults["PYTHONHASHSEED"] = "0"  # a script that numbers the words of a set numbers them alike on all ranks
+    if config.launch.keep_global_batch:  # a script that numbers the words of a set numbers them alike on all ranks
+        defaults["PYTHONHASHSEED"] = "0"
     env |= {name: value for name, value in defaults.items() if name not in environ}
     return env | config.launch.env
 

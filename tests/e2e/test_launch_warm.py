@@ -84,7 +84,10 @@ def test_script_sees_what_python_would_show_it(warm):
 
 
 def test_variables_and_standard_input_are_those_of_this_launch(warm):
-    text = "import os, sys; print(os.environ['MY_OWN'], os.environ['FROM_IMPORT'], sys.stdin.read(), end='')"
+    text = (  # all ranks have the same standard input, and what one reads the others do not
+        "import os, sys; typed = sys.stdin.read() if os.environ['RANK'] == '0' else ''\n"
+        "print(os.environ['MY_OWN'], os.environ['FROM_IMPORT'], typed, end='')"
+    )
     run = warm(text, env={"MY_OWN": "2"}, stdin=subprocess.PIPE)
     run.process.stdin.write("typed")
     assert forked(run).stdout == "imported\n2 1 typed"

@@ -99,5 +99,8 @@ def test_end_of_the_script_waits_for_a_save_beside_it(fsdplaunch, tmp_path, how)
         assert (tmp_path / "c/checkpoint-1/fsdplaunch.json").exists()
         return
     assert done.returncode == 1
-    assert "cannot save c/checkpoint-1: rank 0: OSError: [Errno 28] No space left on device" in done.stderr
+    assert (
+        f"cannot save {tmp_path}/c/checkpoint-1: rank 0: OSError: [Errno 28] No space left on device"
+        in done.stderr
+    )
     assert not list((tmp_path / "c").iterdir())

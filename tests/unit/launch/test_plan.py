@@ -106,8 +106,13 @@ def test_env_adds_the_files_own_variables_and_threads():
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "PYTHONHASHSEED"])
 def test_variables_set_by_the_user_are_kept(name):
-    assert make().env[name].isdigit()
-    assert name not in make(environ={name: "1"}).env
+    config = Config(launch=LaunchSection(keep_global_batch=True))
+    assert make(config).env[name].isdigit()
+    assert name not in make(config, environ={name: "1"}).env
+
+
+def test_the_order_of_sets_is_as_under_python_where_batches_are_the_scripts_own():
+    assert "PYTHONHASHSEED" not in make().env
 
 
 def test_restarts_turn_off_the_shared_store():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from fsdplaunch.runtime.auto.data.worker_draws import WorkerDraws
 
@@ -33,7 +33,7 @@ class Items(Dataset[torch.Tensor]):
     ids=["random", "numpy", "torch", "nothing"],
 )
 def test_draws_in_a_worker_process_are_seen_outside(draw: Callable[[], Any], seen: bool, tmp_path: Path) -> None:
-    draws = WorkerDraws(lambda worker: (tmp_path / f"worker-{worker}").touch())
+    draws = WorkerDraws(lambda worker: (tmp_path / f"worker-{worker}").touch(), default_collate)
     loader = DataLoader(Items(draw), batch_size=2, num_workers=1, worker_init_fn=draws)
     assert [batch[:, 0].tolist() for batch in loader] == [[0.0, 1.0], [2.0, 3.0]]
     assert draws.seen() is seen

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from fsdplaunch.runtime.auto.model.loss_graph import batch_reductions
-from fsdplaunch.runtime.auto.model.row_mixing import compares_rows, fixed_rows, mark_outputs
+from fsdplaunch.runtime.auto.model.row_mixing import compares_rows, fixed_rows, mark_outputs, outputs_of_models
 
 ROWS = 4
 X, Y, LABELS = torch.randn(ROWS, 6), torch.randn(ROWS, 6), torch.arange(ROWS)
@@ -29,7 +29,7 @@ def mixes(loss: Loss) -> bool:
         return out
 
     value = loss(model)
-    return compares_rows(value, batch_reductions(value.grad_fn, {ROWS}, 2), ROWS)
+    return compares_rows(value, batch_reductions(value.grad_fn, {ROWS}, 2), ROWS, outputs_of_models(value))
 
 
 @pytest.mark.parametrize(
