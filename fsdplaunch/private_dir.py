@@ -68,6 +68,7 @@ def _make_locked(parent: str) -> tuple[str, int]:
     _sweep(parent)
     for _ in range(_MOST_TRIES):
         folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+        os.chmod(folder, stat.S_IRWXU)  # noqa: PTH101  (a umask may have taken its own bits, too)
         lock = _lock(folder, fcntl.LOCK_EX)
         if lock is not None:
             return folder, lock

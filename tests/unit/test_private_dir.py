@@ -111,3 +111,13 @@ def test_folder_of_a_command_goes_with_its_process(memory):
     assert said.stdout.startswith(str(memory))
     assert not Path(said.stdout.strip()).exists()
     assert make_process_dir().is_dir()
+
+
+def test_strict_umask_takes_no_rights_of_the_owner(memory):
+    before = os.umask(0o777)
+    try:
+        folder = make()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert list(memory.iterdir()) == [folder]
