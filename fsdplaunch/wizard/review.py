@@ -98,6 +98,8 @@ def _repeatable_answers(state: WizardState) -> tuple[dict[str, str], dict[Path, 
         # An option and a key that decide the same are refused together.
         by_key = {one.name for one in QUESTIONS if settings.keys() & {*one.keys}}
         answers = {name: text for name, text in answers.items() if name not in by_key}
+        left = WizardState(facts=state.facts, answers=answers, settings=settings)
+        answers = {one.name: answers[one.name] for one in QUESTIONS if one.name in answers and one.applies(left)}
 
 
 def _differences(before: Mapping[Path, Any], after: Mapping[Path, Any]) -> dict[Path, Any]:

@@ -143,7 +143,7 @@ def test_silent_node_is_lost_and_ends_the_run():
 @pytest.mark.parametrize(("silence", "says"), [(0.5, "no message for"), (60, "it did not say how it ended")])
 def test_node_that_is_lost_after_the_workers_blamed_its_connection_is_the_cause(monkeypatch, silence, says):
     monkeypatch.setattr(coordinator, "LINGER_SECONDS", 1.0)
-    place = Place(2, silence=silence)
+    place = Place(2, silence=silence, grace=0.5)
     place.come(1)
     place.coordinator.gather(counter())
     place.coordinator.start()  # the node never starts to speak
