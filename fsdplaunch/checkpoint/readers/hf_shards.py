@@ -16,6 +16,7 @@ from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
 from fsdplaunch.checkpoint.item_location import ItemLocation
 from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, StoredChunk, StoredTensor
 from fsdplaunch.checkpoint.readers.dcp_places import MAX_FILES
+from fsdplaunch.checkpoint.readers.rank_files import check_still_there
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
 from fsdplaunch.checkpoint.regions import Region, find_tiling_fault, row_major
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
@@ -59,6 +60,7 @@ def read_shards(folder: Path) -> tuple[CheckpointIndex, dict[ItemLocation, Torch
 def _check_numbers(folder: Path, names: list[str]) -> None:
     """Check that every file number up to the stated total is there, from some rank."""
     found = [(int(match[2]), int(match[3])) for match in map(SHARD_FILE.fullmatch, names) if match]
+    check_still_there(folder, found)
     total = max(total for _, total in found)
     missing = sorted(set(range(1, min(total, MAX_FILES) + 1)) - {number for number, _ in found})
     if missing or total > MAX_FILES or len(names) > MAX_FILES:

@@ -6,7 +6,7 @@ FULL_STATE_DICT's `pytorch_model_fsdp.bin`. Each file says which shard of each t
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -113,9 +113,21 @@ def _rank_names(folder: Path) -> list[str]:
         shown = ", ".join(sorted(min(group.values()) for group in groups.values()))
         msg = f"{folder} holds {len(groups)} models: {shown}"
         raise CheckpointError(msg, hint="move the files of one of them into a folder of its own")
+    check_still_there(folder, groups)
     ranks = next(iter(groups.values()))
     world = world or max(ranks) + 1
     return all_ranks(folder, ranks, world)
+
+
+def check_still_there(folder: Path, files: Sized) -> None:
+    """Check that a folder that was found to hold a checkpoint's files still does.
+
+    Raises:
+        CheckpointError: They have gone since.
+    """
+    if not files:
+        msg = f"{folder} was changed while it was read: its files have gone"
+        raise CheckpointError(msg, hint="read it when nothing writes to it")
 
 
 def all_ranks(folder: Path, names: Mapping[int, str], world: int) -> list[str]:

@@ -24,6 +24,7 @@ from fsdplaunch.checkpoint.readers.rank_files import (
     FoundTensors,
     add_shard,
     all_ranks,
+    check_still_there,
     found_tensor,
     note_bytes,
     reading,
@@ -84,6 +85,7 @@ def read_xla_files(folder: Path) -> tuple[CheckpointIndex, dict[ItemLocation, To
 def _names(folder: Path) -> list[str]:
     """Return the files of all ranks, rank 0 first."""
     matches = [match for path in folder.iterdir() if (match := XLA_FILE.fullmatch(path.name))]
+    check_still_there(folder, matches)
     worlds = {int(match["world"]) for match in matches}
     ranks = {int(match["rank"]): match[0] for match in matches}
     world = max(worlds)

@@ -40,13 +40,16 @@ def run_all(cases: Sequence[tuple[str, Case]], processes: int) -> Iterator[Outco
     waiting = iter(range(len(cases)))
     at_work: dict[Any, int] = {}  # which case each pipe's process is at
 
-    def give(pipe: Connection) -> None:
+    def give(pipe: Connection, done: str | None = None) -> None:
         number = next(waiting, None)
         if number is None:
             pipe.close()
-        else:
-            at_work[pipe] = number
-            pipe.send(number)
+            return
+        if done not in (None, cases[number][0]):  # threads and memory of one class are not those of another
+            pipe.close()
+            pipe = _start(cases)
+        at_work[pipe] = number
+        pipe.send(number)
 
     for _ in range(processes):
         give(_start(cases))
@@ -59,7 +62,7 @@ def run_all(cases: Sequence[tuple[str, Case]], processes: int) -> Iterator[Outco
             except (EOFError, OSError):
                 seconds, problem, pipe = 0.0, "the process that ran it has died", _start(cases)
             yield Outcome(group=group, name=case.name, seconds=seconds, problem=problem)
-            give(pipe)
+            give(pipe, group)
 
 
 def _start(cases: Sequence[tuple[str, Case]]) -> Connection:

@@ -9,9 +9,9 @@ import random
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 from fsdplaunch.launch.coordination.handshake import CoordinatorHandshake, NodeHandshake
 from fsdplaunch.launch.coordination.interfaces import RunActions, RunAssignment
@@ -123,8 +123,8 @@ def cases(chance: random.Random, count: int | None) -> Iterator[Case]:
 
 def meet_strangers(kinds: list[Stranger], chance: random.Random) -> None:
     """Let strangers come before a run and during it; raise when the run does not end well, or memory grows."""
-    _forget_peak()
-    place, before = Place(2), _peak_bytes()
+    tracemalloc.start()  # not the process's own size, which has what it maps of files for the first time
+    place = Place(2)
     acted: list[str] = []
     place.coordinator.actions = RunActions(
         stop=lambda *_: acted.append("stop"),
@@ -151,10 +151,11 @@ def meet_strangers(kinds: list[Stranger], chance: random.Random) -> None:
         if ends != [0, 0] or acted:
             msg = f"ended with {ends}, after {acted}"
             raise AssertionError(msg)
-        if (grown := _peak_bytes() - before) > MOST_BYTES:
+        if (grown := tracemalloc.get_traced_memory()[1]) > MOST_BYTES:
             msg = f"memory grew by {grown / 1e6:.0f} MB"
             raise AssertionError(msg)
     finally:
+        tracemalloc.stop()
         for sock in open_ones:
             sock.close()
         place.close()
@@ -169,12 +170,3 @@ def _come(port: int, kind: Stranger, chance: random.Random) -> socket.socket:
 
     threading.Thread(target=act, daemon=True).start()
     return sock
-
-
-def _forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))

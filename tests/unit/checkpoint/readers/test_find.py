@@ -7,6 +7,9 @@ import pytest
 
 from fsdplaunch.checkpoint.merge.merge import merge
 from fsdplaunch.checkpoint.readers.find import AmbiguousError, find_model
+from fsdplaunch.checkpoint.readers.hf_shards import read_shards
+from fsdplaunch.checkpoint.readers.rank_files import read_rank_files
+from fsdplaunch.checkpoint.readers.xla_files import read_xla_files
 from fsdplaunch.errors import CheckpointError, UsageError
 
 
@@ -210,3 +213,9 @@ def test_too_many_folders_are_refused_quickly(tmp_path, monkeypatch):
         (tmp_path / str(number)).mkdir()
     with pytest.raises(CheckpointError, match="more than 10 folders"):
         find_model(tmp_path)
+
+
+@pytest.mark.parametrize("read", [read_rank_files, read_shards, read_xla_files], ids=["rank", "shard", "xla"])
+def test_files_that_have_gone_since_they_were_found_are_an_error(read, tmp_path):
+    with pytest.raises(CheckpointError, match="was changed while it was read: its files have gone"):
+        read(tmp_path)
