@@ -8,6 +8,7 @@ from fsdplaunch.config.schema.walk import all_keys
 from fsdplaunch.config.world_size import node_range, workers_per_node, world_size
 
 _PROCESSES = ("num_processes",)
+_NODES = ("launch", "nodes")
 _MACHINES = ("num_machines",)
 _PER_NODE = ("launch", "workers_per_node")
 _REPLICAS = ("parallelism_config", "parallelism_config_dp_replicate_size")
@@ -123,21 +124,20 @@ def _elastic_run(context: RuleContext) -> Iterator[Violation]:
         return
     why = f"launch.nodes {config.launch.nodes} lets nodes come and go"
     if config.rdzv_backend == "static":
-        yield Violation(about=(("rdzv_backend",),), message=f"{why}, and static cannot", hint="use c10d")
+        yield Violation(about=(("rdzv_backend",), _NODES), message=f"{why}, and static cannot", hint="use c10d")
     if isinstance(config.num_processes, int):
         hint = "set launch.workers_per_node"
-        yield Violation(
-            about=(_PROCESSES,), message=f"{why}, and {config.num_processes} workers do not", hint=hint
-        )
+        message = f"{why}, and {config.num_processes} workers do not"  # distributed_type: NO is one worker
+        yield Violation(about=(_PROCESSES, _NODES), message=message, hint=hint)
     hybrid = (config.fsdp_config.fsdp_sharding_strategy or "").startswith("HYBRID") and context.shards
     if hybrid or config.parallelism_config.parallelism_config_dp_replicate_size not in (None, 1):
-        about = (("fsdp_config", "fsdp_sharding_strategy"), _REPLICAS)
+        about = (("fsdp_config", "fsdp_sharding_strategy"), _REPLICAS, _NODES)  # a dp_shard_size leaves one, too
         message = f"{why}, and a number of replicas does not"
         yield Violation(about=about, message=message, hint="use FULL_SHARD, over however many nodes there are")
     for axis in ("tp", "cp"):
         if getattr(config.parallelism_config, mesh(axis)[-1]) == REST:
             message = f"{why}, and the model would be split into as many parts"
-            yield Violation(about=(mesh(axis),), message=message, hint="give it a number")
+            yield Violation(about=(mesh(axis), _NODES), message=message, hint="give it a number")
 
 
 @rule("shown-rank")
