@@ -55,9 +55,9 @@ def test_scratch_inside_what_it_shows_does_not_show_itself(tmp_path):
 
 
 def test_arguments_that_name_the_users_folder_lead_into_the_scratch_folder():
-    source, target = Path("/data/me"), Path("/data/me/runs/t/work")
-    assert moved("--out=/data/me/out", source, target) == "--out=/data/me/runs/t/work/out"
-    assert moved("/data/me", source, target) == "/data/me/runs/t/work"
+    source, target = Path("/data/me"), Path("/data/me/runs/t/scratch")
+    assert moved("--out=/data/me/out", source, target) == "--out=/data/me/runs/t/scratch/out"
+    assert moved("/data/me", source, target) == "/data/me/runs/t/scratch"
     assert moved("/data/data/me/x", source, target) == "/data/data/me/x"
     assert moved("/data/meadow", source, target) == "/data/meadow"
 

@@ -14,8 +14,8 @@ from fsdplaunch.runtime.torch_internals.tensors import tree_map
 
 _together: set[str] = set()
 """The script's lines that all ranks were seen to reach together; asked once, as a read may stand in every step."""
-_alone_at: tuple[int, ...] | None = None
-"""Where rank 0 was seen to read alone; until it goes on from there, the others cannot come."""
+_alone_at: tuple[Any, ...] | None = None
+"""The line at which rank 0 was seen to read alone, and how far it was: its next shards are read so, too."""
 
 
 def by_all_or_rank0(compute: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
@@ -36,7 +36,7 @@ def by_all_or_rank0(compute: Callable[[Any, Any, Any], Any]) -> Callable[[Any, A
         if line in _together:
             return compute(func, args, kwargs)
         gathering = ShardGatherer(f"{func.__name__}() of a shard", keep=True)
-        if not _come_together(gathering, saves.position):
+        if not _come_together(gathering, line, saves.position):
             return _alone(gathering, func, args, kwargs)
         _together.add(line)
         return compute(func, args, kwargs)
@@ -44,9 +44,9 @@ def by_all_or_rank0(compute: Callable[[Any, Any, Any], Any]) -> Callable[[Any, A
     return read
 
 
-def _come_together(gathering: ShardGatherer, position: Position) -> bool:
+def _come_together(gathering: ShardGatherer, line: str, position: Position) -> bool:
     global _alone_at  # noqa: PLW0603  (one script, one position)
-    at = (*position.counts(), position.steps, position.met)
+    at = (line, *position.counts(), position.steps, position.met)
     if at == _alone_at:
         gathering.together = False
     else:
