@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import MachineError
 from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.collectives.gloo_threads import wait_for_gloo_at_exit
 from fsdplaunch.runtime.collectives.quiet_gloo import keep_gloo_quiet
 from fsdplaunch.runtime.collectives.stores import group_store
 from fsdplaunch.runtime.late_modules import RANK0_SAVES_CLOSE, RANK0_SAVES_END, RANK0_SAVES_OPEN, call_if_imported
@@ -49,6 +50,7 @@ def join_group(config: Config, device: torch.device) -> None:
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
         getattr(dist, "set_debug_level_from_env")()  # noqa: B009  (exported at run time only)
     keep_gloo_quiet()
+    wait_for_gloo_at_exit()
     timeout = timedelta(seconds=config.launch.process_group_timeout_seconds)
     place = _meeting_place(timeout)
     if device.type == "cuda":

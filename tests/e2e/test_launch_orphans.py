@@ -66,6 +66,9 @@ def kill(start, _folder, victim, preload):
     dead, _, stopped = victim.partition(" of a stopped ")
     if stopped:
         os.kill(pids[stopped], signal.SIGSTOP)
+    if victim == "launcher of a stopped agent":  # what a worker leaves behind is the agent's to end otherwise
+        os.kill(workers[0], signal.SIGKILL)
+        assert gone_within(workers[:1], 5)
     for each in reversed(dead.split(" and ")):  # the launcher last
         os.kill(pids[each], signal.SIGKILL)
     if victim == "launcher of a stopped agent":  # as one that is stuck in C, it is not to be woken

@@ -14,9 +14,11 @@ sys.path = [place for place in sys.path if not place.endswith("made-up")]
 del sys.modules["torch"]
 importlib.import_module("torch").__version__ = "9.9.9"
 """
+# What it does last is a collective, and no other thread gets Python's lock after that: gloo's has to free tensors.
 SCRIPT = """
-import os, torch, fsdplaunch
+import os, sys, torch, fsdplaunch
 torch.__version__ = "9.9.9"
+sys.setswitchinterval(100)
 for _ in range(2):
     fsdplaunch.prepare(torch.nn.Linear(4, 4))
 if os.environ["RANK"] == "0":

@@ -58,6 +58,7 @@ class ForkServerProcess:
         self._agent = 0
         self._deadline: float | None = None
         self._children: set[int] = set()
+        self._failed: set[int] = set()  # have ended, and what they started may go on
         self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._before = {number: signal.getsignal(number) for number in (signal.SIGCHLD, *PASSED_ON)}
 
@@ -155,6 +156,8 @@ class ForkServerProcess:
                 return
             now = time.time_ns()
             self._children.discard(pid)
+            if status != 0:
+                self._failed.add(pid)
             with suppress(OSError):  # the agent has gone; the next look at the channel says so
                 self._channel.send(
                     {"ended": pid, "status": status, "time_ns": now, "peak_bytes": usage.ru_maxrss * 1024}
@@ -200,13 +203,30 @@ class ForkServerProcess:
     def _end(self) -> None:
         """Kill every worker and what it started, and end without the exit handlers of what was preloaded."""
         self._kill_workers()
+        for pid in self._failed:  # the agent, which does this otherwise, may have had no time for it
+            if not _exists(pid):  # a number is not given again while a group has it
+                _kill_group(pid)
         remove_private_dir(os.environ)
         os._exit(0)
 
     def _kill_workers(self) -> None:
         for pid in self._children:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+            _kill_group(pid)
+
+
+def _kill_group(leader: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _worker_request(message: dict[str, Any], loaded: Preloaded) -> WorkerRequest:

@@ -16,6 +16,7 @@ from fsdplaunch.config.xla import shards_on_xla
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.probe.torch_version import mismatch
 from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.collectives.gloo_threads import wait_for_gloo_at_exit
 from fsdplaunch.runtime.collectives.hang_detector import watch_main_thread
 from fsdplaunch.runtime.data.data_loader import shard_loader
 from fsdplaunch.runtime.loading.deferred_weights import DeferredWeights
@@ -72,6 +73,7 @@ def prepare(
         UsageError: An environment variable holds none of its key's values, or weights are given for no model or
             for several.
     """
+    wait_for_gloo_at_exit()
     watch_main_thread()
     _check_torch()
     chosen = plugin or ambient_plugin()
