@@ -54,6 +54,13 @@ data = TensorDataset(torch.randn(16, 8))
 for (x,) in DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False)):
     loss = model(x).pow(2).mean()
     loss.backward()
+    gradients = [value.grad for value in model.parameters()]
+    whole = torch.cat([gradient.full_tensor().flatten() for gradient in gradients])
+    for order in (1.0, float("inf")):
+        norm = torch.nn.utils.get_total_norm(gradients, order)
+        torch.testing.assert_close(norm, whole.norm(order))
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), float(norm) / 2, norm)
+    torch.testing.assert_close(torch.nn.utils.get_total_norm(gradients, order), norm / 2)
     optimizer.step()
     optimizer.zero_grad()
 full = {name: value.full_tensor() for name, value in model.module.named_parameters()}

@@ -32,13 +32,32 @@ def clipping_by_full_norm(hook_context: HookContext) -> Iterator[None]:
             params = gradients.listed(parameters)
             if not hook_context.ownership.ours or not any(isinstance(param, DTensor) for param in params):
                 return original(params, max_norm, norm_type, error_if_nonfinite, foreach)
-            total = gradients.clip_grad_norm_(params, max_norm, norm_type)
-            if error_if_nonfinite and not total.isfinite():
-                msg = f"The total norm of order {norm_type} for gradients from `parameters` is non-finite"
-                raise RuntimeError(msg)
-            return total
+            return _finite(gradients.clip_grad_norm_(params, max_norm, norm_type), norm_type, error_if_nonfinite)
 
         return clip_grad_norm_
+
+    def total(original: Any) -> Any:
+        def get_total_norm(
+            tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+        ) -> Any:
+            given = gradients.listed(tensors)
+            if not hook_context.ownership.ours or not any(isinstance(each, DTensor) for each in given):
+                return original(given, norm_type, error_if_nonfinite, foreach)
+            return _finite(gradients.total_norm(given, norm_type), norm_type, error_if_nonfinite)
+
+        return get_total_norm
+
+    def clip(original: Any) -> Any:
+        def clip_grads_with_norm_(
+            parameters: Any, max_norm: float, total_norm: Any, foreach: bool | None = None
+        ) -> None:
+            params = gradients.listed(parameters)
+            if hook_context.ownership.ours and any(isinstance(param, DTensor) for param in params):
+                gradients.clip_with_norm(params, max_norm, total_norm)
+            else:
+                original(params, max_norm, total_norm, foreach)
+
+        return clip_grads_with_norm_
 
     def value(original: Any) -> Any:
         def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
@@ -55,5 +74,16 @@ def clipping_by_full_norm(hook_context: HookContext) -> Iterator[None]:
         replaced(clip_grad, "clip_grad_norm_", norm),
         replaced(utils, "clip_grad_value_", value),
         replaced(clip_grad, "clip_grad_value_", value),
+        replaced(utils, "get_total_norm", total),
+        replaced(clip_grad, "get_total_norm", total),
+        replaced(utils, "clip_grads_with_norm_", clip),
+        replaced(clip_grad, "clip_grads_with_norm_", clip),
     ):
         yield
+
+
+def _finite(norm: Any, norm_type: float, required: bool) -> Any:
+    if required and not norm.isfinite():
+        msg = f"The total norm of order {norm_type} for gradients from `parameters` is non-finite"
+        raise RuntimeError(msg)
+    return norm

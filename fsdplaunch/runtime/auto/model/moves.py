@@ -4,10 +4,11 @@ The first is needed because torch exchanges sharded parameters underneath the Py
 ones what `register_hook` registered: the script's own hooks, and those that place gradients as the shards.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -27,15 +28,29 @@ def keeping_hooks(hook_context: HookContext) -> Iterator[None]:
 
     def move(original: Any) -> Any:
         def move_and_reconnect(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            if hook_context.ownership.ours:
-                place_gradients(self)
+            if not hook_context.ownership.ours:
+                return original(self, *args, **kwargs)
+            with _moving_gradients(self, args[0] if args else kwargs["fn"]):
+                result = original(self, *args, **kwargs)
+            place_gradients(self)
             return result
 
         return move_and_reconnect
 
     with replaced(FSDPModule, MOVE_METHOD, move), replaced(nn.Module, "share_memory", _sharing):
         yield
+
+
+@contextmanager
+def _moving_gradients(model: nn.Module, move: Callable[[Any], Any]) -> Iterator[None]:
+    """Move the gradients of shards beside them: torch cannot exchange underneath what a backward has set."""
+    gradients = [(p, p.grad) for p in model.parameters() if isinstance(p, DTensor) and p.grad is not None]
+    for param, _ in gradients:
+        param.grad = None
+    yield
+    with torch.no_grad():
+        for param, gradient in gradients:
+            param.grad = move(gradient)
 
 
 def _sharing(original: Any) -> Any:
