@@ -91,14 +91,16 @@ def test_adapters_alone_go_out_and_in(two_ranks: RankPool, tmp_path: Path, versi
 
 
 def split_adapters() -> tuple[float, float, str]:
-    """How far adapters of split layers are from those of one process: losses, values; and why others are refused."""
+    """How far adapters of split layers are from those of one process; why others are refused."""
     from peft import LoraConfig, get_peft_model
 
     targets = ["q_proj", "o_proj", "up_proj", "down_proj"]
 
     def built(**more: Any) -> Any:
         torch.manual_seed(3)
-        config = LoraConfig(r=2, target_modules=targets, modules_to_save=["lm_head"], init_lora_weights=False, **more)
+        config = LoraConfig(
+            r=2, target_modules=targets, modules_to_save=["lm_head"], init_lora_weights=False, **more
+        )
         return get_peft_model(models.built("llama"), config)
 
     alone, model = built(), built()

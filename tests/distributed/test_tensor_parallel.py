@@ -79,7 +79,9 @@ def norms() -> list[tuple[float, float, float]]:
         torch.manual_seed(0)
         alone = Narrow()
         model = copy.deepcopy(alone)
-        model = fsdplaunch.prepare(model, plugin=fsdplaunch.FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap"))
+        model = fsdplaunch.prepare(
+            model, plugin=fsdplaunch.FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap")
+        )
         alone(rows).pow(2).mean().backward()
         model(rows.chunk(2)[dist.get_rank() // 2]).pow(2).mean().backward()
         wanted = nn.utils.clip_grad_norm_(alone.parameters(), 0.05, order)
@@ -91,7 +93,7 @@ def norms() -> list[tuple[float, float, float]]:
 
 
 def overflow() -> tuple[float, float]:
-    """The scale and how far parameters have moved after a step in which one rank's part has an infinite gradient."""
+    """The scale, and how far parameters move in a step in which one rank's part has an infinite gradient."""
     torch.manual_seed(0)
     model = fsdplaunch.prepare(models.Plain())
     optimizer, scaler = models.adamw(model), torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -106,7 +108,7 @@ def overflow() -> tuple[float, float]:
 
 
 def test_norms_of_any_order_and_overflows_are_those_of_all_parts(four_ranks: RankPool) -> None:
-    for found in four_ranks.run(norms, env=variables(2, NARROW_PLAN)):
+    for found in four_ranks.run(norms, env=variables(2, NARROW_PLAN, FSDP_AUTO_WRAP_POLICY="NO_WRAP")):
         for wanted, norm, apart in found:
             assert norm == pytest.approx(wanted, rel=1e-5)
             assert wanted > 0.05, "nothing was clipped"

@@ -21,6 +21,8 @@ from fsdplaunch.runtime.compat.import_hook import once_imported
 from fsdplaunch.runtime.sharding.mesh import TENSOR
 
 if TYPE_CHECKING:
+    import torch
+
     from fsdplaunch.runtime.tensor_parallel.split_plan import SplitPlan
 
 _MISSING = "ReplicateParallel"
@@ -50,13 +52,15 @@ def _load_in_full(module: Any) -> None:
 
     @functools.wraps(load)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        mesh = kwargs.get("device_mesh")
+        mesh: Any = kwargs.get("device_mesh")
         names = getattr(mesh, "mesh_dim_names", None) or ()
         if TENSOR not in names or not _splits_here():
             return load(cls, *args, **kwargs)
         plan = kwargs.pop("tp_plan", None)
         if plan not in (None, "auto"):
-            msg = "from_pretrained is given a tp_plan of its own, which this version of transformers keeps to itself"
+            msg = (
+                "from_pretrained is given a tp_plan of its own, which this version of transformers keeps to itself"
+            )
             raise ShardingError(msg, hint='write it as sharding.tensor_parallel_plan, and give tp_plan="auto"')
         kwargs.pop("tp_size", None)
         model = load(cls, *args, **{name: value for name, value in kwargs.items() if name != "device_mesh"})
@@ -76,7 +80,9 @@ def _prepare_split(module: Any) -> None:
         if not _splits_here() or not any(_is_full(each) for each in args):
             return prepare_tp(self, *args)
         _check(self)
-        first = [each if isinstance(each, nn.Module) else self._prepare_one(each, first_pass=True) for each in args]
+        first = [
+            each if isinstance(each, nn.Module) else self._prepare_one(each, first_pass=True) for each in args
+        ]
         result = [each if isinstance(each, nn.Module) else self._prepare_one(each) for each in first]
         exchanged = {old: new for model in result if _is_full(model) for old, new in _split_model(model, self)}
         for group in _groups(result):
@@ -130,13 +136,21 @@ def _split_model(model: nn.Module, accelerator: Any) -> Iterator[tuple[nn.Parame
     ranks = RankGroup()
     for entry in model_tensors(model):
         old = entry.tensor
-        old.data = old.data.contiguous()
+        old.data = old.data.to(_kept_in(old, accelerator)).contiguous()
         ranks.send(old.data)
         plan.split_parameter(entry)
         if entry.tensor is not old:
             yield old, entry.tensor  # type: ignore[misc]
     _split[model] = plan
     messages.say(f"accelerate: layers split over {axis.size()} ranks, by {plan.origin}")
+
+
+def _kept_in(tensor: "torch.Tensor", accelerator: Any) -> "torch.dtype":
+    """Return the dtype that accelerate gives a parameter when it shards; it cannot do so when that is split."""
+    import torch
+
+    raised = accelerator.is_fsdp2 and accelerator.mixed_precision != "no"
+    return torch.float32 if raised and tensor.requires_grad else tensor.dtype
 
 
 def _groups(prepared: list[Any]) -> Iterator[dict[str, Any]]:

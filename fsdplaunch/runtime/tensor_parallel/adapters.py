@@ -1,4 +1,4 @@
-"""Layers that have adapters around them, as PEFT puts them there: what of them is split where a plan splits the layer.
+"""Layers that have adapters around them, as PEFT puts them there: what is split where a plan splits the layer.
 
 A plan names the layer, and in its place stands a module that holds it and the small matrices beside it.
 """
