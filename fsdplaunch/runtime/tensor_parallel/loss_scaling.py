@@ -6,18 +6,16 @@ over more axes than others.
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from fsdplaunch.runtime.inspection.accessors import local_tensor
 from fsdplaunch.runtime.sharding.mesh import split_groups
-from fsdplaunch.runtime.torch_internals.dtensor import operator_handlers
+from fsdplaunch.runtime.torch_internals.dtensor import operator_handlers, unscale_operator
 
 
 def agree_on_overflows() -> None:
     """Let `torch.amp.GradScaler` find an overflow on all ranks that have parts of the gradients, from now on."""
-    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    operator_handlers()[operator] = _unscale
+    operator_handlers()[unscale_operator()] = _unscale
 
 
 def _unscale(operator: Any, args: Any, _kwargs: Any) -> None:

@@ -16,6 +16,7 @@ from fsdplaunch.runtime.auto.model.forward_hooks import check_not_gathered
 from fsdplaunch.runtime.auto.model.loss_scale import LossScale
 from fsdplaunch.runtime.auto.model.parameter_gradients import gradients_by_backward, sharded_parameters
 from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.torch_internals.wrappers import compiles_backward
 
 
 @contextmanager
@@ -26,7 +27,6 @@ def watching_backward(hook_context: HookContext) -> Iterator[None]:
         yield
 
 
-_COMPILER = "torch._functorch._aot_autograd."
 _BACKWARD = "backward(create_graph=True)"
 _GRAD = "torch.autograd.grad with create_graph=True, or together with other inputs,"
 
@@ -111,7 +111,7 @@ class _Watch:
 
 def _compiles() -> bool:
     """Return whether the compiler makes a backward graph, two frames up: it sees parameters of split layers."""
-    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(_COMPILER)
+    return compiles_backward(str(sys._getframe(2).f_globals.get("__name__", "")))
 
 
 def _listed(tensors: Any) -> list[Any]:
