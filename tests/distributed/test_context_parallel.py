@@ -183,6 +183,16 @@ class Masking(Alone):
         return torch.ones(length, length).tril()
 
 
+class Encoder(nn.TransformerEncoderLayer):
+    """torch's own block, with a causal mask."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4, 64, dropout=0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x, nn.Transformer.generate_square_subsequent_mask(x.size(1)), is_causal=True)
+
+
 def refused(kind: str, length: int) -> str:
     torch.manual_seed(0)
     model = models.Plain()
@@ -202,6 +212,7 @@ def test_what_cannot_be_split_is_refused_at_the_first_step(four_ranks: RankPool)
     for kind in ("Counting", "Shifting"):
         said = four_ranks.run(refused, kind, 12, env=env)
         assert all("computes something else with split sequences (cp_size)" in text for text in said), said
+    assert four_ranks.run(refused, "Encoder", 12, env=env) == ["accepted"] * 4
     said = four_ranks.run(refused, "Masking", 12, env=env)
     assert "a mask of (6, 6) is not that of all 12 x 12 positions (cp_size)" in said[0]
     heads = {"FSDPLAUNCH_SHARDING_CONTEXT_PARALLEL_ATTENTION": "heads"}

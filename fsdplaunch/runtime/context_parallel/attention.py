@@ -4,7 +4,9 @@ Each rank computes some of the heads over all positions (Ulysses). Where the ran
 and values go around in a ring.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from fsdplaunch.runtime.context_parallel.ring import ring_attention
 
 _HEADS, _POSITIONS, _DIMENSIONS = 1, 2, 4
 _ATTENTION = nn.functional.scaled_dot_product_attention
+_MODULES = nn.functional.multi_head_attention_forward
+"""What nn.MultiheadAttention calls, and by it nn.TransformerEncoderLayer."""
 
 
 class SplitAttention(TorchFunctionMode):
@@ -32,9 +36,20 @@ class SplitAttention(TorchFunctionMode):
         self.way = way
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not _ATTENTION:
+        if func is _ATTENTION:
+            return attend(self.axis, self.way, *args, **(kwargs or {}))
+        with _called_instead(partial(attend, self.axis, self.way)) if func is _MODULES else nullcontext():
             return func(*args, **(kwargs or {}))
-        return attend(self.axis, self.way, *args, **(kwargs or {}))
+
+
+@contextmanager
+def _called_instead(function: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Let nn.MultiheadAttention call this for scaled_dot_product_attention: no mode is active inside of it."""
+    nn.functional.scaled_dot_product_attention = function
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = _ATTENTION
 
 
 def attend(
