@@ -104,7 +104,7 @@ def test_trainer_leaves_a_model_that_loads_whatever_its_checkpoints_are(forks, t
     version = configured.get("fsdp_config__fsdp_version", 2)
     assert re.search(rf"sharded LlamaForCausalLM: .*FSDP{version} .*over 2 ranks.*\n.*  units: ", run.err[0])
     trained = torch.load(out / "trained.pt")
-    for folder in (out, out / "checkpoint-2"):
+    for folder in (out, out / "checkpoint-2", out / "typed"):
         loaded = LlamaForCausalLM.from_pretrained(folder)
         assert_equal(loaded.state_dict(), trained)
     sharded = configured.get("fsdp_config__fsdp_state_dict_type") != "FULL_STATE_DICT"

@@ -31,7 +31,7 @@ def _adapt(module: Any, *, hook_context: HookContext) -> None:
     @functools.wraps(prepare)
     def prepare_and_note(self: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = prepare(self, *args, **kwargs)
-        for each in prepared if isinstance(prepared, tuple) else (prepared,):
+        for each in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
             if isinstance(each, nn.Module):
                 _note(unwrapped(each), hook_context)
         return prepared
