@@ -63,6 +63,13 @@ def test_every_saving_call_of_an_accelerate_script_writes_full_tensors(forks, tm
     assert_equal({name: files[file][name] for name, file in index["weight_map"].items()}, trained)
     assert_equal(torch.load(out / "unwrapped.pt"), trained)
     assert_equal(torch.load(out / "state.pt"), trained)
+    if more is FOUND:
+        assert_equal(BertForSequenceClassification.from_pretrained(out / "alone").state_dict(), trained)
+        assert_equal(load_file(out / "alone.st"), trained)
+        whole = torch.load(out / "alone.pt")
+        assert_equal(whole["model"], trained)
+        assert len(whole["optimizer"]["state"]) == len(trained)
+        assert type(whole["optimizer"]["state"][0]["exp_avg"]) is torch.Tensor
 
 
 def test_shards_given_as_a_state_are_refused_with_the_line_before_anything_is_written(forks, tmp_path):
@@ -97,7 +104,7 @@ def test_trainer_leaves_a_model_that_loads_whatever_its_checkpoints_are(forks, t
     version = configured.get("fsdp_config__fsdp_version", 2)
     assert re.search(rf"sharded LlamaForCausalLM: .*FSDP{version} .*over 2 ranks.*\n.*  units: ", run.err[0])
     trained = torch.load(out / "trained.pt")
-    for folder in (out, out / "checkpoint-2"):
+    for folder in (out, out / "checkpoint-2", out / "typed"):
         loaded = LlamaForCausalLM.from_pretrained(folder)
         assert_equal(loaded.state_dict(), trained)
     sharded = configured.get("fsdp_config__fsdp_state_dict_type") != "FULL_STATE_DICT"

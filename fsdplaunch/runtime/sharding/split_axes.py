@@ -53,9 +53,10 @@ def split_sequences(model: nn.Module, settings: Settings, axis: DeviceMesh | Non
     strategy = decode().parallelism_config.parallelism_config_cp_comm_strategy
     if strategy != "allgather":
         messages.say(
-            f"cp_comm_strategy {strategy} is for accelerate's attention: here positions are exchanged for heads"
+            f"cp_comm_strategy {strategy} is for accelerate's attention, not for this one:"
+            " see sharding.context_parallel_attention"
         )
-    return split_blocks(model, settings.block_classes, axis)
+    return split_blocks(model, settings.block_classes, axis, settings.context_attention)
 
 
 def begin_passes(

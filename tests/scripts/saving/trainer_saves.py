@@ -3,6 +3,7 @@
 import sys
 
 import torch
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -21,6 +22,9 @@ arguments = TrainingArguments(
 trainer = Trainer(model, arguments, train_dataset=rows)
 trainer.train()
 trainer.save_model()
+whole = FullStateDictConfig(rank0_only=True)
+with FullyShardedDataParallel.state_dict_type(trainer.model, StateDictType.FULL_STATE_DICT, whole):  # as for FSDP1
+    trainer.save_model(sys.argv[1] + "/typed")
 state = trainer.accelerator.get_state_dict(trainer.model)
 if trainer.args.should_save:
     torch.save(state, sys.argv[1] + "/trained.pt")

@@ -44,7 +44,10 @@ def update(func: Any, args: Any, kwargs: Any) -> Any:
     torch replicates a parameter of fewer rows than ranks to compute with it, and refuses to add that to a shard.
     """
     shard, *operands = args
-    return func(shard, *(_placed_like(shard, operand) for operand in operands), **kwargs)
+    for operand in operands:  # optimizers come here for every parameter: look before anything is made anew
+        if isinstance(operand, DTensor) and operand.placements != shard.placements:
+            return func(shard, *(_placed_like(shard, each) for each in operands), **kwargs)
+    return func(*args, **kwargs)
 
 
 def draw(streams: RngStreams, func: Any, args: Any, kwargs: Any) -> Any:
