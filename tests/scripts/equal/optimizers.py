@@ -18,8 +18,6 @@ OPTIMIZERS = {
     "radam": lambda params: torch.optim.RAdam(params, lr=1e-2),
     "asgd": lambda params: torch.optim.ASGD(params, lr=1e-2),
 }
-if hasattr(torch.optim, "Muon"):  # from torch 2.9 on
-    OPTIMIZERS["muon"] = lambda params: torch.optim.Muon([p for p in params if p.dim() == 2], lr=1e-2)
 for name, build in OPTIMIZERS.items():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3)).to("cpu")

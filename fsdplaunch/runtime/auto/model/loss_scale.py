@@ -20,10 +20,8 @@ from fsdplaunch.runtime.auto.model.row_mixing import (
     inner_outputs,
     may_compare_rows,
     outputs_of_models,
-    penalises_shards,
 )
 from fsdplaunch.runtime.auto.script_line import script_line
-from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.torch_internals.graph_nodes import takes_partial_passes
 
 _Plan = list[str]
@@ -104,9 +102,8 @@ class LossScale:
         """Print whether the loss is one of all rows together, of which this rank has a part. Collective."""
         rows = self.hook_context.batches.current
         facts: list[Any] = [None] * self.hook_context.size
-        in_part = takes_partial_passes() and not (self._splits_layers() and penalises_shards(loss))
-        mixes = in_part and compares_rows(loss, found, rows, outputs_of_models(loss))
-        mixes = (in_part and self._mixes_inside(loss, found, rows)) or mixes
+        mixes = takes_partial_passes() and compares_rows(loss, found, rows, outputs_of_models(loss))
+        mixes = self._mixes_inside(loss, found, rows) or mixes
         dist.all_gather_object(facts, (mixes, fixed_rows(loss, rows)))
         if any(fact != (False, facts[0][1]) for fact in facts):
             messages.say(
@@ -119,17 +116,12 @@ class LossScale:
                 " be that of one process, and with one row it cannot be seen"
             )
 
-    def _splits_layers(self) -> bool:
-        """Return whether ranks split layers; with penalties torch 2.13 ends with SIGSEGV after a pass in part."""
-        prepared = [registered(model) for model in self.hook_context.models]
-        return any(each is not None and each.split is not None for each in prepared)
-
     def _mixes_inside(self, loss: torch.Tensor, found: list[BatchReduction], rows: int) -> bool:
         """Return whether a model compares rows in its own forward. Collective.
 
         What its modules returned is of rows where ranks have different ones: positions and classes are alike.
         """
-        inner = inner_outputs(loss, rows) if self.hook_context.inner_marks else []
+        inner = inner_outputs(loss, rows) if takes_partial_passes() and self.hook_context.inner_marks else []
         totals: list[Any] = [None] * self.hook_context.size
         dist.all_gather_object(totals, [total for _, total in inner])
         if any(len(each) != len(inner) for each in totals):

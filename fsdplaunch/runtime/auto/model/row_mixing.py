@@ -116,11 +116,6 @@ def may_compare_rows(loss: torch.Tensor, reductions: Sequence[BatchReduction], *
     return not all(is_by_row(node) for node in nodes)
 
 
-def penalises_shards(loss: torch.Tensor) -> bool:
-    """Return whether a loss is computed of sharded parameters themselves, beside what models returned."""
-    return any("ToTorchTensor" in str(node.name()) for node in _nodes_above(loss.grad_fn, _KEY))
-
-
 def fixed_rows(loss: torch.Tensor, rows: int) -> list[float]:
     """Return the sums of what a loss multiplies its rows by that has as many rows and no gradient.
 
