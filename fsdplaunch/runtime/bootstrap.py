@@ -169,9 +169,12 @@ def _install_hooks(config: Config, device: "torch.device", target: ScriptTarget)
     from fsdplaunch.runtime.auto.context import context_of
     from fsdplaunch.runtime.auto.detect.import_scan import find_mention
     from fsdplaunch.runtime.auto.install import hooks
+    from fsdplaunch.runtime.auto.state.rank0.others_models import serve_models_of_others
 
     plain = target.is_module or find_mention([target.name]) is None
-    _installed.enter_context(hooks(context_of(config, device, rank=rank(), size=world_size()), alike=plain))
+    hook_context = context_of(config, device, rank=rank(), size=world_size())
+    _installed.enter_context(hooks(hook_context, alike=plain))
+    serve_models_of_others(hook_context)
 
 
 _installed = ExitStack()

@@ -40,9 +40,9 @@ def assert_equal(found: dict[str, torch.Tensor], trained: dict[str, torch.Tensor
 def test_every_saving_call_of_an_accelerate_script_writes_full_tensors(forks, tmp_path, version, more):
     out = tmp_path / "out"
     out.mkdir()
-    run = forks.run(
-        SCRIPTS / "accelerate_saves.py", tmp_path / "run", str(out), ranks=2, **(keys(version, "BertLayer") | more)
-    )
+    options = keys(version, "BertLayer") | more
+    alone = ["alone"] if "fsdp_config__fsdp_use_orig_params" not in more else []
+    run = forks.run(SCRIPTS / "accelerate_saves.py", tmp_path / "run", str(out), *alone, ranks=2, **options)
     assert run.codes == [0, 0], run.err
     finds = more is FOUND and bool(
         BertForSequenceClassification(SMALL)._no_split_modules
@@ -50,13 +50,20 @@ def test_every_saving_call_of_an_accelerate_script_writes_full_tensors(forks, tm
     assert ("BertEmbeddings is no unit, for the input embeddings" in run.err[0]) is finds
     trained = torch.load(out / "trained.pt")
     assert trained["classifier.weight"].shape == (2, 32)
-    for folder in ("library", "pieces", "given"):
+    if alone and version == 1:
+        assert re.search(r"save_pretrained at accelerate_saves.py:\d+ was called on rank 0 only", run.out[0])
+        assert not (out / "alone").exists()
+    by_rank_0 = bool(alone) and version == 2
+    for folder in ("library", "pieces", "given", *(["alone", "alone given"] if by_rank_0 else [])):
         loaded = BertForSequenceClassification.from_pretrained(out / folder)
         assert_equal(loaded.state_dict(), trained)
         assert loaded.config.architectures == ["BertForSequenceClassification"]
     part = {name.removeprefix("bert."): value for name, value in trained.items() if name.startswith("bert.")}
-    assert_equal(BertModel.from_pretrained(out / "part").state_dict(), part)
+    for folder in ("part", "alone part") if by_rank_0 else ("part",):
+        assert_equal(BertModel.from_pretrained(out / folder).state_dict(), part)
 
+    if by_rank_0:
+        assert_equal(load_file(out / "alone model" / "model.safetensors"), trained)
     index = json.loads((out / "model" / "model.safetensors.index.json").read_text())
     files = {name: load_file(out / "model" / name) for name in set(index["weight_map"].values())}
     assert len(files) > 1

@@ -14,8 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer, gathered
+from fsdplaunch.runtime.auto.state.late_files import late_gatherer, writing_late
+from fsdplaunch.runtime.collectives.hang_detector import watch_main_thread
 from fsdplaunch.runtime.compat.import_hook import once_imported
 from fsdplaunch.runtime.rank import rank
+from fsdplaunch.runtime.sharding_events import on_sharding
 from fsdplaunch.runtime.state_dict.full_state import check_shapes, full_state, holds_shards, remember_wrappers
 
 _WITH_SAVE_PRETRAINED = {
@@ -29,6 +32,7 @@ _WITH_SAVE_PRETRAINED = {
 def save_full_weights() -> None:
     """Adapt the libraries that save models, if and when the script imports them."""
     remember_wrappers()
+    on_sharding(watch_main_thread)  # a save that only some ranks make is told from where the others wait
     for module, name in _WITH_SAVE_PRETRAINED.items():
         once_imported(module, functools.partial(_adapt_model_class, name=name))
     once_imported("accelerate.accelerator", _adapt_accelerator)
@@ -48,9 +52,10 @@ def _saving_full(save: Callable[..., Any]) -> Callable[..., Any]:
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, nn.Module) or not holds_shards(self) or _saves_shards(self, kwargs):
             return save(self, *args, **kwargs)
-        given = _given_state(signature, self, args, kwargs)
+        call = signature.bind(self, *args, **kwargs)
+        given = _given_state(call)
         if given is None or any(isinstance(value, DTensor) for value in given.values()):
-            return _gather_and_save(save, self, given, args, kwargs)
+            return _gather_and_save(save, self, given, call)
         check_shapes(given, self, "save_pretrained")
         return save(self, *args, **kwargs) if given or rank() == 0 else None
 
@@ -63,29 +68,37 @@ def _saves_shards(model: Any, kwargs: Mapping[str, Any]) -> bool:
     return bool(kwargs.get("distributed_checkpoint") or native)
 
 
-def _given_state(signature: inspect.Signature, model: Any, args: Any, kwargs: Any) -> Mapping[str, Any] | None:
+def _given_state(call: inspect.BoundArguments) -> Mapping[str, Any] | None:
     """Return the state that the script gives to be saved; None when it leaves that to the model."""
-    if "state_dict" in kwargs:
-        return kwargs["state_dict"]  # type: ignore[no-any-return]
-    return signature.bind(model, *args, **kwargs).arguments.get("state_dict")
+    given: Mapping[str, Any] | None = call.arguments.get("state_dict")
+    return call.kwargs.get("state_dict") if given is None else given
+
+
+def _give_state(call: inspect.BoundArguments, state: Mapping[str, Any]) -> None:
+    """Let a call save this state, by whichever place the script gave its own."""
+    if "state_dict" in call.arguments:
+        call.arguments["state_dict"] = state
+        return
+    further = next(each.name for each in call.signature.parameters.values() if each.kind is each.VAR_KEYWORD)
+    call.arguments[further] = call.arguments[further] | {"state_dict": state}
 
 
 def _gather_and_save(
-    save: Callable[..., Any], model: nn.Module, given: Mapping[str, Any] | None, args: Any, kwargs: Any
+    save: Callable[..., Any], model: nn.Module, given: Mapping[str, Any] | None, call: inspect.BoundArguments
 ) -> Any:
-    """Gather on all ranks, save on rank 0."""
-    gathering = ShardGatherer("save_pretrained", keep=rank() == 0)
+    """Gather on all ranks, save on rank 0; under FSDP2 one tensor at a time."""
+    gathering = late_gatherer("save_pretrained", keep=rank() == 0)
     if given is None:
         full = full_state(model, "save_pretrained", gathering)
     else:
         full = gathered(given, gathering)
-        kwargs = kwargs | {"state_dict": full}
-    with gathering.finish("write what save_pretrained was given"):
+        _give_state(call, full)
+    with writing_late(gathering, "write what save_pretrained was given"):
         if rank() != 0:
             return None
         check_shapes(full, model, "save_pretrained")
         with _state_of(model, full):
-            return save(model, *args, **kwargs)
+            return save(*call.args, **call.kwargs)
 
 
 @contextmanager
