@@ -1,5 +1,7 @@
 """Peak of rank 0's memory while it saves alone: `scripts/bench/save memory`."""
 
+import ctypes
+import gc
 import os
 import tempfile
 import time
@@ -10,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-WIDTH = 2048
+WIDTH = 4096
 
 
 class Layers(PreTrainedModel):
@@ -122,6 +124,8 @@ def _together(module: Any, folder: Path, rank: int) -> None:
 
 
 def _print(name: str, save: Callable[[Path], Any], target: Path, largest: float) -> None:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # memory that is free in this process would hide what is taken
     before = _memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     start = time.perf_counter()

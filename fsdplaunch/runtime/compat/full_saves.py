@@ -6,17 +6,19 @@ and under FSDP2 tensors that safetensors cannot write. Here such a call gathers 
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdplaunch.runtime.auto.patch import own_attribute
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer, gathered
 from fsdplaunch.runtime.auto.state.late_files import late_gatherer, writing_late
 from fsdplaunch.runtime.collectives.hang_detector import watch_main_thread
 from fsdplaunch.runtime.compat.import_hook import once_imported
+from fsdplaunch.runtime.compat.trainer_saves import adapt_trainer
+from fsdplaunch.runtime.inspection.replace_modules import without_wrappers
 from fsdplaunch.runtime.rank import rank
 from fsdplaunch.runtime.sharding_events import on_sharding
 from fsdplaunch.runtime.state_dict.full_state import check_shapes, full_state, holds_shards, remember_wrappers
@@ -36,7 +38,7 @@ def save_full_weights() -> None:
     for module, name in _WITH_SAVE_PRETRAINED.items():
         once_imported(module, functools.partial(_adapt_model_class, name=name))
     once_imported("accelerate.accelerator", _adapt_accelerator)
-    once_imported("transformers.trainer", _adapt_trainer)
+    once_imported("transformers.trainer", adapt_trainer)
 
 
 def _adapt_model_class(module: Any, *, name: str) -> None:
@@ -57,7 +59,10 @@ def _saving_full(save: Callable[..., Any]) -> Callable[..., Any]:
         if given is None or any(isinstance(value, DTensor) for value in given.values()):
             return _gather_and_save(save, self, given, call)
         check_shapes(given, self, "save_pretrained")
-        return save(self, *args, **kwargs) if given or rank() == 0 else None
+        if not given and rank() != 0:
+            return None
+        with without_wrappers(self):
+            return save(self, *args, **kwargs)
 
     return save_pretrained
 
@@ -97,26 +102,14 @@ def _gather_and_save(
         if rank() != 0:
             return None
         check_shapes(full, model, "save_pretrained")
-        with _state_of(model, full):
+        given_by_model = own_attribute(model, "state_dict", lambda *_, **__: dict(full))
+        with given_by_model, without_wrappers(model):  # not every library takes a state as an argument
             return save(*call.args, **call.kwargs)
-
-
-@contextmanager
-def _state_of(model: nn.Module, full: Mapping[str, Any]) -> Iterator[None]:
-    """Let `model.state_dict()` return full tensors for a while: not every library takes them as an argument."""
-    before = model.__dict__.get("state_dict")
-    model.__dict__["state_dict"] = lambda *_, **__: dict(full)
-    try:
-        yield
-    finally:
-        del model.__dict__["state_dict"]
-        if before is not None:
-            model.__dict__["state_dict"] = before
 
 
 def _adapt_accelerator(accelerator: Any) -> None:
     kind = accelerator.Accelerator
-    get_state, save = kind.get_state_dict, kind.save
+    get_state, save, save_model = kind.get_state_dict, kind.save, kind.save_model
 
     @functools.wraps(get_state)
     def get_full_state(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,40 +123,16 @@ def _adapt_accelerator(accelerator: Any) -> None:
             obj = gathered(obj, ShardGatherer("accelerator.save", keep=rank() == 0))
         return save(self, obj, *args, **kwargs)
 
-    kind.get_state_dict, kind.save = get_full_state, save_full
+    @functools.wraps(save_model)
+    def save_full_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not holds_shards(model):
+            return save_model(self, model, *args, **kwargs)
+        gathering = late_gatherer("save_model", keep=rank() == 0)
+        state = full_state(model, "save_model", gathering)
+        with (
+            writing_late(gathering, "write what save_model was given"),
+            own_attribute(self, "get_state_dict", lambda *_, **__: state),
+        ):
+            return save_model(self, model, *args, **kwargs)
 
-
-def _adapt_trainer(trainer: Any) -> None:
-    """Let the Trainer save the model where it was told to keep checkpoints as shards: when asked, and at the end.
-
-    Checkpoints before the last stay shards, as configured.
-    """
-    kind = trainer.Trainer
-    save = kind.save_model
-
-    @functools.wraps(save)
-    def save_model(self: Any, output_dir: Any = None, _internal_call: bool = False) -> Any:
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if plugin is None or (_internal_call and not _is_last(self)):
-            return save(self, output_dir, _internal_call)
-        with _as_full(plugin):
-            return save(self, output_dir, _internal_call)
-
-    kind.save_model = save_model
-
-
-def _is_last(trainer: Any) -> bool:
-    """Return whether training ends after this checkpoint."""
-    return bool(trainer.state.global_step >= trainer.state.max_steps or trainer.control.should_training_stop)
-
-
-@contextmanager
-def _as_full(plugin: Any) -> Iterator[None]:
-    """Show a plugin's kind of state dict as full: all that `save_model` looks at before it gathers."""
-    from torch.distributed.fsdp import StateDictType
-
-    kept, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
-    try:
-        yield
-    finally:
-        plugin.state_dict_type = kept
+    kind.get_state_dict, kind.save, kind.save_model = get_full_state, save_full, save_full_model

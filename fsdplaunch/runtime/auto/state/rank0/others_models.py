@@ -1,32 +1,47 @@
 """Let rank 0 save alone what a library or the script itself has sharded, as it may save what this package has."""
 
+from typing import Any
+
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.optim import optimizer as optimizers
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.state.rank0.pulling import open_once
 from fsdplaunch.runtime.first_step import models_of_others
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
-from fsdplaunch.runtime.step_hooks import before_first_step
 
 
 def serve_models_of_others(hook_context: HookContext) -> None:
-    """Connect the ranks before the first optimizer step, if somebody else has sharded what can be served.
+    """Connect the ranks before shards are first trained by a script whose models this package has not sharded.
+
+    All ranks make that step: its gradients were reduced over them. The hook stays afterwards and does nothing.
 
     Args:
         hook_context: This worker's.
     """
+    waiting = [hook_context.size > 1]
 
-    def serve() -> None:
-        models = _told_apart([model for model in models_of_others() if _has_own_shards(model)])
-        for model in models:
-            hook_context.note_foreign_model(model)
-        if models:
-            open_once(hook_context)
+    def serve(optimizer: Optimizer, *_: Any) -> None:
+        if waiting[0] and _trains_shards(optimizer):
+            waiting[0] = False
+            if not hook_context.ownership.ours:
+                _serve(hook_context)
 
-    before_first_step(optimizers, serve)
+    register_optimizer_step_pre_hook(serve)
+
+
+def _trains_shards(optimizer: Optimizer) -> bool:
+    return any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
+
+
+def _serve(hook_context: HookContext) -> None:
+    models = _told_apart([model for model in models_of_others() if _has_own_shards(model)])
+    for model in models:
+        hook_context.note_foreign_model(model)
+    open_once(hook_context)
 
 
 def _has_own_shards(model: nn.Module) -> bool:
