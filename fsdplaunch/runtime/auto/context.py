@@ -80,10 +80,6 @@ class HookContext:
         self.models[model] = line
         self.numbers[model] = next(self._next)
 
-    def note_foreign_model(self, model: nn.Module) -> None:
-        """Remember a model that something else has sharded, weakly."""
-        self.numbers[model] = next(self._next)
-
     def stop_marking(self) -> None:
         """Let graphs no longer remember the outputs of innermost modules."""
         while self.inner_marks:

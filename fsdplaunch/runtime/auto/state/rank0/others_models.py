@@ -1,5 +1,6 @@
-"""Let rank 0 save alone what a library or the script itself has sharded, as it may save what this package has."""
+"""Let rank 0 save alone what a library or the script has sharded, as what this package has sharded for it."""
 
+import zlib
 from typing import Any
 
 from torch import nn
@@ -10,12 +11,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.state.rank0.pulling import open_once
-from fsdplaunch.runtime.first_step import models_of_others
+from fsdplaunch.runtime.first_step import sharded_models
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
+
+_FIRST = 1 << 32
+"""More than the numbers of models that this package has sharded for the script."""
 
 
 def serve_models_of_others(hook_context: HookContext) -> None:
-    """Connect the ranks before shards are first trained by a script whose models this package has not sharded.
+    """Connect the ranks before shards are first trained, where this package does not shard for the script.
 
     All ranks make that step: its gradients were reduced over them. The hook stays afterwards and does nothing.
 
@@ -38,9 +42,11 @@ def _trains_shards(optimizer: Optimizer) -> bool:
 
 
 def _serve(hook_context: HookContext) -> None:
-    models = _told_apart([model for model in models_of_others() if _has_own_shards(model)])
-    for model in models:
-        hook_context.note_foreign_model(model)
+    models = [model for model in sharded_models() if _has_own_shards(model)]
+    looks = [_look(model) for model in models]
+    for model, look in zip(models, looks, strict=True):
+        if looks.count(look) == 1:  # nothing else tells which one of two is meant
+            hook_context.numbers[model] = look
     open_once(hook_context)
 
 
@@ -51,16 +57,7 @@ def _has_own_shards(model: nn.Module) -> bool:
     return any(isinstance(param, DTensor) for param in model.parameters())
 
 
-def _told_apart(models: list[nn.Module]) -> list[nn.Module]:
-    """Return models in an order that is the same on all ranks, without those that look alike.
-
-    Nothing else tells which one of two is meant: they were made by code that this package does not follow.
-    """
-    looks = [_look(model) for model in models]
-    known = [(look, number) for number, look in enumerate(looks) if looks.count(look) == 1]
-    return [models[number] for _, number in sorted(known)]
-
-
-def _look(model: nn.Module) -> str:
+def _look(model: nn.Module) -> int:
+    """Return a number that models have in common if they look alike, on whatever rank."""
     shapes = [(name, tuple(param.shape)) for name, param in named_parameters(model)]
-    return f"{type(model).__name__} {shapes}"
+    return zlib.crc32(f"{type(model).__name__} {shapes}".encode()) + _FIRST
