@@ -120,7 +120,7 @@ def test_trainer_leaves_a_model_that_loads_whatever_its_checkpoints_are(forks, t
     assert (out / "checkpoint-1" / "model.safetensors").exists() is not sharded
 
 
-@needs("peft", "0.17", "is not installed")
+@needs("peft", "0.17", "to make adapters with")
 def test_trainer_leaves_adapters_that_load_from_inside_of_units(forks, tmp_path):
     from peft import PeftModel
 
