@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-WIDTH = 4096
+WIDTH = 2048
 
 
 class Layers(PreTrainedModel):
