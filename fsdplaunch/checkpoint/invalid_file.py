@@ -1,5 +1,8 @@
 """How reading refuses: one exception for bytes that have no place here, and names shown safely in messages."""
 
+COPY_AGAIN = "copy the checkpoint again, or use an older one"
+"""What to do about a damaged file; a hint of errors."""
+
 
 class InvalidFileError(ValueError):
     """The bytes hold something that has no place in this kind of file."""

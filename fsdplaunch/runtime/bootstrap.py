@@ -133,10 +133,13 @@ def _set_up_replicas(config: Config) -> None:
 def _set_up(config: Config, target: ScriptTarget) -> None:
     """Prepare for sharding."""
     from fsdplaunch.runtime.compat.accelerate_cpu import adapt_accelerate_to_cpu
+    from fsdplaunch.runtime.compat.accelerate_layers import split_layers_for_accelerate
+    from fsdplaunch.runtime.compat.accelerate_loaders import divide_batches_of_accelerate
     from fsdplaunch.runtime.compat.accelerate_units import keep_embeddings_out_of_blocks
+    from fsdplaunch.runtime.compat.fsdp1_calls import answer_fsdp1_calls
     from fsdplaunch.runtime.compat.fsdp1_cpu import take_out_offload_to_cpu
     from fsdplaunch.runtime.compat.full_saves import save_full_weights
-    from fsdplaunch.runtime.compat.global_batch import divide_batches_of_accelerate
+    from fsdplaunch.runtime.compat.zero_grad import clear_gradients_of_shards
     from fsdplaunch.runtime.device import choose_device, join_group
     from fsdplaunch.runtime.first_step import check_at_first_step
     from fsdplaunch.runtime.library_watch import watch_libraries
@@ -155,11 +158,14 @@ def _set_up(config: Config, target: ScriptTarget) -> None:
         check_at_first_step(os.path.basename(target.name))  # noqa: PTH119  (a module's name has no path)
     save_full_weights()
     keep_embeddings_out_of_blocks()
+    split_layers_for_accelerate()
     if config.launch.keep_global_batch:
         divide_batches_of_accelerate()
     if device.type == "cpu":
         adapt_accelerate_to_cpu()
         take_out_offload_to_cpu()
+    answer_fsdp1_calls()
+    clear_gradients_of_shards()
     if automatic:
         _install_hooks(config, device, target)
 
@@ -169,12 +175,12 @@ def _install_hooks(config: Config, device: "torch.device", target: ScriptTarget)
     from fsdplaunch.runtime.auto.context import context_of
     from fsdplaunch.runtime.auto.detect.import_scan import find_mention
     from fsdplaunch.runtime.auto.install import hooks
-    from fsdplaunch.runtime.auto.state.rank0.others_models import serve_models_of_others
+    from fsdplaunch.runtime.auto.state.rank0.accelerate_models import serve_accelerate
 
     plain = target.is_module or find_mention([target.name]) is None
     hook_context = context_of(config, device, rank=rank(), size=world_size())
     _installed.enter_context(hooks(hook_context, alike=plain))
-    serve_models_of_others(hook_context)
+    serve_accelerate(hook_context)
 
 
 _installed = ExitStack()

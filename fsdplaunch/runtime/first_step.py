@@ -96,19 +96,13 @@ def _parameter_below(loss: Any, most: int) -> nn.Parameter | None:
 def describe_others() -> None:
     """Print how the models are sharded that something else than this package has sharded."""
     from fsdplaunch.runtime.sharding.registry import registered  # only now: a worker must start fast
-
-    for model in sharded_models():
-        if registered(model) is None:
-            _describe(model)
-
-
-def sharded_models() -> list[nn.Module]:
-    """Return the models that are sharded, whoever did it: of modules inside one another the outermost."""
     from fsdplaunch.runtime.sharding.shard import is_sharded
 
     models = [thing for thing in gc.get_objects() if _is_module(thing) and is_sharded(thing)]
     inside = {id(part) for model in models for child in model.children() for part in child.modules()}
-    return [model for model in models if id(model) not in inside]
+    for model in models:
+        if id(model) not in inside and registered(model) is None:
+            _describe(model)
 
 
 def _is_module(thing: Any) -> bool:

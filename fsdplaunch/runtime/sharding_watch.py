@@ -93,7 +93,7 @@ def check_sharded(name: str) -> None:
     """
     _check_weights_used(name)
     if not may_stay_unsharded():
-        raise never_sharded(name)
+        raise never_sharded(name, "; found at its end, for no optimizer of torch made a step")
 
 
 def may_stay_unsharded() -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ from tests.distributed.pool import RankPool
 from tests.distributed.test_saving import ASYNC, words_of
 from tests.distributed.tiny import plugin
 
-LATE = 0.1
+UNMET_SECONDS, LATE = 10.0, 0.1
+"""How long the copying thread waits for the step that is to wait for it: it comes sooner on any machine."""
 FORMS: dict[str, dict[str, Any]] = {
     "2": {"fsdp_version": 2},
     "2 kept": {"fsdp_version": 2, "reshard_after_forward": False},
@@ -30,24 +32,34 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @contextlib.contextmanager
-def late_copies(seconds: float = LATE) -> Iterator[None]:
-    """Have the thread that copies begin late, as under a large model."""
-    from fsdplaunch.runtime.saving.background import host_copies
+def late_copies(seconds: float = UNMET_SECONDS) -> Iterator[None]:
+    """Have the thread that copies begin once somebody waits for it, as under a large model.
 
-    copy, main = host_copies._copy_on_host, list[int]()
+    Args:
+        seconds: When it begins if nobody does.
+    """
+    from fsdplaunch.runtime.saving.background import background_save, host_copies
+
+    copy, wait = host_copies._copy_on_host, host_copies.HostCopies.wait
+    main, waited_for = list[int](), threading.Event()
     at_once, host_copies.AT_ONCE = host_copies.AT_ONCE, 0
 
     def copy_late(tensors: Any) -> None:
-        if main:  # the first call is in the training's thread
-            time.sleep(seconds if len(main) == 1 else 0)
+        if len(main) == 1:  # the first call is in the training's thread
+            waited_for.wait(seconds)
+            time.sleep(2 * background_save.NOTABLE_SECONDS)
         main.append(1)
         copy(tensors)
 
-    host_copies._copy_on_host = copy_late
+    def say_and_wait(copies: Any) -> None:
+        waited_for.set()
+        wait(copies)
+
+    host_copies._copy_on_host, host_copies.HostCopies.wait = copy_late, say_and_wait
     try:
         yield
     finally:
-        host_copies._copy_on_host, host_copies.AT_ONCE = copy, at_once
+        host_copies._copy_on_host, host_copies.AT_ONCE, host_copies.HostCopies.wait = copy, at_once, wait
 
 
 def trained(fields: dict[str, Any], seed: int) -> tuple[nn.Module, Any]:
@@ -111,7 +123,7 @@ def change_meanwhile(folder: str) -> tuple[str, str, bool]:
     from fsdplaunch.runtime.saving.background.background_save import finish_saves
 
     model, optimizer = trained(FORMS["2"], 0)
-    with late_copies():
+    with late_copies(LATE):
         fsdplaunch.save_checkpoint(folder, model=model, optimizer=optimizer, step=1)
         if dist.get_rank() == 1:
             with torch.no_grad():
@@ -123,7 +135,7 @@ def change_meanwhile(folder: str) -> tuple[str, str, bool]:
         loaded = words_of(finish_saves)
     averaged, _ = trained(FORMS["2"], 1)  # no optimizer that is saved trains it
     before = averaged[0].weight.full_tensor().clone()
-    with late_copies():
+    with late_copies(LATE):
         fsdplaunch.save_checkpoint(folder, model=[model, averaged], optimizer=optimizer, step=3)
         with torch.no_grad():
             averaged[0].weight.mul_(5)

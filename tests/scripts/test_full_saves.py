@@ -72,6 +72,13 @@ def test_every_saving_call_of_an_accelerate_script_writes_full_tensors(forks, tm
     assert_equal({name: files[file][name] for name, file in index["weight_map"].items()}, trained)
     assert_equal(torch.load(out / "unwrapped.pt"), trained)
     assert_equal(torch.load(out / "state.pt"), trained)
+    if more is FOUND:
+        assert_equal(BertForSequenceClassification.from_pretrained(out / "alone").state_dict(), trained)
+        assert_equal(load_file(out / "alone.st"), trained)
+        whole = torch.load(out / "alone.pt")
+        assert_equal(whole["model"], trained)
+        assert len(whole["optimizer"]["state"]) == len(trained)
+        assert type(whole["optimizer"]["state"][0]["exp_avg"]) is torch.Tensor
 
 
 def test_shards_given_as_a_state_are_refused_with_the_line_before_anything_is_written(forks, tmp_path):
@@ -109,9 +116,9 @@ def test_trainer_leaves_a_model_that_loads_whatever_its_checkpoints_are(forks, t
     assert not torch.equal(first["lm_head.weight"], second["lm_head.weight"])
     assert_equal(trained, first if special == ["best"] else second)
     assert {value.dtype for value in trained.values()} == {torch.bfloat16 if "bf16" in special else torch.float32}
-    folders = {out: trained, out / "checkpoint-2": second} | (
-        {out / "alone": trained} if "alone" in special else {}
-    )
+    folders = {out: trained, out / "checkpoint-2": second, out / "typed": trained}
+    if "alone" in special:
+        folders[out / "alone"] = trained
     for folder, state in folders.items():
         loaded = LlamaForCausalLM.from_pretrained(folder)
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
+from fsdplaunch.checkpoint.invalid_file import COPY_AGAIN, InvalidFileError, short
 from fsdplaunch.checkpoint.item_location import ItemLocation
 from fsdplaunch.checkpoint.readers.dcp_index import INDEX_NAME, CheckpointIndex
 from fsdplaunch.checkpoint.readers.pieces import Piece
@@ -103,7 +103,7 @@ class DataFiles:
             return self._unpacker.read(place, offset, count)
         except InvalidFileError as problem:
             msg = f"{self.folder / place.file}: the item at byte {place.offset}: {problem}"
-            raise CheckpointError(msg, hint="copy the checkpoint again, or use an older one") from None
+            raise CheckpointError(msg, hint=COPY_AGAIN) from None
 
     def window(self, place: ItemLocation, limit: int) -> ReadWindow:
         """Return a view of the item at `place`, which may decompress to `limit` bytes.
@@ -160,9 +160,7 @@ class DataFiles:
             raise CheckpointError(msg, hint="put the real file there, or use an older checkpoint")
         if status.st_size < end:
             msg = f"{path} has {status.st_size} bytes, the index expects {end}"
-            raise CheckpointError(
-                msg, hint="the file is incomplete; copy the checkpoint again, or use an older one"
-            )
+            raise CheckpointError(msg, hint=f"the file is incomplete; {COPY_AGAIN}")
         self._identity[path.name] = (status.st_dev, status.st_ino, status.st_size)
 
 

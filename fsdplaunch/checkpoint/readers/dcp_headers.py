@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from struct import Struct
 
-from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
+from fsdplaunch.checkpoint.invalid_file import COPY_AGAIN, InvalidFileError, short
 from fsdplaunch.checkpoint.item_location import ItemLocation
 from fsdplaunch.checkpoint.readers.data_files import DataFiles
 from fsdplaunch.checkpoint.readers.dcp_index import StoredChunk, StoredTensor
@@ -141,7 +141,7 @@ def _read_checked(
     except (InvalidFileError, UnicodeDecodeError) as problem:
         where = _where(sources, tensor, place)
         msg = f"{where} cannot be read: {problem if isinstance(problem, InvalidFileError) else 'damaged text'}"
-        raise CheckpointError(msg, hint="copy the checkpoint again, or use an older one") from None
+        raise CheckpointError(msg, hint=COPY_AGAIN) from None
     found = item.description
     if found.dtype.name != tensor.dtype.name or found.shape != chunk.region.sizes:
         msg = (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdplaunch.checkpoint.invalid_file import short
+from fsdplaunch.checkpoint.invalid_file import COPY_AGAIN, short
 from fsdplaunch.checkpoint.manifest import manifest_path, read_json
 from fsdplaunch.checkpoint.readers.dcp_index import INDEX_NAME
 from fsdplaunch.checkpoint.readers.hf_shards import SHARD_FILE
@@ -245,10 +245,10 @@ def _check_listed(path: Path, size: object) -> None:
         found = path.stat().st_size
     except (OSError, ValueError):  # or its name can be none of a file: NUL, halves of characters
         msg = f"{path} is missing, the checkpoint was written with it"
-        raise CheckpointError(msg, hint="copy the checkpoint again, or use an older one") from None
+        raise CheckpointError(msg, hint=COPY_AGAIN) from None
     if found != size:
         msg = f"{path} has {found} bytes, it was written with {size}"
-        raise CheckpointError(msg, hint="copy the checkpoint again, or use an older one")
+        raise CheckpointError(msg, hint=COPY_AGAIN)
 
 
 def _several(given: Path, models: list[Path], unfinished: list[Path]) -> LaunchError:

@@ -12,11 +12,11 @@ from typing import NoReturn
 
 from fsdplaunch.checkpoint.checked_ints import check_counts
 from fsdplaunch.checkpoint.dtypes import Dtype
-from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
+from fsdplaunch.checkpoint.invalid_file import COPY_AGAIN, InvalidFileError, short
 from fsdplaunch.checkpoint.item_location import ItemLocation
 from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, StoredChunk, StoredTensor
 from fsdplaunch.checkpoint.readers.dcp_places import MAX_FILES
-from fsdplaunch.checkpoint.readers.rank_files import check_still_there
+from fsdplaunch.checkpoint.readers.files_by_rank import check_still_there
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
 from fsdplaunch.checkpoint.regions import Region, find_tiling_fault, row_major
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
@@ -26,7 +26,6 @@ from fsdplaunch.json_text import parse_json
 
 SHARD_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"
-_DAMAGED = "copy the checkpoint again, or use an older one"
 
 
 @dataclass(slots=True)
@@ -114,7 +113,9 @@ def _tensor(folder: Path, name: str, full: _ShardedTensor, files: list[str]) -> 
         here = {int(match[1]) for match in map(SHARD_FILE.fullmatch, files) if match}
         gone = sorted(set(range(1, max(here) + 1)) - here)
         msg = f"{folder}: {short(name)} of shape {list(shape)}: {fault}"
-        hint = f"there is no file of shard {gone[0]}; bring the files of all ranks together" if gone else _DAMAGED
+        hint = (
+            f"there is no file of shard {gone[0]}; bring the files of all ranks together" if gone else COPY_AGAIN
+        )
         raise CheckpointError(msg, hint=hint)
     chunks = tuple(StoredChunk(region, full.shards[region]) for region in filled)
     return StoredTensor(name, (name,), full.dtype, shape, chunks)
@@ -128,4 +129,4 @@ def _item(dtype: Dtype, chunk: StoredChunk) -> TorchZipItem:
 
 def _refuse(path: Path, reason: str) -> NoReturn:
     msg = f"{path} cannot be read: {reason}"
-    raise CheckpointError(msg, hint=_DAMAGED) from None
+    raise CheckpointError(msg, hint=COPY_AGAIN) from None

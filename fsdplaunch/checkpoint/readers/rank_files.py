@@ -4,36 +4,26 @@ Written so: accelerate's LOCAL_STATE_DICT and `use_dcp=False`, verl's `model_wor
 FULL_STATE_DICT's `pytorch_model_fsdp.bin`. Each file says which shard of each tensor it holds.
 """
 
-import os
 import re
-from collections.abc import Iterator, Mapping, Sized
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from math import prod
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from fsdplaunch.checkpoint.dtypes import Dtype
-from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
+from fsdplaunch.checkpoint.invalid_file import COPY_AGAIN, InvalidFileError, short
 from fsdplaunch.checkpoint.item_location import ItemLocation
-from fsdplaunch.checkpoint.readers.dcp_index import (
-    CheckpointIndex,
-    NamePath,
-    StoredChunk,
-    StoredTensor,
-    StoredValue,
+from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, NamePath, StoredValue
+from fsdplaunch.checkpoint.readers.files_by_rank import all_ranks, check_still_there, reading
+from fsdplaunch.checkpoint.readers.flat_params import read_flat_layouts
+from fsdplaunch.checkpoint.readers.found_tensors import (
+    FoundTensors,
+    add_shard,
+    found_tensor,
+    note_bytes,
+    stored_tensor,
 )
-from fsdplaunch.checkpoint.readers.flat_params import FlatLayout, read_flat_layouts
-from fsdplaunch.checkpoint.readers.torch_zip import (
-    ReadWindow,
-    TorchZipItem,
-    ZipDirectory,
-    locate_data,
-    member_bytes,
-    read_zip,
-)
-from fsdplaunch.checkpoint.regions import Region, find_tiling_fault
-from fsdplaunch.checkpoint.regular_file import open_regular, read_exactly
+from fsdplaunch.checkpoint.readers.mesh_regions import shard_region
+from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, TorchZipItem, ZipDirectory, member_bytes, read_zip
+from fsdplaunch.checkpoint.regions import Region
 from fsdplaunch.checkpoint.safe_pickle.rank_file_classes import ListedShards, MeshShard, read_state
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
 from fsdplaunch.errors import CheckpointError
@@ -42,7 +32,6 @@ RANK_FILE = re.compile(
     r"(?P<stem>pytorch_model_fsdp(_(?P<number_of_model>\d+))?)(_rank(?P<rank>\d+))?\.bin"
     r"|(?P<verl>model_world_size_(?P<world>\d+))_rank_(?P<number>\d+)\.pt"
 )
-MAX_RANKS = 100_000
 MAX_DIRECTORY = 64 * 2**20
 MAX_STATE = 256 * 2**20
 MAX_DEPTH = 16
@@ -50,30 +39,6 @@ MAX_DEPTH = 16
 MOST_OF_NAMES = 4
 SMALL_NAMES = 2**20
 _FLAT = re.compile(r"(.*\.)?_?flat_param(_\d+)?")
-_DAMAGED = "copy the checkpoint again, or use an older one"
-
-
-@dataclass(slots=True)
-class _FoundTensor:
-    """A tensor as its shards are found."""
-
-    path: NamePath
-    dtype: Dtype
-    shape: tuple[int, ...]
-    shards: dict[Region, ItemLocation] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class FoundTensors:
-    """What the files hold, as they are read."""
-
-    folder: Path
-    tensors: dict[str, _FoundTensor] = field(default_factory=dict)
-    values: dict[str, StoredValue] = field(default_factory=dict)
-    items: dict[ItemLocation, TorchZipItem] = field(default_factory=dict)
-    on_meshes: list[tuple[str, str, MeshShard, ItemLocation]] = field(default_factory=list)
-    layouts: dict[str, FlatLayout] | None = None
-    sharded: bool = False
 
 
 def read_rank_files(folder: Path) -> tuple[CheckpointIndex, dict[ItemLocation, TorchZipItem]]:
@@ -119,36 +84,6 @@ def _rank_names(folder: Path) -> list[str]:
     return all_ranks(folder, ranks, world)
 
 
-def check_still_there(folder: Path, files: Sized) -> None:
-    """Check that a folder that was found to hold a checkpoint's files still does.
-
-    Raises:
-        CheckpointError: They have gone since.
-    """
-    if not files:
-        msg = f"{folder} was changed while it was read: its files have gone"
-        raise CheckpointError(msg, hint="read it when nothing writes to it")
-
-
-def all_ranks(folder: Path, names: Mapping[int, str], world: int) -> list[str]:
-    """Return the files of all ranks, rank 0 first.
-
-    Args:
-        folder: Where they are.
-        names: Those that are there, by rank.
-        world: How many there are to be.
-
-    Raises:
-        CheckpointError: One is missing, or there are more than can be.
-    """
-    missing = [] if world > MAX_RANKS else sorted(set(range(world)) - set(names))
-    if missing or world > MAX_RANKS:
-        shown = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")  # noqa: PLR2004
-        msg = f"{folder} lacks the files of {len(missing)} of {world} ranks: {shown}"
-        raise CheckpointError(msg, hint="bring the files of all ranks together")
-    return [names[rank] for rank in sorted(names)]
-
-
 def _read_file(path: Path, found: FoundTensors) -> int:
     """Add what one file holds to `found` and return the file's size in bytes."""
     with reading(path) as window:
@@ -159,25 +94,6 @@ def _read_file(path: Path, found: FoundTensors) -> int:
         for name_path, value in _bounded(entries, len(raw)):
             _take(path.name, name_path, value, window, built, found)
     return window.length
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[ReadWindow]:
-    """Give a file's bytes, all of it; what turns out to be wrong with it is an error that names it.
-
-    Raises:
-        CheckpointError: It cannot be opened or read, or what it says is not what such files say.
-    """
-    try:
-        fd = open_regular(path)
-    except InvalidFileError as problem:
-        refuse(path, str(problem))
-    try:
-        yield ReadWindow(lambda offset, count: read_exactly(fd, offset, count), os.fstat(fd).st_size)
-    except (InvalidFileError, UnicodeDecodeError) as problem:
-        refuse(path, str(problem) if isinstance(problem, InvalidFileError) else "a text in it is damaged")
-    finally:
-        os.close(fd)
 
 
 def _bounded(entries: Iterator[tuple[NamePath, Any]], size: int) -> Iterator[tuple[NamePath, Any]]:
@@ -264,58 +180,6 @@ def _take_flat(
             add_shard(found, file, own, full, region, local, place)
 
 
-def note_bytes(
-    file: str,
-    local: TensorDescription,
-    dtype: Dtype,
-    name: str,
-    window: ReadWindow,
-    built: ZipDirectory,
-    found: FoundTensors,
-) -> ItemLocation:
-    """Note where a shard's bytes are and return their place."""
-    if local.dtype.name != dtype.name:
-        msg = f"{short(name)} is {dtype.name}, its shard {local.dtype.name}"
-        raise InvalidFileError(msg)
-    item = locate_data(window, built, local)
-    first = item.data_offset + local.start * dtype.size
-    place = ItemLocation(file, first, item.data_length)
-    item = item._replace(data_offset=item.data_offset - first)
-    if found.items.setdefault(place, item) != item:
-        msg = f"{short(name)} and another tensor see the same bytes in different ways"
-        raise InvalidFileError(msg)
-    return place
-
-
-def found_tensor(
-    found: FoundTensors, file: str, name: str, path: NamePath, dtype: Dtype, shape: tuple[int, ...]
-) -> _FoundTensor:
-    """Return the tensor of this name, as far as its shards are known; all files must say the same of it."""
-    full = found.tensors.setdefault(name, _FoundTensor(path, dtype, shape))
-    if (full.dtype.name, full.shape) != (dtype.name, shape):
-        here = f"{dtype.name} of shape {list(shape)}"
-        msg = f"{found.folder}: {short(name)} is {here} in {file}, in another file it is not"
-        raise CheckpointError(msg, hint="the files are from different saves")
-    return full
-
-
-def add_shard(
-    found: FoundTensors,
-    file: str,
-    name: str,
-    full: _FoundTensor,
-    region: Region,
-    local: TensorDescription,
-    place: ItemLocation,
-) -> None:
-    """Add a shard to a tensor."""
-    if local.shape != region.sizes:
-        shapes = f"of shape {list(local.shape)} where {list(region.sizes)} belongs"
-        msg = f"{found.folder / file}: {short(name)} has a shard {shapes}"
-        raise CheckpointError(msg, hint="files of other ranks are missing, or from another save")
-    full.shards.setdefault(region, place)  # ranks that hold the same shard each write it
-
-
 def _place_on_meshes(found: FoundTensors) -> None:
     """Resolve which rectangle each shard on a mesh is; the mesh is as large as the ranks' places in it say."""
     extents: dict[str, tuple[int, ...]] = {}
@@ -323,71 +187,8 @@ def _place_on_meshes(found: FoundTensors) -> None:
         known = extents.get(name, (0,) * len(shard.coordinates))
         if len(shard.coordinates) != len(shard.placements) or len(known) != len(shard.coordinates):
             msg = f"{found.folder}: {short(name)} lies on meshes that do not fit each other"
-            raise CheckpointError(msg, hint=_DAMAGED)
+            raise CheckpointError(msg, hint=COPY_AGAIN)
         extents[name] = tuple(max(size, at + 1) for size, at in zip(known, shard.coordinates, strict=True))
     for file, name, shard, place in found.on_meshes:
         found.sharded = True
         add_shard(found, file, name, found.tensors[name], shard_region(shard, extents[name]), shard.local, place)
-
-
-def shard_region(shard: MeshShard, mesh: tuple[int, ...]) -> Region:
-    """Return the rectangle of a rank, as torch cuts: into parts of equal size, the last ones smaller or empty.
-
-    Args:
-        shard: The shard, with the rank's place in the mesh.
-        mesh: The mesh's shape.
-    """
-    offsets, sizes = [0] * len(shard.shape), list(shard.shape)
-    for axis in _order_of_cuts(shard, mesh):
-        placement, count, at = shard.placements[axis], mesh[axis], shard.coordinates[axis]
-        dim = placement.dim
-        if dim is None:
-            continue
-        if not -len(sizes) <= dim < len(sizes):
-            msg = f"a tensor of {len(sizes)} dimensions is cut along dimension {dim}"
-            raise CheckpointError(msg, hint=_DAMAGED)
-        step = -(-sizes[dim] // count)
-        start = min(step * at, sizes[dim])
-        offsets[dim] += start
-        sizes[dim] = min(step, sizes[dim] - start)
-    return Region(tuple(offsets), tuple(sizes))
-
-
-def _order_of_cuts(shard: MeshShard, mesh: tuple[int, ...]) -> list[int]:
-    """Return the mesh's axes in the order in which they cut a tensor: those that cut what others cut come last.
-
-    FSDP cuts parameters along an axis before that of tensor parallelism, which had cut them already; torch calls
-    such a placement strided, by as many as the later axes cut.
-    """
-    plain = [axis for axis, placement in enumerate(shard.placements) if placement.cuts == 1]
-    strided = [axis for axis, placement in enumerate(shard.placements) if placement.cuts != 1]
-    for axis in strided:
-        dim = shard.placements[axis].dim
-        later = (mesh[other] for other in plain if other > axis and shard.placements[other].dim == dim)
-        if len(strided) > 1 or prod(later) != shard.placements[axis].cuts:
-            msg = "a tensor is placed by _StridedShard, and not as FSDP cuts what tensor parallelism has cut"
-            raise CheckpointError(
-                msg, hint="save it with SHARDED_STATE_DICT, whose index says where each shard is"
-            )
-    return plain + strided
-
-
-def stored_tensor(folder: Path, name: str, full: _FoundTensor) -> StoredTensor:
-    """Return a tensor whose shards are all there.
-
-    Raises:
-        CheckpointError: Some are not, or they overlap.
-    """
-    regions = sorted(region for region in full.shards if region.numel)
-    fault = find_tiling_fault(full.shape, regions)
-    if fault is not None:
-        msg = f"{folder}: {short(name)} of shape {list(full.shape)}: {fault}"
-        raise CheckpointError(msg, hint="bring the files of all ranks together")
-    chunks = tuple(StoredChunk(region, full.shards[region]) for region in regions)
-    return StoredTensor(name, full.path, full.dtype, full.shape, chunks)
-
-
-def refuse(path: Path, reason: str) -> NoReturn:
-    """Raise the error of a file that cannot be read."""
-    msg = f"{path} cannot be read: {reason}"
-    raise CheckpointError(msg, hint=_DAMAGED) from None

@@ -15,21 +15,16 @@ from fsdplaunch.checkpoint.checked_ints import check_count, check_counts
 from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
 from fsdplaunch.checkpoint.item_location import ItemLocation
 from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex
+from fsdplaunch.checkpoint.readers.files_by_rank import all_ranks, check_still_there, reading
 from fsdplaunch.checkpoint.readers.flat_params import FlatLayout, FlatParameterSpan
-from fsdplaunch.checkpoint.readers.rank_files import (
-    MAX_DIRECTORY,
-    MAX_STATE,
-    MOST_OF_NAMES,
-    SMALL_NAMES,
+from fsdplaunch.checkpoint.readers.found_tensors import (
     FoundTensors,
     add_shard,
-    all_ranks,
-    check_still_there,
     found_tensor,
     note_bytes,
-    reading,
     stored_tensor,
 )
+from fsdplaunch.checkpoint.readers.rank_files import MAX_DIRECTORY, MAX_STATE, MOST_OF_NAMES, SMALL_NAMES
 from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, TorchZipItem, ZipDirectory, member_bytes, read_zip
 from fsdplaunch.checkpoint.regions import Region, row_major
 from fsdplaunch.checkpoint.safe_pickle.dcp_classes import SIZE_NAMES

@@ -93,6 +93,7 @@ def expand(argv: Sequence[str], *, own_flags: set[str], own_options: set[str]) -
     own = own_flags | own_options
     rest = list(argv)
     done: list[str] = []
+    setting: dict[str, tuple[str, str]] = {}
     while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
         word = rest.pop(0)
         option, has_value, value = word.partition("=")
@@ -106,6 +107,7 @@ def expand(argv: Sequence[str], *, own_flags: set[str], own_options: set[str]) -
             done += _OTHERS[name](value if has_value else _take(option, rest))
         elif written and name in FOREIGN_OPTIONS:
             done += _foreign(option, FOREIGN_OPTIONS[name], rest, has_value=bool(has_value))
+            _refuse_second(option, FOREIGN_OPTIONS[name], setting)
         elif written and name in table:
             value = value if has_value else _value(option, table[name], rest)
             _refuse_nothing(option, table[name], value)
@@ -129,6 +131,23 @@ def _foreign(option: str, foreign: ForeignOption, rest: list[str], *, has_value:
     if foreign.answer == "noted":
         return ["--noted", option]
     return ["--set", foreign.sets] if foreign.sets else []
+
+
+def _refuse_second(option: str, foreign: ForeignOption, setting: dict[str, tuple[str, str]]) -> None:
+    """Refuse an option that sets a key otherwise than one before it; note for those that follow what it sets.
+
+    Args:
+        option: As it was written.
+        foreign: What it comes to.
+        setting: What the options so far set, and which of them did, by key.
+    """
+    if foreign.sets is None:
+        return
+    key = foreign.sets.partition("=")[0]
+    sets, before = setting.setdefault(key, (foreign.sets, option))
+    if sets != foreign.sets:
+        msg = f"{before} and {option} contradict each other: each sets {key}"
+        raise UsageError(msg, hint="leave one of them out")
 
 
 def option_notes(options: Sequence[str]) -> tuple[Problem, ...]:

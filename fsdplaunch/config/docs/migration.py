@@ -31,7 +31,7 @@ def _answer(spec: KeySpec) -> tuple[str, str]:
     if spec.key.pending:
         return "refused", spec.key.pending
     if spec.key.noise:
-        return "noted", "has no effect here"
+        return "noted", " ".join(spec.key.summary.split())
     if spec.key.leftover:
         return "noted", spec.key.leftover
     if spec.key.versions == (1,):

@@ -36,7 +36,7 @@ class HookContext:
         complete: For each of them, what to call to check that no parameter was added since.
         printed: The messages that were printed and are not repeated.
         position: Where the script is.
-        numbers: The models' numbers, which are the same on all ranks.
+        numbers: The numbers of these models and of those that accelerate has sharded, the same on all ranks.
         _next: Gives the next of them.
         _optimizers: Those that were built, in order.
         optimizers: Those that train the shards.
@@ -78,6 +78,10 @@ class HookContext:
     def note_model(self, model: nn.Module, line: str) -> None:
         """Remember a model that was sharded, weakly, and the script's line where."""
         self.models[model] = line
+        self.number_model(model)
+
+    def number_model(self, model: nn.Module) -> None:
+        """Give a model a number, by which ranks ask each other for its shards; in the same order on all ranks."""
         self.numbers[model] = next(self._next)
 
     def stop_marking(self) -> None:

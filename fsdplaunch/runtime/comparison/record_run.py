@@ -20,7 +20,8 @@ from fsdplaunch.config.environment import COMPARE_DIR, REHEARSAL_STEPS
 from fsdplaunch.run_dir import write_json
 from fsdplaunch.runtime.check_run import stop_after
 from fsdplaunch.runtime.comparison.recorder import Recorder
-from fsdplaunch.runtime.rank import rank
+from fsdplaunch.runtime.compat.accelerate_loaders import shuffle_alike_of_accelerate
+from fsdplaunch.runtime.rank import rank, rank_variable
 from fsdplaunch.runtime.script import parse_target, run_target
 
 PARAMETERS = "parameters.safetensors"
@@ -33,6 +34,7 @@ _recorders: list[Recorder] = []
 def record(steps: int) -> None:
     """Record the script that is about to run, and end it after so many optimizer steps."""
     _seed()
+    shuffle_alike_of_accelerate()
     recorder = Recorder()
     recorder.install()
     _recorders.append(recorder)
@@ -59,7 +61,7 @@ def _finish_at_step(_optimizer: Optimizer) -> dict[str, Any]:
 
 def _finish(recorder: Recorder) -> None:
     folder = Path(os.environ[COMPARE_DIR])
-    plain = "RANK" not in os.environ
+    plain = rank_variable("RANK") is None  # which the script of a worker may not see
     facts = recorder.facts()
     if plain:
         tensors = {name: value.clone() for name, value in recorder.models.full_tensors()}

@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from fsdplaunch.checkpoint.crc32 import crc32
 from fsdplaunch.checkpoint.gc_pause import gc_pause
-from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
+from fsdplaunch.checkpoint.invalid_file import COPY_AGAIN, InvalidFileError, short
 from fsdplaunch.checkpoint.item_location import ItemKey, ItemLocation
 from fsdplaunch.checkpoint.readers.data_files import DataFiles
 from fsdplaunch.checkpoint.readers.dcp_index import INDEX_NAME, read_metadata
@@ -143,7 +143,7 @@ def _fill(planner: LoadPlanner, item: ReadItem, tensor: torch.Tensor) -> None:
 
 def _unreadable(files: DataFiles, place: ItemLocation, reason: str) -> CheckpointError:
     msg = f"{files.folder / place.file}: the item at byte {place.offset} cannot be read: {reason}"
-    return CheckpointError(msg, hint="copy the checkpoint again, or use an older one")
+    return CheckpointError(msg, hint=COPY_AGAIN)
 
 
 def _to_torch(records: dcp_classes.Metadata, where: str) -> Metadata:

@@ -1,7 +1,6 @@
 """How one rank's part of a split layer's parameters is cut, and what a forward sees of it."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,26 +106,33 @@ def is_split(module: nn.Module) -> bool:
     return any(isinstance(param, DTensor) for param in module.parameters())
 
 
-@contextmanager
-def own_tensors(module: nn.Module, tensors: Mapping[str, Any], **attributes: Any) -> Iterator[None]:
-    """Let a module have other tensors as its parameters, for a forward of its own.
+class OwnTensors:
+    """A context in which a module has other tensors as its parameters, for a forward of its own.
+
+    A class, because torch.compile of torch 2.7 does not see through a generator.
 
     Args:
         module: The module itself; those below it stay as they are.
         tensors: By the parameter's attribute.
         attributes: What other attributes are meanwhile.
     """
-    params = dict(own_parameters(module))
-    kept = {name: getattr(module, name) for name in attributes}
-    for name in params:
-        put_tensor(module, name, tensors[name])
-    module.__dict__.update(attributes)
-    try:
-        yield
-    finally:
-        for name, param in params.items():
-            put_tensor(module, name, param)
-        module.__dict__.update(kept)
+
+    def __init__(self, module: nn.Module, tensors: Mapping[str, Any], **attributes: Any) -> None:
+        self.module, self.tensors, self.attributes = module, tensors, attributes
+        self.params = dict(own_parameters(module))
+        self.kept = {name: getattr(module, name) for name in attributes}
+
+    def __enter__(self) -> None:
+        for name in self.params:
+            put_tensor(self.module, name, self.tensors[name])
+        for name, value in self.attributes.items():
+            setattr(self.module, name, value)
+
+    def __exit__(self, *_: object) -> None:
+        for name, param in self.params.items():
+            put_tensor(self.module, name, param)
+        for name, value in self.kept.items():
+            setattr(self.module, name, value)
 
 
 def local_parameters(module: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Any]:

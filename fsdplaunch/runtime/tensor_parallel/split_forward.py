@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdplaunch.runtime.tensor_parallel.layers import (
     Cut,
+    OwnTensors,
     full_parameters,
     is_split,
     local_parameters,
     matrix_layer,
-    own_tensors,
 )
 from fsdplaunch.runtime.tensor_parallel.split_plan import SplitNow, SplitPlan
 from fsdplaunch.runtime.tensor_parallel.styles import Style
@@ -57,7 +57,7 @@ def split_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if split.has_parts and not is_split(module):
         return type(module).forward(module, *args, **kwargs)
     if not split.now.layers:
-        with own_tensors(module, full_parameters(module, split.cuts)):
+        with OwnTensors(module, full_parameters(module, split.cuts)):
             return type(module).forward(module, *args, **kwargs)
     args, kwargs = _entering(split, args, kwargs)
     return _leaving(module, split, _compute(module, split, args, kwargs))
@@ -88,7 +88,7 @@ def _compute(module: nn.Module, split: LayerSplit, args: tuple[Any, ...], kwargs
     tensors = local_parameters(module, split.cuts)
     if split.style.late_bias and "bias" in tensors:
         tensors["bias"] = None
-    with own_tensors(module, tensors):
+    with OwnTensors(module, tensors):
         return type(module).forward(module, *args, **kwargs)
 
 
@@ -105,7 +105,7 @@ def _look_up(module: nn.Embedding, split: LayerSplit, ids: torch.Tensor) -> torc
     elsewhere = (ids < first) | (ids >= first + rows)
     padding = module.padding_idx
     own_padding = padding - first if padding is not None and first <= padding < first + rows else None
-    with own_tensors(module, local_parameters(module, split.cuts), padding_idx=own_padding):
+    with OwnTensors(module, local_parameters(module, split.cuts), padding_idx=own_padding):
         found = type(module).forward(module, (ids - first).masked_fill(elsewhere, 0))
     return found.masked_fill(elsewhere.unsqueeze(-1), 0)
 

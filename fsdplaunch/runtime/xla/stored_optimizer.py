@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from fsdplaunch.checkpoint.invalid_file import short
-from fsdplaunch.checkpoint.readers.rank_files import all_ranks
+from fsdplaunch.checkpoint.invalid_file import COPY_AGAIN, short
+from fsdplaunch.checkpoint.readers.files_by_rank import all_ranks
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.name_lists import listed
 from fsdplaunch.runtime.saving.plain_files import read_plain
@@ -86,7 +86,7 @@ def _read(path: Path, own: Sequence[OwnSlice]) -> State:
     state = file.get("optimizer") if isinstance(file, dict) else None
     if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
         msg = f"{path} holds no optimizer's state"
-        raise CheckpointError(msg, hint="copy the checkpoint again, or use an older one")
+        raise CheckpointError(msg, hint=COPY_AGAIN)
     stored = sum(len(group["params"]) for group in state["param_groups"])
     if stored != len(own):
         msg = f"{path} is of an optimizer of {stored} parameters, this one has {len(own)}"
@@ -113,7 +113,7 @@ def _all_of(states: Sequence[State], place: int, name: str) -> list[Any]:
         return [state["state"][place][name] for state in states]
     except LookupError:
         msg = f"the processes saved other optimizers: not all have {name} of parameter {place}"
-        raise CheckpointError(msg, hint="copy the checkpoint again, or use an older one") from None
+        raise CheckpointError(msg, hint=COPY_AGAIN) from None
 
 
 def _cut(saved: list[Any], own: OwnSlice, folder: Path, name: str) -> Any:

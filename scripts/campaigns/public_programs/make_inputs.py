@@ -1,5 +1,9 @@
-"""Make tiny models and data in a folder: a tokenizer, a Llama, a BERT, texts, labels, images, digits."""
+"""Make tiny models and data in a folder: a tokenizer, a Llama, a BERT, texts, labels, images, digits.
 
+And stand-ins for what scripts would fetch: metrics, GLUE's MRPC, the tokenizer of GPT-2, token files of llm.c.
+"""
+
+import array
 import json
 import os
 import random
@@ -44,7 +48,8 @@ for folder in ("model", "bert"):
 
 Path("texts").mkdir()
 texts = [" ".join(random.choices(WORDS, k=24)) for _ in range(64)]
-Path("texts/train.json").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+for split in ("train", "test"):
+    Path(f"texts/{split}.json").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 labels = [{"sentence1": text, "label": number % 2} for number, text in enumerate(texts)]
 Path("labels.json").write_text("".join(json.dumps(row) + "\n" for row in labels))
 Path("corpus").mkdir()
@@ -62,3 +67,58 @@ for split in ("train", "validation"):
         folder.mkdir(parents=True)
         for number in range(16):
             Image.frombytes("RGB", (32, 32), random.randbytes(32 * 32 * 3)).save(folder / f"{number}.png")
+
+rows = [{**row, "sentence2": row["sentence1"], "idx": number} for number, row in enumerate(labels)]
+glue = Path("nyu-mll/glue")
+glue.mkdir(parents=True)
+for split in ("train", "validation"):
+    (glue / f"{split}.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+splits = "".join(f"  - split: {split}\n    path: {split}.json\n" for split in ("train", "validation"))
+(glue / "README.md").write_text(f"---\nconfigs:\n- config_name: mrpc\n  data_files:\n{splits}---\n")
+BertForSequenceClassification.from_pretrained("bert").save_pretrained("bert-base-cased")
+tokenizer.save_pretrained("bert-base-cased")
+METRIC = """
+import datasets
+import evaluate
+
+
+class Accuracy(evaluate.Metric):
+    def _info(self):
+        number = datasets.Value("int64")
+        columns = datasets.Features({"predictions": number, "references": number})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=columns)
+
+    def _compute(self, predictions, references):
+        right = sum(one == other for one, other in zip(predictions, references))
+        return {"accuracy": right / len(predictions), "f1": 0.0}
+"""
+for name in ("accuracy", "glue"):
+    Path(name).mkdir()
+    Path(name, f"{name}.py").write_text(METRIC)
+
+Path("preferences").mkdir()
+chosen = [{"prompt": text[:30], "chosen": text[30:60], "rejected": text[60:90]} for text in texts]
+Path("preferences/train.json").write_text("".join(json.dumps(row) + "\n" for row in chosen))
+Path("instructions").mkdir()
+told = [{"instruction": text[:40], "output": text[40:80]} for text in texts]
+Path("instructions/train.json").write_text("".join(json.dumps(row) + "\n" for row in told))
+Path("input.txt").write_text("O God, O God! " * 20)
+tokens = array.array("H", [random.randrange(50257) for _ in range(20000)])
+header = array.array("i", [20240520, 1, len(tokens)] + [0] * 253)
+Path("tokens.bin").write_bytes(header.tobytes() + tokens.tobytes())
+Path("modules").mkdir()
+GPT2 = """
+class _Encoding:
+    max_token_value = eot_token = 50256
+
+    def decode_bytes(self, tokens):
+        return b"x" * len(tokens)
+
+    def decode(self, tokens):
+        return "x" * len(tokens)
+
+
+def get_encoding(name):
+    return _Encoding()
+"""
+Path("modules/tiktoken.py").write_text(GPT2)

@@ -39,8 +39,8 @@ def train_one_epoch(model, loader, criterion, optimizer, device):
     model.train()
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
-        optimizer.zero_grad()
         loss = criterion(model(images), labels)
+        model.zero_grad()
         loss.backward()
         optimizer.step()
         print(f"  loss={loss.item():.6f}")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import save_file
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import BertConfig, BertForSequenceClassification
@@ -48,6 +49,16 @@ inner.bert.save_pretrained(out / "part")
 accelerator.save_model(model, out / "model", max_shard_size="20KB")
 accelerator.save(inner.state_dict(), out / "state.pt")
 state = accelerator.get_state_dict(inner)
+if accelerator.is_main_process and isinstance(
+    next(model.parameters()), DTensor
+):  # FSDP1 cannot be read by one rank
+    alone = accelerator.unwrap_model(model)
+    alone.save_pretrained(out / "alone")
+    torch.save({"model": alone.state_dict(), "optimizer": optimizer.state_dict()}, out / "alone.pt")
+    save_file(
+        {name: value.detach().clone().to("cpu") for name, value in alone.state_dict().items()}, out / "alone.st"
+    )
+accelerator.wait_for_everyone()
 if accelerator.is_main_process:
     torch.save(trained, out / "trained.pt")
     torch.save(state, out / "unwrapped.pt")

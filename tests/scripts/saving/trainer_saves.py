@@ -3,6 +3,7 @@
 import sys
 
 import torch
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 out, special = sys.argv[1], sys.argv[2:]
@@ -46,6 +47,9 @@ class AfterStep(TrainerCallback):
 trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:4], callbacks=[AfterStep()])
 trainer.train()
 trainer.save_model()
+whole = FullStateDictConfig(rank0_only=True)
+with FullyShardedDataParallel.state_dict_type(trainer.model, StateDictType.FULL_STATE_DICT, whole):  # as for FSDP1
+    trainer.save_model(out + "/typed")
 gather("trained")
 if "alone" in special and trainer.is_world_process_zero():
     trainer.save_model(out + "/alone")

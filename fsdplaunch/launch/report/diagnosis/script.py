@@ -71,15 +71,18 @@ _NEEDS_GPU = re.compile(
     r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available"
     r"|no CUDA-capable device|_cuda_\w+'|only supported with GPUs|doesn't have NCCL built in"
     r"|on a CUDA device but torch\.cuda\.is_available\(\) is False|device string: None"
-    r"|Cannot access accelerator device when none is available",
+    r"|Cannot access accelerator device when none is available"
+    r"|\b(?:needs?|requires?) (?:a |an )?(?:NVIDIA )?(?:CUDA|GPU)\b(?! with| [\d.])"
+    r"|CUDA is(?: not |n't | un)available",
     re.IGNORECASE,
 )
-"""What torch's builds with and without CUDA say where there is no GPU."""
+"""What torch's builds with and without CUDA say where there is no GPU, and what scripts say that ask before."""
+_ASSERTS_GPU = re.compile(r"^\s*assert\b.*\b(cuda|accelerator)\.(is_available|device_count)\(\)", re.MULTILINE)
 
 
 def needs_a_gpu(facts: FailureFacts) -> Diagnosis | None:
     """Recognise a script that asks for a GPU where there is none, as many do as soon as RANK is set."""
-    if not _NEEDS_GPU.search(facts.text):
+    if not (_NEEDS_GPU.search(facts.text) or _asserts_a_gpu(facts)):
         return None
     hidden = facts.config is not None and facts.config.launch.hide_ranks
     hide = "--hide-ranks (launch.hide_ranks), if it does so for RANK is set: it then takes its way for one process"
@@ -87,6 +90,12 @@ def needs_a_gpu(facts: FailureFacts) -> Diagnosis | None:
     return Diagnosis(
         why="the script asks for a GPU, and its workers run on the CPU", remedies=(own,) if hidden else (hide, own)
     )
+
+
+def _asserts_a_gpu(facts: FailureFacts) -> bool:
+    """Return whether the line that failed is `assert torch.cuda.is_available()`, which has no message."""
+    traceback = (facts.cause["error"] or {}).get("traceback") or ""
+    return facts.text.startswith("AssertionError") and _ASSERTS_GPU.search(traceback) is not None
 
 
 def native_crash(facts: FailureFacts) -> Diagnosis | None:

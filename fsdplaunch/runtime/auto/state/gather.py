@@ -46,15 +46,18 @@ class ShardGatherer:
         self.count = 0
         self.together = True
         self.late: LateStorages | None = None
+        self._met = False
         self._full: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def meet(self) -> None:
-        """Wait until all workers are in this call.
+        """Wait until all workers are in this call, once.
 
         Raises:
             CheckpointError: The others do not save.
         """
-        self.together = _meet(self.call)
+        if not self._met:
+            self._met = True
+            self.together = _meet(self.call)
 
     def full(self, tensor: DTensor) -> torch.Tensor:
         """Return the full tensor in host memory, or what stands for it, or an empty one where it is not wanted.
@@ -64,8 +67,7 @@ class ShardGatherer:
         Raises:
             CheckpointError: The others do not save.
         """
-        if not self.count:
-            self.meet()
+        self.meet()
         self.count += 1
         detached: Any = tensor.detach()
         local = detached.to_local()

@@ -24,16 +24,16 @@ def saving_safetensors(hook_context: HookContext) -> Iterator[None]:
 
     plain = safe.save_file
     with (
-        replaced(safe, "save", lambda save: _save_bytes(save, hook_context)),
+        replaced(safe, "save", _save_bytes),
         replaced(safe, "save_file", lambda save: _save_file(save, hook_context)),
         replaced(safe, "save_model", lambda save: _save_model(save, plain, hook_context)),
     ):
         yield
 
 
-def _save_bytes(save: Any, hook_context: HookContext) -> Any:
+def _save_bytes(save: Any) -> Any:
     def save_full(tensors: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if not hook_context.ownership.ours or not _sharded(tensors):
+        if not _sharded(tensors):
             return save(tensors, *args, **kwargs)
         gathering = ShardGatherer("safetensors' save", keep=True)
         full = gathered(tensors, gathering)
@@ -46,12 +46,10 @@ def _save_bytes(save: Any, hook_context: HookContext) -> Any:
 def _save_file(save: Any, hook_context: HookContext) -> Any:
     @functools.wraps(save)  # so that the library's own is found behind it
     def save_file_once(tensors: Mapping[str, Any], filename: Any, *args: Any, **kwargs: Any) -> None:
-        if not hook_context.ownership.ours:
-            save(tensors, filename, *args, **kwargs)
-        elif _sharded(tensors):
+        if _sharded(tensors):  # whoever sharded them: safetensors itself cannot write one
             metadata = args[0] if args else kwargs.get("metadata")
             _write(tensors, filename, metadata, ShardGatherer("save_file", keep=hook_context.rank == 0), save)
-        elif hook_context.rank == 0 or hook_context.ownership.ranked:
+        elif not hook_context.ownership.ours or hook_context.rank == 0 or hook_context.ownership.ranked:
             save(tensors, filename, *args, **kwargs)
 
     return save_file_once
@@ -70,7 +68,8 @@ def _write(tensors: Mapping[str, Any], filename: Any, metadata: Any, gathering: 
 
 def _save_model(save: Any, save_file: Any, hook_context: HookContext) -> Any:
     def save_model_once(model: nn.Module, filename: Any, metadata: Any = None, *args: Any, **kwargs: Any) -> None:
-        state = model.state_dict() if hook_context.ownership.ours else {}
+        shards = hook_context.ownership.ours or any(isinstance(param, DTensor) for param in model.parameters())
+        state = model.state_dict() if shards else {}
         if not _sharded(state):
             save(model, filename, metadata, *args, **kwargs)
             return

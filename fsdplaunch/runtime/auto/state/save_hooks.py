@@ -32,6 +32,7 @@ from fsdplaunch.runtime.auto.state.gather import (
     pickling_full_tensors,
 )
 from fsdplaunch.runtime.auto.state.late_storages import LateStorages
+from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
 from fsdplaunch.runtime.auto.state.safe_files import saving_safetensors
 
 _SPOOLED_BYTES = 64 << 20
@@ -51,13 +52,15 @@ def saving_full_tensors(hook_context: HookContext) -> Iterator[None]:
 
 def _torch_save(save: Any, hook_context: HookContext) -> Any:
     def save_once(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        if not hook_context.ownership.ours or not _called_for_the_script():
+        by_torch = not _called_for_the_script()
+        alone = None if by_torch or hook_context.ownership.ours else _saving_alone(obj)
+        if by_torch or (alone is None and not hook_context.ownership.ours):
             _tell_of_shards(obj, hook_context)
             save(obj, f, *args, **kwargs)
             return
         everywhere = isinstance(f, io.BytesIO)  # the script goes on with the bytes
         write = _writer(save, obj, f, args, kwargs)
-        gathering = ShardGatherer("torch.save", keep=everywhere or hook_context.rank == 0)
+        gathering = alone or ShardGatherer("torch.save", keep=everywhere or hook_context.rank == 0)
         if kwargs.get("_use_new_zipfile_serialization", True):
             gathering.late = LateStorages()
         failure = _write_or_walk(write, obj, gathering)
@@ -74,6 +77,21 @@ def _torch_save(save: Any, hook_context: HookContext) -> Any:
             _write_if_missing(save, obj, Path(os.fspath(f)), args, kwargs)
 
     return save_once
+
+
+def _saving_alone(obj: Any) -> ShardGatherer | None:
+    """Return what gathers for rank 0, where it alone saves what accelerate has sharded; None elsewhere.
+
+    Where all ranks save, each may mean to write its own shards.
+
+    Raises:
+        CheckpointError: Only other ranks save.
+    """
+    if rank0_saves() is None or not _has_shards(obj):
+        return None
+    gathering = ShardGatherer("torch.save", keep=True)
+    gathering.meet()
+    return None if gathering.together else gathering
 
 
 def _write_or_walk(write: Any, obj: Any, gathering: ShardGatherer) -> Exception | None:
@@ -162,7 +180,7 @@ def _tell_of_shards(obj: Any, hook_context: HookContext) -> None:
         )
 
 
-def _has_shards(obj: Any, depth: int = 3) -> bool:
+def _has_shards(obj: Any, depth: int = 5) -> bool:
     """Return whether there is a sharded tensor in nested mappings."""
     if depth and isinstance(obj, Mapping):
         return any(_has_shards(value, depth - 1) for value in obj.values())

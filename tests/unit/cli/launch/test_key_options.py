@@ -49,6 +49,12 @@ def test_flag_key_may_stand_alone(words, value):
     assert expand(argv, **OWN) == ["--set", f"use_cpu={value}", "t.py"]
 
 
+def test_two_options_that_set_one_key_otherwise_are_refused():
+    with pytest.raises(UsageError, match="--tpu and --use_fsdp contradict each other: each sets distributed_type"):
+        expand(["--tpu", "--cpu", "--use_fsdp", "t.py"], **OWN)
+    assert expand(["--use_fsdp", "--use-fsdp", "t.py"], **OWN)[-1] == "t.py"
+
+
 def test_options_after_the_script_are_left_alone():
     argv = ["--dry-run", "-c", "a.yaml", "t.py", "--num-processes", "4", "--", "--fsdp", "x"]
     assert expand(argv, **OWN) == argv

@@ -135,19 +135,24 @@ def test_kinds_that_a_sentence_tells(worker, text, why):
         "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU",
         "ValueError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!",
         "RuntimeError: Expected one of cpu, cuda, ipu device type at start of device string: None",
+        "AssertionError: for now we need CUDA for DDP",
+        "AssertionError: CUDA is not available but cuda was specified.",
+        "AssertionError",
     ],
 )
 def test_a_script_that_asks_for_a_gpu_on_the_cpu_is_told_of_hide_ranks_unless_it_is_set(worker, text):
-    found = seen(worker(message=text), config=Config())
+    cause = worker(message=text, traceback="  File 't.py', line 9\n    assert torch.cuda.is_available()\n")
+    found = seen(cause, config=Config())
     assert found.why == "the script asks for a GPU, and its workers run on the CPU"
     assert found.remedies[0].startswith("--hide-ranks (launch.hide_ranks)")
-    hidden = seen(worker(message=text), config=Config(launch=LaunchSection(hide_ranks=True)))
+    hidden = seen(cause, config=Config(launch=LaunchSection(hide_ranks=True)))
     assert hidden.why == found.why
     assert hidden.remedies == found.remedies[1:]
 
 
 def test_an_error_on_a_gpu_is_no_want_of_one(worker):
-    assert not seen(worker(message="RuntimeError: CUDA error: device-side assert triggered"), config=Config()).why
+    for text in ("RuntimeError: CUDA error: device-side assert triggered", "ImportError: this needs CUDA 12.4"):
+        assert "on the CPU" not in seen(worker(message=text), config=Config()).why
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,19 @@ def identity(tensor: Any) -> tuple[Any, ...]:
 
 def changes(tensor: Any) -> int:
     """Return how often a shard was changed in place: equal on all ranks that did the same with it."""
+    return _counted(tensor) - _begun.get(identity(tensor), 0)
+
+
+def count_changes_from_now(tensor: Any) -> None:
+    """Forget how often a shard was changed until now, by what ranks do differently while a model is divided."""
+    _begun[identity(tensor)] = _counted(tensor)
+
+
+_begun: dict[tuple[Any, ...], int] = {}
+"""Changes that count no more, by what is changed: models, which stay until the script ends."""
+
+
+def _counted(tensor: Any) -> int:
     count = change_count(tensor)  # torch counts where the operation is given it
     if copies_uneven_shards() and _is_uneven(tensor):
         return count

@@ -1,0 +1,52 @@
+"""Let rank 0 save alone what accelerate has sharded, transformers' Trainer included.
+
+Needed because scripts save `if accelerator.is_main_process:`. Under FSDP1 the other ranks have no shards by name
+that they could hand over: there such a save ends with an error.
+"""
+
+import functools
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.state.rank0.pulling import open_once
+from fsdplaunch.runtime.auto.state.rank0.shard_names import count_changes_from_now
+from fsdplaunch.runtime.compat.import_hook import once_imported
+from fsdplaunch.runtime.inspection.parameter_names import unwrapped
+from fsdplaunch.runtime.torch_internals.wrappers import untraced
+
+
+def serve_accelerate(hook_context: HookContext) -> None:
+    """Note the models that accelerate shards with FSDP2, if and when the script imports it."""
+    if hook_context.size > 1:
+        once_imported("accelerate.accelerator", functools.partial(_adapt, hook_context=hook_context))
+
+
+def _adapt(module: Any, *, hook_context: HookContext) -> None:
+    accelerator = module.Accelerator
+    prepare = accelerator.prepare
+
+    @functools.wraps(prepare)
+    def prepare_and_note(self: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared = prepare(self, *args, **kwargs)
+        for each in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
+            if isinstance(each, nn.Module):
+                _note(unwrapped(each), hook_context)
+        return prepared
+
+    accelerator.prepare = prepare_and_note
+
+
+def _note(model: nn.Module, hook_context: HookContext) -> None:
+    """Let the ranks hand over their shards of a model. Collective."""
+    shards = [param for param in model.parameters() if isinstance(param, DTensor)]
+    if model in hook_context.numbers or not shards:
+        return
+    for shard in shards:  # rank 0 had the values when they were divided, the others received them
+        count_changes_from_now(shard)
+    hook_context.number_model(model)
+    open_once(hook_context)
+    begin_pass = untraced(hook_context.position.begin_pass)
+    model.register_forward_pre_hook(lambda *_: begin_pass(), prepend=True)
