@@ -80,4 +80,7 @@ def begin_passes(
 
         compare_first_pass(model, sequences, device, computes_in)
     if split is not None:
+        from fsdplaunch.runtime.tensor_parallel.loss_scaling import agree_on_overflows
+
+        agree_on_overflows()
         split.expect_same_inputs(model, device, computes_in)
