@@ -133,6 +133,7 @@ def _set_up_replicas(config: Config) -> None:
 def _set_up(config: Config, target: ScriptTarget) -> None:
     """Prepare for sharding."""
     from fsdplaunch.runtime.compat.accelerate_cpu import adapt_accelerate_to_cpu
+    from fsdplaunch.runtime.compat.accelerate_layers import split_layers_for_accelerate
     from fsdplaunch.runtime.compat.accelerate_loaders import divide_batches_of_accelerate
     from fsdplaunch.runtime.compat.accelerate_units import keep_embeddings_out_of_blocks
     from fsdplaunch.runtime.compat.fsdp1_calls import answer_fsdp1_calls
@@ -157,6 +158,7 @@ def _set_up(config: Config, target: ScriptTarget) -> None:
         check_at_first_step(os.path.basename(target.name))  # noqa: PTH119  (a module's name has no path)
     save_full_weights()
     keep_embeddings_out_of_blocks()
+    split_layers_for_accelerate()
     if config.launch.keep_global_batch:
         divide_batches_of_accelerate()
     if device.type == "cpu":

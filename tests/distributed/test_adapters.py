@@ -8,9 +8,13 @@ import torch
 import torch.distributed as dist
 
 import fsdplaunch
+from fsdplaunch.errors import ShardingError
+from tests.distributed import split_models as models
 from tests.distributed.pool import RankPool
 from tests.distributed.test_accelerate_functions import FORMS, accelerator
+from tests.distributed.test_tensor_parallel import variables
 from tests.distributed.tiny import build, plugin
+from tests.needs import needs
 
 pytest.importorskip("accelerate", reason="accelerate is a development dependency")
 pytest.importorskip("peft", reason="peft is a development dependency")
@@ -84,3 +88,36 @@ def test_adapters_alone_go_out_and_in(two_ranks: RankPool, tmp_path: Path, versi
     assert set(found["same"].values()) == {(False, True)}
     assert len(found["same"]) == (3 if with_theirs(version, form) else 1)
     assert found["size"] < 30_000  # the whole model is 37,800 bytes of weights
+
+
+def split_adapters() -> tuple[float, float, str]:
+    """How far adapters of split layers are from those of one process; why others are refused."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "o_proj", "up_proj", "down_proj"]
+
+    def built(**more: Any) -> Any:
+        torch.manual_seed(3)
+        config = LoraConfig(
+            r=2, target_modules=targets, modules_to_save=["lm_head"], init_lora_weights=False, **more
+        )
+        return get_peft_model(models.built("llama"), config)
+
+    alone, model = built(), built()
+    losses = models.train(alone, models.adamw(alone))
+    model, optimizer = fsdplaunch.prepare(model, models.adamw(model))
+    split = models.train(model, optimizer)
+    try:
+        fsdplaunch.prepare(built(use_dora=True))
+    except ShardingError as error:
+        said = error.message
+    apart = max(abs(one - other) for one, other in zip(losses, split, strict=True))
+    return apart, models.difference(models.full_values(alone), models.full_values(model)), said
+
+
+@needs("transformers", "5.0", "has its output layer under another style")
+def test_adapters_of_split_layers_are_those_of_one_process(four_ranks: RankPool) -> None:
+    losses, values, said = four_ranks.run(split_adapters, env=variables(2), timeout=200)[0]
+    assert losses < 1e-5
+    assert values < 1e-5
+    assert "model.layers.0.self_attn.q_proj: Linear has lora_magnitude_vector" in said

@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fsdplaunch
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.context_parallel.attention import attend
 from fsdplaunch.runtime.context_parallel.exchanges import own_piece
+from fsdplaunch.runtime.torch_internals import operators
 from tests.distributed import split_models as models
 from tests.distributed.pool import RankPool
 from tests.distributed.test_tensor_parallel import against_one, variables
@@ -23,48 +25,142 @@ def sequences(context: int, tensor: int = 1, name: str = "", **more: str) -> dic
     return variables(tensor, plan, PARALLELISM_CONFIG_CP_SIZE=str(context), **more)
 
 
+RING = {"FSDPLAUNCH_SHARDING_CONTEXT_PARALLEL_ATTENTION": "ring"}
+
+
 @pytest.mark.parametrize(
-    ("name", "context", "tensor"),
-    [("plain", 2, 1), ("plain", 2, 2), ("llama", 4, 1), ("gpt2", 2, 1)],
+    ("name", "context", "tensor", "more"),
+    [
+        ("plain", 2, 1, {}),
+        ("plain", 2, 2, RING | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}),
+        ("llama", 4, 1, RING | {"SPLIT_MODELS_KV_HEADS": "2"}),
+        ("gpt2", 2, 1, {}),
+    ],
 )
 def test_a_run_with_split_sequences_is_that_of_one_process(
-    four_ranks: RankPool, name: str, context: int, tensor: int
+    four_ranks: RankPool, name: str, context: int, tensor: int, more: dict[str, str]
 ) -> None:
-    result = four_ranks.run(against_one, name, env=sequences(context, tensor, name), timeout=200)[0]
+    result = four_ranks.run(against_one, name, env=sequences(context, tensor, name, **more), timeout=200)[0]
     assert result["learnt"] > 0.01
     assert result["losses"] < 1e-5
     assert result["values"] < 1e-5
-    assert f"  sequences split: over {context} ranks inside of the blocks" in result["lines"]
+    by = ", attention by ring" if more else ""
+    assert f"  sequences split: over {context} ranks inside of the blocks{by}" in result["lines"]
 
 
-def apart(axis: DeviceMesh, heads: int, kv_heads: int, *, mask: bool, is_causal: bool) -> float:
-    """How far attention of split sequences is from that of full ones: values and gradients."""
+def the_mask(kind: str, heads: int) -> torch.Tensor | None:
+    """A mask of 24 positions: none, added ones of all heads or of each, or which keys may be seen at all."""
+    if kind == "keys":
+        return torch.arange(24).expand(2, 1, 1, 24) % 5 != 0
+    shapes = {"all heads": (2, 1, 24, 24), "each head": (2, heads, 24, 24), "alone": (24, 24)}
+    return torch.randn(shapes[kind], requires_grad=True) if kind in shapes else None
+
+
+def apart(axis: DeviceMesh, way: Any, heads: int, kv_heads: int, mask: str, *, is_causal: bool) -> float:
+    """How far attention of split sequences is from that of full ones: values, gradients, the mask's as well."""
     torch.manual_seed(0)
-    full = [torch.randn(2, each, 8, 4, requires_grad=True) for each in (heads, kv_heads, kv_heads)]
-    how: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": heads != kv_heads}
-    seen, weights = torch.randn(2, 1, 8, 8) if mask else None, torch.randn(2, heads, 8, 4)
+    full = [torch.randn(2, each, 24, 8, requires_grad=True) for each in (heads, kv_heads, kv_heads)]
+    how: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": heads != kv_heads, "scale": 0.5}
+    seen, weights = the_mask(mask, heads), torch.randn(2, heads, 24, 8)
     mixed = nn.functional.scaled_dot_product_attention(*full, seen, **how)
     (mixed * weights).sum().backward()
     mine = [own_piece(each.detach(), axis, 2).requires_grad_() for each in full]
-    got = attend(axis, *mine, seen, **how)
+    own_mask = None if seen is None else seen.detach().requires_grad_(seen.requires_grad)
+    got = attend(axis, way, *mine, own_mask, **how)
     (got * own_piece(weights, axis, 2)).sum().backward()
-    pairs = zip([got, *(each.grad for each in mine)], [mixed, *(each.grad for each in full)], strict=True)
-    return max(float((one - own_piece(other, axis, 2)).abs().max()) for one, other in pairs if other is not None)
+    found, wanted = [got, *(each.grad for each in mine)], [mixed, *(each.grad for each in full)]
+    distances = [(one - own_piece(other, axis, 2)).abs().max() for one, other in zip(found, wanted, strict=True)]
+    if own_mask is not None and own_mask.grad is not None:
+        dist.all_reduce(own_mask.grad)
+        distances.append((own_mask.grad - seen.grad).abs().max())
+    return float(max(distances))
 
 
 def attentions() -> dict[str, float]:
+    """By heads, way and mask; by torch's kernel and, where it is forbidden or masks are, by matrix products."""
+    axis, found = init_device_mesh("cpu", (dist.get_world_size(),)), {}
+    for heads, kv_heads, way in ((4, 4, "heads"), (4, 1, "heads"), (3, 3, "auto"), (6, 2, "auto"), (4, 2, "ring")):
+        for mask in ("causal", "none", "all heads", "each head", "alone", "keys"):
+            case = (axis, way, heads, kv_heads, mask)
+            found[f"{case[1:]}"] = apart(*case, is_causal=mask == "causal")
+            if mask in ("causal", "none"):
+                with sdpa_kernel(SDPBackend.MATH):
+                    found[f"{case[1:]}, products"] = apart(*case, is_causal=mask == "causal")
+    return found
+
+
+def test_attention_is_exact_by_heads_and_by_ring(two_ranks: RankPool, four_ranks: RankPool) -> None:
+    for found in (*two_ranks.run(attentions), *four_ranks.run(attentions)):
+        assert len(found) == 40
+        assert max(found.values()) < 1e-5, found
+
+
+def message_of(axis: DeviceMesh, query: Any, key: Any, value: Any, is_causal: bool) -> str:
+    try:
+        attend(axis, "ring", query, key, value, is_causal=is_causal)
+    except ShardingError as error:
+        return error.message
+    return "accepted"
+
+
+def small_cases() -> dict[str, Any]:
+    """What a ring does with rows that see no key, dropout, bf16 and autocast, and gradients of gradients."""
     axis = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    full = [torch.randn(1, 3, 8, 4) for _ in range(3)]
+    mine = [own_piece(each, axis, 2).requires_grad_() for each in full]
+    nothing_seen = torch.ones(8, 8, dtype=torch.bool).tril(-1)
+    masked = attend(axis, "ring", *mine, nothing_seen)
+    masked.sum().backward()
+    finite = all(bool(each.grad.isfinite().all()) for each in mine if each.grad is not None)
+    mine[2].grad = None
+    dropped = attend(axis, "ring", *mine, dropout_p=0.5)
+    (dropped * dropped.detach()).sum().backward()
+    sums = torch.stack([(mine[2] * mine[2].grad).sum(), dropped.square().sum(), dropped.sum()]).detach()
+    dist.all_reduce(sums)
+    with torch.autocast("cpu"):
+        low = attend(axis, "ring", *mine, is_causal=True)
+    exact = own_piece(nn.functional.scaled_dot_product_attention(*full, is_causal=True), axis, 2)
+    try:
+        torch.autograd.grad(attend(axis, "ring", *mine).sum(), mine[0], create_graph=True)
+        said = ""
+    except ShardingError as error:
+        said = error.message
+    unfit = [(mine[0], mine[1][:, :2], mine[2][:, :2], False), (mine[0], mine[1], mine[2][:, :, :1], False)]
+    unfit += [(mine[0], mine[1].double(), mine[2], False), (mine[0], mine[1][:, :, :1], mine[2][:, :, :1], True)]
     return {
-        f"{heads}, {kv_heads}, {mask}, {is_causal}": apart(axis, heads, kv_heads, mask=mask, is_causal=is_causal)
-        for heads, kv_heads in ((4, 4), (4, 1), (3, 3), (6, 2))
-        for mask, is_causal in ((False, True), (True, False), (False, False))
+        "unfit": [message_of(axis, *case) for case in unfit],
+        "zero where nothing is seen": finite and (dist.get_rank() > 0 or not masked[:, :, 0].any()),
+        "gradient of dropout": float((sums[0] - sums[1]).abs()),
+        "dropped": not torch.allclose(dropped, attend(axis, "ring", *mine)),
+        "autocast": (str(low.dtype), float((low - exact).abs().max())),
+        "second gradient": said,
     }
 
 
-def test_attention_is_exact_also_where_ranks_do_not_divide_the_heads(four_ranks: RankPool) -> None:
-    for found in four_ranks.run(attentions):
-        assert len(found) == 12
-        assert max(found.values()) < 1e-5, found
+def test_a_ring_drops_out_casts_and_refuses_second_gradients(four_ranks: RankPool) -> None:
+    for found in four_ranks.run(small_cases):
+        assert all("query, key and value do not fit each other" in text for text in found["unfit"][:3]), found
+        assert "causal attention of 2 positions to 1 cannot go in a ring" in found["unfit"][3]
+        assert found["zero where nothing is seen"]
+        assert found["gradient of dropout"] < 1e-4
+        assert found["dropped"]
+        assert found["autocast"][0] == "torch.bfloat16"
+        assert found["autocast"][1] < 0.05
+        assert (
+            "the gradient of a gradient cannot be computed through attention in a ring" in found["second gradient"]
+        )
+
+
+@pytest.mark.parametrize("name", ["FLASH", "EFFICIENT"])
+def test_kernels_of_gpus_take_what_they_are_given(name: str) -> None:
+    """On tensors without values, by which torch knows what a kernel takes and returns: tests/gpu computes."""
+    kernel = getattr(operators, name)
+    query, key = (torch.empty(2, 3, length, 64, device="meta") for length in (100, 60))
+    result, sums, more = kernel.forward(query, key, key, False, 0.1)
+    assert (result.shape, sums.shape) == (query.shape, query.shape[:-1])
+    gradients = kernel.backward(torch.empty_like(result), query, key, key, result, sums, more, False, 0.1)
+    assert [each.shape for each in gradients] == [query.shape, key.shape, key.shape]
 
 
 class Counting(models.Block):
@@ -79,6 +175,35 @@ class Shifting(models.Block):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x + x.roll(1, 1))
+
+
+class Alone(models.Block):
+    """A block with one head."""
+
+    def mask(self, length: int) -> torch.Tensor | None:
+        return None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, mask = self.before(x).unsqueeze(1), self.mask(x.size(1))
+        mixed: torch.Tensor = nn.functional.scaled_dot_product_attention(q, q, q, mask).squeeze(1)
+        return x + mixed
+
+
+class Masking(Alone):
+    """The same with a mask of the positions that it sees."""
+
+    def mask(self, length: int) -> torch.Tensor:
+        return torch.ones(length, length).tril()
+
+
+class Encoder(nn.TransformerEncoderLayer):
+    """torch's own block, with a causal mask."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4, 64, dropout=0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x, nn.Transformer.generate_square_subsequent_mask(x.size(1)), is_causal=True)
 
 
 def refused(kind: str, length: int) -> str:
@@ -100,6 +225,12 @@ def test_what_cannot_be_split_is_refused_at_the_first_step(four_ranks: RankPool)
     for kind in ("Counting", "Shifting"):
         said = four_ranks.run(refused, kind, 12, env=env)
         assert all("computes something else with split sequences (cp_size)" in text for text in said), said
+    assert four_ranks.run(refused, "Encoder", 12, env=env) == ["accepted"] * 4
+    said = four_ranks.run(refused, "Masking", 12, env=env)
+    assert "a mask of (6, 6) is not that of all 12 x 12 positions (cp_size)" in said[0]
+    heads = {"FSDPLAUNCH_SHARDING_CONTEXT_PARALLEL_ATTENTION": "heads"}
+    said = four_ranks.run(refused, "Alone", 12, env=env | heads)
+    assert "1 attention heads cannot be divided by 2 ranks (cp_size)" in said[0]
     said = four_ranks.run(refused, "Block", 11, env=env)
     assert "sequences of 11 cannot be divided by 2 ranks (cp_size)" in said[0]
 
@@ -124,6 +255,8 @@ def saved_bytes(length: int) -> int:
 
 def test_activations_take_less_memory_the_more_ranks_split_a_sequence(four_ranks: RankPool) -> None:
     one, two, four = (four_ranks.run(saved_bytes, 512, env=sequences(size))[0] for size in (1, 2, 4))
+    ring = four_ranks.run(saved_bytes, 512, env=sequences(4, **RING))[0]
+    assert 0 < ring < 1.05 * four
     blocks = 4 * (two - four)  # the rest, embedding, logits, what is cut and joined, is full on every rank
     hidden = 512 * 32 * 4
     assert blocks > 0.6 * one

@@ -1,7 +1,9 @@
 """Layers that ranks split compute what one process does: losses, norms, parameters."""
 
+import copy
 import json
 import os
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
 from torch.utils.data import DataLoader
 
 import fsdplaunch
@@ -50,6 +53,69 @@ def test_a_run_with_split_layers_is_that_of_one_process(four_ranks: RankPool, na
     assert result["learnt"] > 0.01
     assert result["losses"] < 1e-5
     assert result["values"] < 1e-5
+
+
+class Narrow(nn.Module):
+    """Layers of which some ranks have no shard: two rows over two ranks that split and two that shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.gain = nn.Linear(10, 2), nn.Linear(2, 10), nn.Parameter(torch.full((1,), 0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(torch.tanh(self.up(x))) * self.gain
+        return result
+
+
+NARROW_PLAN = {"up": "colwise", "down": "rowwise"}
+ORDERS = (1.0, 2.0, 3.0, inf)
+
+
+def norms() -> list[tuple[float, float, float]]:
+    """Of each order: the norm in one process, that of the ranks, and how far the clipped gradients are apart."""
+    found = []
+    rows = torch.randn(4, 10, generator=torch.Generator().manual_seed(1))
+    for order in ORDERS:
+        torch.manual_seed(0)
+        alone = Narrow()
+        model = copy.deepcopy(alone)
+        model = fsdplaunch.prepare(
+            model, plugin=fsdplaunch.FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap")
+        )
+        alone(rows).pow(2).mean().backward()
+        model(rows.chunk(2)[dist.get_rank() // 2]).pow(2).mean().backward()
+        wanted = nn.utils.clip_grad_norm_(alone.parameters(), 0.05, order)
+        norm = fsdplaunch.clip_grad_norm_(model, 0.05, order)
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        apart = max(float((one.grad.full_tensor() - other.grad).abs().max()) for one, other in pairs)
+        found.append((wanted.item(), norm.item(), apart))
+    return found
+
+
+def overflow() -> tuple[float, float]:
+    """The scale, and how far parameters move in a step in which one rank's part has an infinite gradient."""
+    torch.manual_seed(0)
+    model = fsdplaunch.prepare(models.Plain())
+    optimizer, scaler = models.adamw(model), torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = {name: value.clone() for name, value in models.full_values(model).items()}
+    ids = models.batch(0)
+    scaler.scale(model(ids, ids)[0]).backward()
+    if dist.get_rank() == 1:
+        model.layers[0].up.weight.grad.to_local().view(-1)[0] = inf
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale(), models.difference(before, models.full_values(model))
+
+
+def test_norms_of_any_order_and_overflows_are_those_of_all_parts(four_ranks: RankPool) -> None:
+    for found in four_ranks.run(norms, env=variables(2, NARROW_PLAN, FSDP_AUTO_WRAP_POLICY="NO_WRAP")):
+        for wanted, norm, apart in found:
+            assert norm == pytest.approx(wanted, rel=1e-5)
+            assert wanted > 0.05, "nothing was clipped"
+            assert apart < 1e-6
+    for scale, moved in four_ranks.run(overflow, env=variables(2, models.PLAIN_PLAN)):
+        assert scale == 2.0
+        assert moved == 0
 
 
 def graphs() -> int:

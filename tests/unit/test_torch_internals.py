@@ -63,6 +63,7 @@ KNOWN = {
     "_replace": "named tuples",
     "_from_config": "transformers",
     "_prepare_backend": "accelerate",
+    "_prepare_one": "accelerate",
 }
 """Private names of others than torch, and whose."""
 GUESSED = ("getattr", "hasattr", "setattr", "delattr")

@@ -134,6 +134,16 @@ def _plan_alone(context: RuleContext) -> Iterator[Violation]:
         )
 
 
+@rule("attention-without-context-parallel")
+def _attention_alone(context: RuleContext) -> Iterator[Violation]:
+    """sharding.context_parallel_attention without cp_size."""
+    alone = configured_axes(context.config).context == 1
+    if alone and context.config.sharding.context_parallel_attention != "auto":
+        about = (("sharding", "context_parallel_attention"), mesh("cp"))
+        message = "there are no ranks to split sequences: cp_size is 1"
+        yield Violation(about=about, message=message, hint="set parallelism_config_cp_size as well")
+
+
 @rule("reshard-group")
 def _reshard_group(context: RuleContext) -> Iterator[Violation]:
     """fsdp_reshard_after_forward names a group size that does not divide the ranks of a replica."""

@@ -1,5 +1,6 @@
 """Gradients of a sharded model: the norm over all ranks, clipping, and accumulation without communication."""
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from math import inf
@@ -18,6 +19,7 @@ from fsdplaunch.runtime.inspection.accessors import local_tensor, outermost
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.late_modules import XLA_CLIP, XLA_NO_SYNC, call_if_imported
+from fsdplaunch.runtime.sharding.mesh import split_groups
 from fsdplaunch.runtime.sharding.registry import models_of, registered
 
 Parameters = nn.Module | Iterable[torch.Tensor] | torch.Tensor
@@ -49,10 +51,15 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
     if wrapped is not None:
         return wrapped.clip_grad_norm_(max_norm, norm_type)
     params = [param for param in listed(parameters) if param.grad is not None]
-    norm = _norm([param.grad for param in params if param.grad is not None], float(norm_type))
-    for kind in _kinds(params):
-        clip_grads_with_norm_(kind, max_norm, norm)
+    norm = total_norm([param.grad for param in params if param.grad is not None], norm_type)
+    clip_with_norm(params, max_norm, norm)
     return norm
+
+
+def clip_with_norm(params: list[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """Scale the gradients of parameters, of which some may be sharded, by a norm that is known."""
+    for kind in _kinds([param for param in params if param.grad is not None]):
+        clip_grads_with_norm_(kind, max_norm, norm)
 
 
 def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
@@ -117,11 +124,12 @@ def _wrapper_of(parameters: Parameters) -> FullyShardedDataParallel | None:
     return None
 
 
-def _norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm over gradients of which some are split over ranks and some are not.
+def total_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm over gradients of which some are split over ranks and some are not: a plain tensor.
 
     Torch refuses the mixture, and DTensors of different meshes, so each kind gets its own norm first.
     """
+    norm_type = float(norm_type)
     norms = [_norm_of_kind(kind, norm_type) for kind in _kinds(gradients)]
     if not norms:
         return torch.tensor(0.0)
@@ -131,11 +139,14 @@ def _norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 
 def _norm_of_kind(kind: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm over gradients of one kind. Torch adds up over one axis of ranks; over several we do."""
-    axes = split_axes(kind[0])
-    if len(axes) <= 1:
+    """Return the norm over gradients of one kind. Torch adds up over one axis of ranks; over several we do.
+
+    We also find the largest value: a rank whose shards are empty has none, at which torch raises on that rank.
+    """
+    axes = split_groups(kind[0])
+    if not axes or (len(axes) == 1 and norm_type != inf):
         return _plain(get_total_norm(kind, norm_type))
-    norm = get_total_norm([local_tensor(gradient) for gradient in kind], norm_type)
+    norm = _local_norm(kind, norm_type)
     for group in axes:
         if norm_type == inf:
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
@@ -146,12 +157,12 @@ def _norm_of_kind(kind: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     return norm
 
 
-def split_axes(tensor: Any) -> list[dist.ProcessGroup]:
-    """Return the groups of ranks that a tensor is split over, one for each axis of its mesh."""
-    if not isinstance(tensor, DTensor):
-        return []
-    split = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    return [tensor.device_mesh.get_group(dim) for dim in split]
+def _local_norm(kind: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm of this rank's shards, in a dtype that is the same on all ranks."""
+    shards = [local_tensor(gradient) for gradient in kind]
+    dtype = functools.reduce(torch.promote_types, (shard.dtype for shard in shards))
+    norm = get_total_norm([shard for shard in shards if shard.numel()], norm_type)
+    return norm.to(shards[0].device, dtype)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,7 +174,7 @@ def _kinds(tensors: list[Any]) -> list[list[Any]]:
     kinds: dict[Any, list[Any]] = {}
     for tensor in tensors:
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-        kinds.setdefault((mesh, tuple(map(id, split_axes(tensor)))), []).append(tensor)
+        kinds.setdefault((mesh, tuple(map(id, split_groups(tensor)))), []).append(tensor)
     return list(kinds.values())
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdplaunch.config.schema.kinds import SequenceAttentionName
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.context_parallel.split_blocks import BlockForward, SplitSequences
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
@@ -14,18 +15,21 @@ from fsdplaunch.runtime.tensor_parallel.compare_passes import FirstPass
 from fsdplaunch.runtime.tensor_parallel.same_inputs import check_first_inputs, draw_alike
 
 
-def split_blocks(model: nn.Module, classes: tuple[str, ...], axis: DeviceMesh) -> SplitSequences:
+def split_blocks(
+    model: nn.Module, classes: tuple[str, ...], axis: DeviceMesh, way: SequenceAttentionName
+) -> SplitSequences:
     """Give a model's blocks forwards that compute on pieces of the sequences, from the first training pass on.
 
     Args:
         model: Not sharded yet.
         classes: Names of the block classes, where they are configured.
         axis: The ranks that split sequences.
+        way: How attention sees the other ranks' pieces, as configured.
 
     Raises:
         ShardingError: The model has no blocks.
     """
-    sequences = SplitSequences(axis=axis)
+    sequences = SplitSequences(axis=axis, way=way)
     found = [unwrapped(block) for block in find_blocks(model, classes).values()]
     blocks = [block for block in found if any(True for _ in block.children())]  # embeddings side by side are none
     if not blocks:

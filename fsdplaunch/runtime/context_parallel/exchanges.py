@@ -26,14 +26,6 @@ def exchanged(tensor: torch.Tensor, axis: DeviceMesh, *, split: int, join: int) 
     return _Exchanged.apply(tensor, axis, split, join)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def gathered(tensor: torch.Tensor, axis: DeviceMesh, dim: int) -> torch.Tensor:
-    """Return the ranks' pieces along a dimension as one tensor, of which each computes something of its own.
-
-    Each rank's gradient is the sum of what all computed of its piece.
-    """
-    return _Gathered.apply(tensor, axis, dim)  # type: ignore[no-any-return,no-untyped-call]
-
-
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: DeviceMesh, dim: int) -> torch.Tensor:
@@ -45,17 +37,6 @@ class _Joined(torch.autograd.Function):
         return own_piece(gradient, ctx.axis, ctx.dim) * ctx.axis.size(), None, None
 
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: DeviceMesh, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _all_gather(tensor, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _received(gradient, ctx.axis, ctx.dim).sum(0), None, None
-
-
 class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: DeviceMesh, split: int, join: int) -> torch.Tensor:
@@ -64,7 +45,8 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _all_to_all(gradient, ctx.axis, ctx.join, ctx.split), None, None, None
+        back = _Exchanged.apply(gradient, ctx.axis, ctx.join, ctx.split)  # type: ignore[no-untyped-call]
+        return back, None, None, None  # by apply, so that the gradient has a gradient
 
 
 def _all_gather(tensor: torch.Tensor, axis: DeviceMesh, dim: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdplaunch.config.schema.kinds import SequenceAttentionName
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.context_parallel.attention import SplitAttention
@@ -25,19 +26,21 @@ class SplitSequences:
 
     Attributes:
         axis: The ranks that split them.
+        way: How attention sees the other ranks' pieces, as configured.
         now: Whether they are, in the present pass: passes without gradients compute full sequences on every rank.
         gives_pieces: Whether the script gives the model pieces.
         has_pieces: Whether it gave the present pass pieces; backward may compute that pass again later.
     """
 
     axis: DeviceMesh
+    way: SequenceAttentionName = "auto"
     now: bool = False
     gives_pieces: bool = False
     has_pieces: bool = False
 
     def attention(self) -> AbstractContextManager[Any]:
         """Return what must be active while a block computes."""
-        return SplitAttention(self.axis) if self.now else nullcontext()
+        return SplitAttention(self.axis, self.way) if self.now else nullcontext()
 
 
 class BlockForward:
@@ -95,7 +98,8 @@ def _cut(value: Any, length: int, axis: DeviceMesh) -> Any:
     """
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        return own_piece(tensor, axis, SEQUENCE) if tensor.size(SEQUENCE) == length else tensor
+        of_pairs = tensor.shape == (length, length) and tensor.is_floating_point()
+        return own_piece(tensor, axis, SEQUENCE) if tensor.size(SEQUENCE) == length and not of_pairs else tensor
 
     return _mapped(value, cut)
 

@@ -62,6 +62,7 @@ class ShardingDescription:
         alike: Where they do, names of those that each of these ranks has alike.
         plan: Whose plan says so.
         context: How many ranks split each sequence.
+        attention: How attention sees the other ranks' pieces, as configured.
     """
 
     model: str
@@ -92,6 +93,7 @@ class ShardingDescription:
     alike: tuple[str, ...] = ()
     plan: str = ""
     context: int = 1
+    attention: str = "auto"
 
     def lines(self) -> Iterator[str]:
         """Yield the same for people: one line, and one more for everything out of the ordinary."""
@@ -119,7 +121,8 @@ class ShardingDescription:
             by = f", by {self.plan}" if self.plan else ""
             yield "layers split", f"{len(self.split)} of {total} parameters over {self.mesh.get(TENSOR)} ranks{by}"
             yield "the same on each of these", listed(self.alike, 4)
-        yield "sequences split", f"over {self.context} ranks inside of the blocks" if self.context > 1 else ""
+        by = "" if self.attention == "auto" else f", attention by {self.attention}"
+        yield "sequences split", f"over {self.context} ranks inside of the blocks{by}" if self.context > 1 else ""
         yield "tied", "; ".join(" = ".join(names) for names in self.tied)
         yield "not sharded", listed(self.ignored or self.unsharded, 4)
         yield "frozen", f"{count(self.parameters - self.trained)} parameters" if self.frozen else ""
@@ -182,6 +185,7 @@ def _described(model: nn.Module, layout: Layout) -> ShardingDescription:
         float8=layout.float8,
         plan=layout.plan,
         context=layout.context,
+        attention=layout.attention,
         split=split,
         alike=tuple(name for name in named if name not in split) if split else (),
         **_counted(model, named, layout, sum(unit.parameters for unit in (root, *units))),

@@ -27,6 +27,7 @@ class Layout:
     float8: int
     plan: str = ""
     context: int = 1
+    attention: str = "auto"
 
 
 def kept_layout(prepared: ShardedModel) -> Layout:
@@ -41,6 +42,7 @@ def kept_layout(prepared: ShardedModel) -> Layout:
         methods=prepared.methods,
         float8=prepared.converted,
         context=1 if prepared.sequences is None else prepared.sequences.axis.size(),
+        attention="auto" if prepared.sequences is None else prepared.sequences.way,
         plan="" if prepared.split is None else prepared.split.origin,
     )
 

@@ -114,6 +114,14 @@ def splits_layer(param: Any) -> bool:
     return TENSOR in names and not param.placements[names.index(TENSOR)].is_replicate()
 
 
+def split_groups(tensor: Any) -> list[dist.ProcessGroup]:
+    """Return the groups of ranks that a tensor is split over, one for each axis of its mesh."""
+    if not isinstance(tensor, DTensor):
+        return []
+    split = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return [tensor.device_mesh.get_group(dim) for dim in split]
+
+
 def data_ranks(mesh: DeviceMesh, context: DeviceMesh | None = None) -> DataRanks:
     """Return this rank's number among the readers of data: every rank of the mesh, row by row.
 

@@ -53,9 +53,10 @@ def split_sequences(model: nn.Module, settings: Settings, axis: DeviceMesh | Non
     strategy = decode().parallelism_config.parallelism_config_cp_comm_strategy
     if strategy != "allgather":
         messages.say(
-            f"cp_comm_strategy {strategy} is for accelerate's attention: here positions are exchanged for heads"
+            f"cp_comm_strategy {strategy} is for accelerate's attention, not for this one:"
+            " see sharding.context_parallel_attention"
         )
-    return split_blocks(model, settings.block_classes, axis)
+    return split_blocks(model, settings.block_classes, axis, settings.context_attention)
 
 
 def begin_passes(
@@ -79,4 +80,7 @@ def begin_passes(
 
         compare_first_pass(model, sequences, device, computes_in)
     if split is not None:
+        from fsdplaunch.runtime.tensor_parallel.loss_scaling import agree_on_overflows
+
+        agree_on_overflows()
         split.expect_same_inputs(model, device, computes_in)

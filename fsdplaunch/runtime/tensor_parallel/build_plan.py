@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, joined
 from fsdplaunch.runtime.sharding.blocks import class_name
+from fsdplaunch.runtime.tensor_parallel.adapters import adapted_layers, layer_name
 from fsdplaunch.runtime.tensor_parallel.layers import Cut
 from fsdplaunch.runtime.tensor_parallel.plan import find_plan, matched
 from fsdplaunch.runtime.tensor_parallel.plan_checks import (
@@ -61,6 +62,11 @@ def _add_module(plan: SplitPlan, model: nn.Module, module: nn.Module, name: str)
     if name == "replicate":
         return
     style = _style(model, module, name)
+    adapted = adapted_layers(module, style, plan.names[module], name)
+    if adapted is not None:
+        for layer, own in adapted.items():
+            _add_module(plan, model, layer, own)
+        return
     check_kind(plan, module, style, name)
     plan.modules[module] = style
     for attribute, param in own_parameters(module):
@@ -95,7 +101,7 @@ def _add_inner_parameters(plan: SplitPlan) -> None:
     """
     by_name = {name: module for module, name in plan.names.items()}
     for module, style in list(plan.modules.items()):
-        parent, _, own = plan.names[module].rpartition(".")
+        parent, _, own = layer_name(plan.names[module]).rpartition(".")
         if style.weights != "outputs" or style.leave is not None:
             continue
         inner = [f"{own.removesuffix('_proj')}_norm"] if own in ("q_proj", "k_proj") else ["act_fn", "act"]

@@ -45,7 +45,8 @@ def find_plan(model: nn.Module, configured: Mapping[str, str]) -> tuple[dict[str
 def _own_plan(module: nn.Module) -> dict[str, str]:
     """Return the plan that a model of transformers brings along, complete for it and what is inside."""
     config: Any = _not_of_what_is_inside(module, "config")
-    of_base = getattr(config, "base_model_tp_plan", None) or {}
+    is_wrapper = not hasattr(type(module), "base_model_prefix")  # PeftModel has the configuration of what it wraps
+    of_base = {} if is_wrapper else getattr(config, "base_model_tp_plan", None) or {}
     own = dict(_not_of_what_is_inside(module, "_tp_plan") or {})
     base = getattr(module, "base_model_prefix", "")
     if not own and not of_base:

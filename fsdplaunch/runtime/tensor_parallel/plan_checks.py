@@ -10,6 +10,7 @@ from fsdplaunch.probe.torch_version import parse
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection.parameter_names import joined
 from fsdplaunch.runtime.sharding.blocks import class_name
+from fsdplaunch.runtime.tensor_parallel.adapters import layer_name
 from fsdplaunch.runtime.tensor_parallel.layers import matrix_layer
 from fsdplaunch.runtime.tensor_parallel.split_plan import SplitPlan
 from fsdplaunch.runtime.tensor_parallel.styles import Style
@@ -114,7 +115,7 @@ def check_heads(plan: SplitPlan, model: nn.Module) -> None:
     """
     projections = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
     split = {
-        plan.names[module].rpartition(".")[2]
+        layer_name(plan.names[module]).rpartition(".")[2]
         for module, style in plan.modules.items()
         if style.weights == "outputs" and style.leave is None
     }

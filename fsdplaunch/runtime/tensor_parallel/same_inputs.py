@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.sharding.rank_consistency import unequal
+from fsdplaunch.runtime.torch_internals.wrappers import untraced
 
 
 def draw_alike(axis: DeviceMesh) -> None:
@@ -52,7 +53,7 @@ def check_first_inputs(
         if different:
             raise _different(different[0], axis, together)
 
-    model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
+    model.register_forward_pre_hook(untraced(compare), prepend=True, with_kwargs=True)
 
 
 def _different(what: str, axis: DeviceMesh, together: str) -> ShardingError:

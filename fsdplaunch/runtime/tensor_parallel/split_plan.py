@@ -13,6 +13,7 @@ from fsdplaunch.runtime.tensor_parallel.layers import Cut
 from fsdplaunch.runtime.tensor_parallel.same_gradients import check_first_gradients
 from fsdplaunch.runtime.tensor_parallel.same_inputs import check_first_inputs, draw_alike
 from fsdplaunch.runtime.tensor_parallel.styles import Style
+from fsdplaunch.runtime.torch_internals.wrappers import untraced
 
 Place = tuple[nn.Module, str]
 """A module, and the attribute under which it holds a parameter."""
@@ -79,7 +80,7 @@ class SplitPlan:
             if not first.running:
                 first.compare(module, args, kwargs)
 
-        model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+        model.register_forward_pre_hook(untraced(begin), prepend=True, with_kwargs=True)
 
     def of(self, module: nn.Module) -> dict[str, Cut]:
         """Return the cuts of a module's own parameters, by attribute."""

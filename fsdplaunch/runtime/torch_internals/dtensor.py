@@ -42,6 +42,11 @@ def operator_handlers() -> dict[Any, Any]:
     return handlers
 
 
+def unscale_operator() -> Any:
+    """Return the operator by which `GradScaler` unscales gradients and looks for overflows; all versions."""
+    return torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
 def knows_operator(operator: Any) -> bool:
     """Return whether DTensor computes an operator by itself.
 

@@ -54,6 +54,11 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def compiles_backward(caller: str) -> bool:
+    """Return whether the compiler asks for gradients, by the name of the calling module; all versions."""
+    return caller.startswith("torch._functorch._aot_autograd.")
+
+
 def eagerly() -> AbstractContextManager[Any]:
     """Return what keeps forwards from being compiled, where torch's compiler is imported; all versions."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

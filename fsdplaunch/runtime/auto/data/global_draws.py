@@ -15,7 +15,7 @@ import torch
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.single_draws import note_single
 from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.torch_internals.random_operators import below, drawing_instead
+from fsdplaunch.runtime.torch_internals.operators import below, drawing_instead
 
 _IN_PLACE = ("bernoulli_.float", "normal_", "uniform_", "random_", "random_.to", "random_.from", "exponential_")
 """Operators that dropout of any kind, and noise drawn in place, come down to."""

@@ -1,11 +1,12 @@
 """Clip gradients by the norm of the full gradient.
 
 Needed because torch's own returns a norm that only its methods for sharded tensors can read, and refuses models of
-which some parameters are not sharded.
+which some parameters are not sharded or are split over more ranks than others.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch.distributed.tensor import DTensor
@@ -16,44 +17,86 @@ from fsdplaunch.runtime.api import gradients
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
 
+Ours = Callable[[list[Any]], bool]
+"""Whether among these there are shards that the launcher has made for the script."""
+
 
 @contextmanager
 def clipping_by_full_norm(hook_context: HookContext) -> Iterator[None]:
     """Clip sharded gradients by this package's functions, and any others by torch's."""
 
-    def norm(original: Any) -> Any:
-        def clip_grad_norm_(
-            parameters: Any,
-            max_norm: float,
-            norm_type: float = 2.0,
-            error_if_nonfinite: bool = False,
-            foreach: bool | None = None,
-        ) -> Any:
-            params = gradients.listed(parameters)
-            if not hook_context.ownership.ours or not any(isinstance(param, DTensor) for param in params):
-                return original(params, max_norm, norm_type, error_if_nonfinite, foreach)
-            total = gradients.clip_grad_norm_(params, max_norm, norm_type)
-            if error_if_nonfinite and not total.isfinite():
-                msg = f"The total norm of order {norm_type} for gradients from `parameters` is non-finite"
-                raise RuntimeError(msg)
-            return total
+    def ours(tensors: list[Any]) -> bool:
+        return bool(hook_context.ownership.ours) and any(isinstance(tensor, DTensor) for tensor in tensors)
 
-        return clip_grad_norm_
-
-    def value(original: Any) -> Any:
-        def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
-            params = gradients.listed(parameters)
-            if hook_context.ownership.ours and any(isinstance(param, DTensor) for param in params):
-                gradients.clip_grad_value_(params, clip_value)
-            else:
-                original(params, clip_value, foreach)
-
-        return clip_grad_value_
-
-    with (
-        replaced(utils, "clip_grad_norm_", norm),
-        replaced(clip_grad, "clip_grad_norm_", norm),
-        replaced(utils, "clip_grad_value_", value),
-        replaced(clip_grad, "clip_grad_value_", value),
-    ):
+    functions = {
+        "clip_grad_norm_": _clip_norm,
+        "clip_grad_value_": _clip_value,
+        "get_total_norm": _total_norm,
+        "clip_grads_with_norm_": _clip_with_norm,
+    }
+    with ExitStack() as stack:
+        for name, make in functions.items():
+            for owner in (utils, clip_grad):
+                stack.enter_context(replaced(owner, name, partial(make, ours)))
         yield
+
+
+def _clip_norm(ours: Ours, original: Any) -> Any:
+    def clip_grad_norm_(
+        parameters: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Any:
+        params = gradients.listed(parameters)
+        if not ours(params):
+            return original(params, max_norm, norm_type, error_if_nonfinite, foreach)
+        norm = gradients.clip_grad_norm_(params, max_norm, norm_type)
+        return _finite(norm, norm_type) if error_if_nonfinite else norm
+
+    return clip_grad_norm_
+
+
+def _clip_value(ours: Ours, original: Any) -> Any:
+    def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
+        params = gradients.listed(parameters)
+        if ours(params):
+            gradients.clip_grad_value_(params, clip_value)
+        else:
+            original(params, clip_value, foreach)
+
+    return clip_grad_value_
+
+
+def _total_norm(ours: Ours, original: Any) -> Any:
+    def get_total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Any:
+        given = gradients.listed(tensors)
+        if not ours(given):
+            return original(given, norm_type, error_if_nonfinite, foreach)
+        norm = gradients.total_norm(given, norm_type)
+        return _finite(norm, norm_type) if error_if_nonfinite else norm
+
+    return get_total_norm
+
+
+def _clip_with_norm(ours: Ours, original: Any) -> Any:
+    def clip_grads_with_norm_(
+        parameters: Any, max_norm: float, total_norm: Any, foreach: bool | None = None
+    ) -> None:
+        params = gradients.listed(parameters)
+        if ours(params):
+            gradients.clip_with_norm(params, max_norm, total_norm)
+        else:
+            original(params, max_norm, total_norm, foreach)
+
+    return clip_grads_with_norm_
+
+
+def _finite(norm: Any, norm_type: float) -> Any:
+    if not norm.isfinite():
+        msg = f"The total norm of order {norm_type} for gradients from `parameters` is non-finite"
+        raise RuntimeError(msg)
+    return norm

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fsdplaunch.runtime.auto.data.rng_streams import RngStreams
 from fsdplaunch.runtime.inspection.units import is_unit
@@ -192,10 +192,14 @@ def _has_unequal_shards(tensor: Any) -> bool:
 
 
 def _cuts(tensor: Any) -> Iterator[tuple[int, int]]:
-    """Yield the sizes of a tensor's sharded dimensions, each with its number of shards."""
+    """Yield the sizes of a tensor's sharded dimensions, each with its number of shards, over all axes of ranks."""
+    shards: dict[int, int] = {}
     for axis, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
-        if isinstance(placement, Shard):
-            yield tensor.size(placement.dim), tensor.device_mesh.size(axis)
+        dim = getattr(placement, "dim", None)  # of Shard, and of its form for what ranks split twice
+        if dim is not None:
+            shards[dim] = shards.get(dim, 1) * tensor.device_mesh.size(axis)
+    for dim, ranks in shards.items():
+        yield tensor.size(dim), ranks
 
 
 def _holder_of(param: Any, models: Iterable[nn.Module]) -> Any:

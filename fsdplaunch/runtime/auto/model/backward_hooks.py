@@ -1,5 +1,6 @@
 """Look at each backward pass of a plain script before it runs: how the loss is reduced, and what it is for."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -15,6 +16,7 @@ from fsdplaunch.runtime.auto.model.forward_hooks import check_not_gathered
 from fsdplaunch.runtime.auto.model.loss_scale import LossScale
 from fsdplaunch.runtime.auto.model.parameter_gradients import gradients_by_backward, sharded_parameters
 from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.torch_internals.wrappers import compiles_backward
 
 
 @contextmanager
@@ -82,7 +84,7 @@ class _Watch:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            if self._acts():
+            if self._acts() and not _compiles():
                 found = self._own_grad(
                     original, _listed(outputs), _listed(inputs), grad_outputs, retain_graph, create_graph
                 )
@@ -105,6 +107,11 @@ class _Watch:
         if create_graph and all(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
             return differentiable_grad(grad, outputs, inputs, given)
         return None
+
+
+def _compiles() -> bool:
+    """Return whether the compiler makes a backward graph, two frames up: it sees parameters of split layers."""
+    return compiles_backward(str(sys._getframe(2).f_globals.get("__name__", "")))
 
 
 def _listed(tensors: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Let optimizers step that look at whole tensors: LBFGS, which flattens all of them, and those that factor.
+"""Let optimizers step that look at whole tensors: LBFGS, which flattens all of them, and those that factor them.
 
 Needed because they compute with the full gradient of a parameter, or of all, by operations that shards do not have
 or that are something else for each shard.
@@ -20,7 +20,7 @@ from fsdplaunch.runtime.rank import configured_data_ranks
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals.optimizers import LBFGS_ADDS, LBFGS_GATHERS
 
-_FACTORING = frozenset({"Adafactor", "Rprop", "Shampoo", "DistributedShampoo", "SOAP", "CAME", "SM3"})
+_FACTORING = frozenset({"Adafactor", "Muon", "Rprop", "Shampoo", "DistributedShampoo", "SOAP", "CAME", "SM3"})
 """Classes, of torch and of others, whose step needs each parameter in full."""
 
 
