@@ -95,6 +95,14 @@ def test_attention_is_exact_by_heads_and_by_ring(two_ranks: RankPool, four_ranks
         assert max(found.values()) < 1e-5, found
 
 
+def message_of(axis: DeviceMesh, query: Any, key: Any, value: Any, is_causal: bool) -> str:
+    try:
+        attend(axis, "ring", query, key, value, is_causal=is_causal)
+    except ShardingError as error:
+        return error.message
+    return "accepted"
+
+
 def small_cases() -> dict[str, Any]:
     """What a ring does with rows that see no key, dropout, bf16 and autocast, and gradients of gradients."""
     axis = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -118,7 +126,10 @@ def small_cases() -> dict[str, Any]:
         said = ""
     except ShardingError as error:
         said = error.message
+    unfit = [(mine[0], mine[1][:, :2], mine[2][:, :2], False), (mine[0], mine[1], mine[2][:, :, :1], False)]
+    unfit += [(mine[0], mine[1].double(), mine[2], False), (mine[0], mine[1][:, :, :1], mine[2][:, :, :1], True)]
     return {
+        "unfit": [message_of(axis, *case) for case in unfit],
         "zero where nothing is seen": finite and (dist.get_rank() > 0 or not masked[:, :, 0].any()),
         "gradient of dropout": float((sums[0] - sums[1]).abs()),
         "dropped": not torch.allclose(dropped, attend(axis, "ring", *mine)),
@@ -129,6 +140,8 @@ def small_cases() -> dict[str, Any]:
 
 def test_a_ring_drops_out_casts_and_refuses_second_gradients(four_ranks: RankPool) -> None:
     for found in four_ranks.run(small_cases):
+        assert all("query, key and value do not fit each other" in text for text in found["unfit"][:3]), found
+        assert "causal attention of 2 positions to 1 cannot go in a ring" in found["unfit"][3]
         assert found["zero where nothing is seen"]
         assert found["gradient of dropout"] < 1e-4
         assert found["dropped"]

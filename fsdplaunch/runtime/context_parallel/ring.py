@@ -55,17 +55,28 @@ def ring_attention(
         scoring: How scores become weights over full sequences, but for the mask and the seed.
 
     Raises:
-        ShardingError: The attention is causal and has other numbers of keys than of queries; or, in backward, a
-            gradient of the gradient is wanted.
+        ShardingError: The tensors do not fit each other, or the attention is causal and has other numbers of keys
+            than of queries; or, in backward, a gradient of the gradient is wanted.
     """
-    rows, keys = query.size(_POSITIONS), key.size(_POSITIONS)
-    if scoring.is_causal and rows != keys:
-        msg = f"{script_line()}: causal attention of {rows} positions to {keys} cannot go in a ring (cp_size)"
-        raise ShardingError(msg, hint="give it as many keys as queries, or leave cp_size out")
+    query, key, value, mask = _autocast(query, key, value, mask)
+    _check(query, key, value, is_causal=scoring.is_causal)
     if scoring.dropout:
         scoring = replace(scoring, seed=int(torch.randint(_SEEDS, ())))
-    query, key, value, mask = _autocast(query, key, value, mask)
     return _apply(axis, query, key, value, mask, scoring)  # type: ignore[no-any-return]
+
+
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool) -> None:
+    """Check what kernels take for granted: they would read other memory."""
+    fits = query.dtype == key.dtype == value.dtype and key.shape[:-1] == value.shape[:-1]
+    fits = fits and (query.size(0), query.size(-1)) == (key.size(0), key.size(-1))
+    if not fits or query.size(_HEADS) % key.size(_HEADS):
+        kinds = ", ".join(f"{tuple(each.shape)} {each.dtype}" for each in (query, key, value))
+        msg = f"{script_line()}: query, key and value do not fit each other: {kinds}"
+        raise ShardingError(msg, hint="they need one dtype and batch; heads of keys divide those of queries")
+    rows, keys = query.size(_POSITIONS), key.size(_POSITIONS)
+    if is_causal and rows != keys:
+        msg = f"{script_line()}: causal attention of {rows} positions to {keys} cannot go in a ring (cp_size)"
+        raise ShardingError(msg, hint="give it as many keys as queries, or leave cp_size out")
 
 
 def _autocast(*tensors: torch.Tensor | None) -> Iterator[Any]:

@@ -48,7 +48,8 @@ for folder in ("model", "bert"):
 
 Path("texts").mkdir()
 texts = [" ".join(random.choices(WORDS, k=24)) for _ in range(64)]
-Path("texts/train.json").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+for split in ("train", "test"):
+    Path(f"texts/{split}.json").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 labels = [{"sentence1": text, "label": number % 2} for number, text in enumerate(texts)]
 Path("labels.json").write_text("".join(json.dumps(row) + "\n" for row in labels))
 Path("corpus").mkdir()
