@@ -1,5 +1,7 @@
 """Peak of rank 0's memory while it saves alone: `scripts/bench/save memory`."""
 
+import ctypes
+import gc
 import os
 import tempfile
 import time
@@ -7,7 +9,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
 WIDTH = 2048
+
+
+class Layers(PreTrainedModel):
+    """Equal layers, one after the other."""
+
+    config_class = PretrainedConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(config.layers)))
+
+    def forward(self, x: Any) -> Any:
+        return self.layers(x)
 
 
 def measure(gigabytes: float, ranks: int, folder: Path | None) -> None:
@@ -51,6 +69,7 @@ def _rank(rank: int, ranks: int, gigabytes: float, folder: str) -> None:
         if rank == 0:
             _report(model, optimizer, Path(folder))
         dist.barrier()
+        _together(model.module, Path(folder), rank)
         close()
     dist.destroy_process_group()
 
@@ -58,11 +77,10 @@ def _rank(rank: int, ranks: int, gigabytes: float, folder: str) -> None:
 def _trained(gigabytes: float) -> tuple[Any, Any]:
     """A model of `gigabytes` (fp32) that a script gives to DDP, and an AdamW that has made a step."""
     import torch
-    from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
     layers = max(2, round(gigabytes * 1e9 / (WIDTH * WIDTH * 4)))
-    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))))
+    model = DistributedDataParallel(Layers(PretrainedConfig(layers=layers)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(torch.ones(2, WIDTH)).sum().backward()
     optimizer.step()
@@ -82,21 +100,45 @@ def _report(model: Any, optimizer: Any, folder: Path) -> None:
         "torch.save, module": lambda file: torch.save(module, file),
         "save_file": lambda file: save_file(module.state_dict(), file),
         "save_model": lambda file: save_model(module, file),
+        "save_pretrained": module.save_pretrained,
+        "in files of 50 MB": lambda folder: module.save_pretrained(folder, max_shard_size="50MB"),
     }
     largest = max(param.numel() * param.element_size() for param in model.parameters()) / 1e6
     print(f"largest tensor {largest:.0f} MB; peak is over what rank 0 held before")
     print(f"{'way':20} {'file MB':>8} {'peak MB':>8} {'tensors':>8} {'seconds':>8}")
     for name, save in ways.items():
-        file = folder / "file"
-        before = _memory("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-        start = time.perf_counter()
-        save(file)
-        seconds = time.perf_counter() - start
-        peak = _memory("VmHWM") - before
-        size = file.stat().st_size / 1e6
-        print(f"{name:20} {size:8.0f} {peak:8.0f} {peak / largest:8.1f} {seconds:8.2f}", flush=True)
+        _print(name, save, folder / "file", largest)
+
+
+def _together(module: Any, folder: Path, rank: int) -> None:
+    """Save on all ranks, and print it on the first."""
+    largest = max(param.numel() * param.element_size() for param in module.parameters()) / 1e6
+
+    def save(to: Path) -> None:
+        module.save_pretrained(to)
+
+    if rank == 0:
+        _print("  by all ranks", save, folder / "file", largest)
+    else:
+        save(folder / "file")
+
+
+def _print(name: str, save: Callable[[Path], Any], target: Path, largest: float) -> None:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # memory that is free in this process would hide what is taken
+    before = _memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    start = time.perf_counter()
+    save(target)
+    seconds = time.perf_counter() - start
+    peak = _memory("VmHWM") - before
+    files = [target] if target.is_file() else list(target.iterdir())
+    size = sum(file.stat().st_size for file in files) / 1e6
+    print(f"{name:20} {size:8.0f} {peak:8.0f} {peak / largest:8.1f} {seconds:8.2f}", flush=True)
+    for file in files:
         file.unlink()
+    if target.exists():
+        target.rmdir()
 
 
 def _memory(field: str) -> float:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import BertConfig, BertForSequenceClassification, BertModel, LlamaForCausalLM
+from transformers import BertConfig, BertForSequenceClassification, BertModel, LlamaConfig, LlamaForCausalLM
+
+from tests.needs import needs
 
 SCRIPTS = Path(__file__).parent / "saving"
 FOUND = {"fsdp_config__fsdp_transformer_layer_cls_to_wrap": None}
@@ -40,9 +42,9 @@ def assert_equal(found: dict[str, torch.Tensor], trained: dict[str, torch.Tensor
 def test_every_saving_call_of_an_accelerate_script_writes_full_tensors(forks, tmp_path, version, more):
     out = tmp_path / "out"
     out.mkdir()
-    run = forks.run(
-        SCRIPTS / "accelerate_saves.py", tmp_path / "run", str(out), ranks=2, **(keys(version, "BertLayer") | more)
-    )
+    options = keys(version, "BertLayer") | more
+    alone = ["alone"] if "fsdp_config__fsdp_use_orig_params" not in more else []
+    run = forks.run(SCRIPTS / "accelerate_saves.py", tmp_path / "run", str(out), *alone, ranks=2, **options)
     assert run.codes == [0, 0], run.err
     finds = more is FOUND and bool(
         BertForSequenceClassification(SMALL)._no_split_modules
@@ -50,13 +52,20 @@ def test_every_saving_call_of_an_accelerate_script_writes_full_tensors(forks, tm
     assert ("BertEmbeddings is no unit, for the input embeddings" in run.err[0]) is finds
     trained = torch.load(out / "trained.pt")
     assert trained["classifier.weight"].shape == (2, 32)
-    for folder in ("library", "pieces", "given"):
+    if alone and version == 1:
+        assert re.search(r"save_pretrained at accelerate_saves.py:\d+ was called on rank 0 only", run.out[0])
+        assert not (out / "alone").exists()
+    by_rank_0 = bool(alone) and version == 2
+    for folder in ("library", "pieces", "given", *(["alone", "alone given"] if by_rank_0 else [])):
         loaded = BertForSequenceClassification.from_pretrained(out / folder)
         assert_equal(loaded.state_dict(), trained)
         assert loaded.config.architectures == ["BertForSequenceClassification"]
     part = {name.removeprefix("bert."): value for name, value in trained.items() if name.startswith("bert.")}
-    assert_equal(BertModel.from_pretrained(out / "part").state_dict(), part)
+    for folder in ("part", "alone part") if by_rank_0 else ("part",):
+        assert_equal(BertModel.from_pretrained(out / folder).state_dict(), part)
 
+    if by_rank_0:
+        assert_equal(load_file(out / "alone model" / "model.safetensors"), trained)
     index = json.loads((out / "model" / "model.safetensors.index.json").read_text())
     files = {name: load_file(out / "model" / name) for name in set(index["weight_map"].values())}
     assert len(files) > 1
@@ -88,24 +97,48 @@ def test_shards_given_as_a_state_are_refused_with_the_line_before_anything_is_wr
 
 
 @pytest.mark.parametrize(
-    "configured",
+    ("configured", "special"),
     [
-        {},
-        keys(1, "LlamaDecoderLayer"),
-        keys(2, "LlamaDecoderLayer"),
-        keys(1, "LlamaDecoderLayer", "FULL_STATE_DICT"),
+        ({}, ["alone"]),
+        (keys(1, "LlamaDecoderLayer"), ["best"]),
+        (keys(2, "LlamaDecoderLayer"), ["bf16"]),
+        (keys(1, "LlamaDecoderLayer", "FULL_STATE_DICT"), ["model only"]),
     ],
-    ids=["built-in", "FSDP1", "FSDP2", "FSDP1 full"],
+    ids=["built-in, and by rank 0", "FSDP1, best step", "FSDP2, bf16", "FSDP1 full, model only"],
 )
-def test_trainer_leaves_a_model_that_loads_whatever_its_checkpoints_are(forks, tmp_path, configured):
+def test_trainer_leaves_a_model_that_loads_whatever_its_checkpoints_are(forks, tmp_path, configured, special):
     out = tmp_path / "out"
-    run = forks.run(SCRIPTS / "trainer_saves.py", tmp_path / "run", str(out), ranks=2, **configured)
+    run = forks.run(SCRIPTS / "trainer_saves.py", tmp_path / "run", str(out), *special, ranks=2, **configured)
     assert run.codes == [0, 0], run.err
     version = configured.get("fsdp_config__fsdp_version", 2)
     assert re.search(rf"sharded LlamaForCausalLM: .*FSDP{version} .*over 2 ranks.*\n.*  units: ", run.err[0])
-    trained = torch.load(out / "trained.pt")
-    for folder in (out, out / "checkpoint-2", out / "typed"):
+    first, second, trained = (torch.load(out / f"{name}.pt") for name in ("step-1", "step-2", "trained"))
+    assert not torch.equal(first["lm_head.weight"], second["lm_head.weight"])
+    assert_equal(trained, first if special == ["best"] else second)
+    assert {value.dtype for value in trained.values()} == {torch.bfloat16 if "bf16" in special else torch.float32}
+    folders = {out: trained, out / "checkpoint-2": second, out / "typed": trained}
+    if "alone" in special:
+        folders[out / "alone"] = trained
+    for folder, state in folders.items():
         loaded = LlamaForCausalLM.from_pretrained(folder)
-        assert_equal(loaded.state_dict(), trained)
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        assert_equal(loaded.state_dict(), state)
     sharded = configured.get("fsdp_config__fsdp_state_dict_type") != "FULL_STATE_DICT"
     assert (out / "checkpoint-1" / "model.safetensors").exists() is not sharded
+
+
+@needs("peft", "0.17", "to make adapters with")
+def test_trainer_leaves_adapters_that_load_from_inside_of_units(forks, tmp_path):
+    from peft import PeftModel
+
+    out = tmp_path / "out"
+    inside = keys(1, "LlamaDecoderLayer") | {"fsdp_config__fsdp_activation_checkpointing": True}
+    run = forks.run(SCRIPTS / "trainer_saves.py", tmp_path / "run", str(out), "peft", ranks=2, **inside)
+    assert run.codes == [0, 0], run.err
+    trained = torch.load(out / "trained.pt")
+    config = LlamaConfig(vocab_size=64, tie_word_embeddings=True, num_hidden_layers=2, num_attention_heads=2,
+                         hidden_size=32, intermediate_size=64)  # fmt: skip
+    found = PeftModel.from_pretrained(LlamaForCausalLM(config), out).state_dict()
+    adapters = {name: value for name, value in trained.items() if "lora_" in name}
+    assert len(adapters) == 4
+    assert_equal(found, adapters)

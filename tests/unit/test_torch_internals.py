@@ -62,6 +62,7 @@ KNOWN = {
     "_current_frames": "sys",
     "_replace": "named tuples",
     "_from_config": "transformers",
+    "_save": "transformers",
     "_prepare_backend": "accelerate",
     "_prepare_one": "accelerate",
 }

@@ -1,4 +1,4 @@
-"""Exchange one attribute of one of torch's objects for as long as a context lasts."""
+"""Exchange one attribute of an object that is not ours for as long as a context lasts."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,3 +23,16 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
             delattr(owner, name)
         else:
             setattr(owner, name, own)
+
+
+@contextmanager
+def own_attribute(thing: Any, name: str, value: Any) -> Iterator[None]:
+    """Give one object an attribute that stands before its class's, and back at the end what it had itself."""
+    before = vars(thing).get(name)
+    vars(thing)[name] = value
+    try:
+        yield
+    finally:
+        del vars(thing)[name]
+        if before is not None:
+            vars(thing)[name] = before

@@ -1,8 +1,12 @@
 """Put one module in the place of another, wherever a model holds it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
 
 from fsdplaunch.runtime.torch_internals.modules import own_children, put_child
+from fsdplaunch.runtime.torch_internals.wrappers import WRAPPER_ATTRIBUTES
 
 
 class ModulePlaces:
@@ -25,3 +29,26 @@ def replace_modules(root: nn.Module, new_for: dict[nn.Module, nn.Module]) -> Non
     places = ModulePlaces(root)
     for old, new in new_for.items():
         places.exchange(old, new)
+
+
+@contextmanager
+def without_wrappers(root: nn.Module) -> Iterator[None]:
+    """Show a model's modules at the places where the user put them, for as long as nothing is computed with it.
+
+    Libraries compare names in a state with places of modules, and find none inside a wrapper: FSDP1's, that of
+    activation checkpointing, torch.compile's.
+    """
+    held = [(parent, name, child) for parent in root.modules() for name, child in own_children(parent)]
+    wrapped = [place for place in held if _innermost(place[2]) is not place[2]]
+    try:
+        for parent, name, child in wrapped:
+            put_child(parent, name, _innermost(child))
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            put_child(parent, name, child)
+
+
+def _innermost(module: nn.Module) -> nn.Module:
+    inner = next((child for name, child in own_children(module) if name in WRAPPER_ATTRIBUTES), None)
+    return module if inner is None else _innermost(inner)

@@ -79,20 +79,30 @@ def full_state(model: nn.Module, call: str, gathering: ShardGatherer | None = No
     Raises:
         CheckpointError: Not all ranks came, or what came back does not have the model's shapes.
     """
-    gathering = gathering or ShardGatherer(call, keep=rank() == 0)
-    owner = _owner(model)
-    if _has_wrappers(owner):
-        gathering.meet()
-        options = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-        with state_dict_type(owner, "full_state_dict", options):
-            state = _below(owner.state_dict(), model, owner)
+    if gathering is None:
+        gathering = ShardGatherer(call, keep=rank() == 0)
+        state = _gathered_state(model, gathering)
+        gathering.leave()
     else:
-        state = {clean_name(name): value for name, value in model.state_dict().items()}
-    full = gathered(state, gathering)
+        state = _gathered_state(model, gathering)
     if rank() != 0:
         return {}
-    check_shapes(full, model, call)
-    return {name: value.detach() if hasattr(value, "detach") else value for name, value in full.items()}
+    check_shapes(state, model, call)
+    return {name: value.detach() if hasattr(value, "detach") else value for name, value in state.items()}
+
+
+def _gathered_state(model: nn.Module, gathering: ShardGatherer) -> State:
+    owner = _owner(model)
+    if not _has_wrappers(owner):
+        return gathered({clean_name(name): value for name, value in model.state_dict().items()}, gathering)
+    gathering.meet()
+    if not gathering.together:
+        msg = f"{gathering.call} was called on rank 0 only, and what FSDP1 has sharded is gathered by all ranks"
+        raise CheckpointError(msg, hint="take it out of `if is_main_process:`; rank 0 alone writes all the same")
+    options = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with state_dict_type(owner, "full_state_dict", options):
+        state = _below(owner.state_dict(), model, owner)
+    return gathered(state, gathering)
 
 
 def check_shapes(state: Mapping[str, Any], model: nn.Module, call: str) -> None:

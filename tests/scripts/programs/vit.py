@@ -82,6 +82,7 @@ def main():
             torch.save({"state_dict": model.state_dict(), "epoch": epoch, "val_loss": val_loss}, "best.pth")
     with torch.no_grad():
         features = model.forward_features(images[:2].to(device))
+        print(f"probe loss {criterion(model.head(features[:, 0]), labels[:2].to(device)).item():.6f}")
     print("mean feature", f"{features.mean().item():.4f}")
 
 

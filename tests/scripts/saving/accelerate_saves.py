@@ -10,6 +10,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import BertConfig, BertForSequenceClassification
 
+from fsdplaunch.runtime.collectives import hang_detector, monitored_barrier
+
+monitored_barrier.NOTICE_SECONDS, monitored_barrier.CONFIRM_SECONDS, hang_detector.STILL_SECONDS = 0.5, 0.5, 0.5
 out = Path(sys.argv[1])
 size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 torch.manual_seed(0)
@@ -60,6 +63,16 @@ if accelerator.is_main_process:
     torch.save(trained, out / "trained.pt")
     torch.save(state, out / "unwrapped.pt")
     print(sorted(path.name for path in (out / "pieces").iterdir()))
-if len(sys.argv) > 2:
+if "alone" in sys.argv:
+    try:
+        if accelerator.is_main_process:
+            inner.save_pretrained(out / "alone")
+            inner.save_pretrained(out / "alone given", state_dict=accelerator.get_state_dict(model))
+            accelerator.save_model(model, out / "alone model")
+            inner.bert.save_pretrained(out / "alone part", max_shard_size="20KB")
+    except RuntimeError as error:
+        print(error)
+    accelerator.wait_for_everyone()
+if "wrong" in sys.argv:
     wrong = {name: value.flatten()[:3] for name, value in trained.items()}
     inner.save_pretrained(out / "wrong", state_dict=wrong)

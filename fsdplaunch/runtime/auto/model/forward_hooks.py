@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.model.double_backward import ModelPass, keep_pass, may_be_differentiated_twice
+from fsdplaunch.runtime.auto.model.inner_calls import gather_around_parts
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
@@ -58,6 +59,7 @@ class ForwardHooks:
                 call_for_forward(unit)
         for name in _computing_methods(model):
             self._gather_around(model, name)
+        gather_around_parts(model, begin_pass, lambda: self.checked)
 
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Begin a pass; return other arguments where some are shards, such as a state made like a parameter."""

@@ -20,8 +20,10 @@ from fsdplaunch.runtime.rank import configured_data_ranks
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals.optimizers import LBFGS_ADDS, LBFGS_GATHERS
 
-_FACTORING = frozenset({"Adafactor", "Muon", "Rprop", "Shampoo", "DistributedShampoo", "SOAP", "CAME", "SM3"})
+_FACTORING = frozenset({"Adafactor", "Rprop", "Shampoo", "DistributedShampoo", "SOAP", "CAME", "SM3"})
 """Classes, of torch and of others, whose step needs each parameter in full."""
+_MUON: Any = getattr(torch.optim, "Muon", ())
+"""Torch's own, from 2.9 on: of shards it makes another update than of the matrix."""
 
 
 def step_on_full_tensors(optimizer: Optimizer, whole_sum: Callable[[], bool]) -> None:
@@ -39,7 +41,7 @@ def step_on_full_tensors(optimizer: Optimizer, whole_sum: Callable[[], bool]) ->
         own[LBFGS_ADDS] = lambda size, update: _add_flat(_params(optimizer), size, update)
         own["step"] = lambda closure: step(_averaged(closure, whole_sum))
         messages.say(f"{script_line()}: {name} keeps full gradients on every rank")
-    elif name in _FACTORING:
+    elif name in _FACTORING or isinstance(optimizer, _MUON):
         own["step"] = lambda closure=None: _step_one_by_one(optimizer, step, closure)
         messages.say(f"{script_line()}: {name} needs full tensors: each parameter is gathered for its step")
 

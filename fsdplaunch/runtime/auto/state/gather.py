@@ -37,7 +37,7 @@ class ShardGatherer:
         together: Whether all ranks make the call; otherwise rank 0 alone does, and fetches what others hold.
         call: The script's, which all workers must make.
         count: How many were gathered.
-        late: What gathers them when they are written; None where they are wanted at once.
+        late: What gathers them when they are needed; None where they are wanted at once.
     """
 
     def __init__(self, call: str, *, keep: bool) -> None:
@@ -60,7 +60,9 @@ class ShardGatherer:
             self.together = _meet(self.call)
 
     def full(self, tensor: DTensor) -> torch.Tensor:
-        """Return the full tensor in host memory, or an empty one where it is not wanted. Collective.
+        """Return the full tensor in host memory, or what stands for it, or an empty one where it is not wanted.
+
+        Collective.
 
         Raises:
             CheckpointError: The others do not save.
@@ -108,6 +110,12 @@ class ShardGatherer:
             doing: What it does, to complete "cannot ...".
         """
         return raise_on_all_ranks(doing) if self.together else _ending_alone()
+
+    def leave(self) -> None:
+        """End what writes nothing itself: where rank 0 is alone, the others may forget what they looked up."""
+        if not self.together:
+            with _ending_alone():
+                pass
 
     def full_or_own(self, param: Any) -> Any:
         """Return the full tensor of a sharded parameter, and any other parameter itself."""

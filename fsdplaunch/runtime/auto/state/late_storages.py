@@ -51,14 +51,19 @@ class LateStorages:
             yield
 
     def _write(self, storage: torch.UntypedStorage, go_on: Callable[[], None]) -> None:
-        waiting = self._waiting.pop(identity_of(storage), None)
-        if waiting is None:
+        key = identity_of(storage)
+        if key not in self._waiting:
             go_on()
             return
-        late, memory = waiting
-        late.copy_(self._fills.pop(identity_of(storage))())
+        late, memory = self._waiting[key]
+        late.copy_(self._take(key)())
         go_on()
         memory.madvise(mmap.MADV_DONTNEED)
+
+    def _take(self, key: int) -> Fill:
+        """Return what gives the values of a storage, and forget it: it is asked once."""
+        del self._waiting[key]
+        return self._fills.pop(key)
 
     def drain(self) -> None:
         """Ask for all values that were not written, and drop them: other ranks ask for them as well."""

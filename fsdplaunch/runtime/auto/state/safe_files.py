@@ -1,23 +1,20 @@
 """Let safetensors write full tensors of sharded models, one after the other: rank 0 holds one at a time."""
 
 import collections
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdplaunch.atomic_file import atomic_file
-from fsdplaunch.checkpoint.dtypes import DTYPES
-from fsdplaunch.checkpoint.safetensors_format import TensorHeader, header_with, in_file_order
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer, gathered
+from fsdplaunch.runtime.auto.state.tensor_files import file_entries, one_by_one, storage_of, write_file
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
-from fsdplaunch.runtime.torch_internals.tensors import storage_identity
 
 
 @contextmanager
@@ -47,6 +44,7 @@ def _save_bytes(save: Any) -> Any:
 
 
 def _save_file(save: Any, hook_context: HookContext) -> Any:
+    @functools.wraps(save)  # so that the library's own is found behind it
     def save_file_once(tensors: Mapping[str, Any], filename: Any, *args: Any, **kwargs: Any) -> None:
         if _sharded(tensors):  # whoever sharded them: safetensors itself cannot write one
             metadata = args[0] if args else kwargs.get("metadata")
@@ -59,7 +57,7 @@ def _save_file(save: Any, hook_context: HookContext) -> Any:
 
 def _write(tensors: Mapping[str, Any], filename: Any, metadata: Any, gathering: ShardGatherer, save: Any) -> None:
     """Write a file once, one tensor after the other where safetensors has nothing to say about them."""
-    if _one_by_one(tensors):
+    if one_by_one(tensors):
         _stream(tensors, Path(filename), metadata, gathering)
         return
     full = gathered(tensors, gathering)
@@ -91,15 +89,10 @@ def _detached(full: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.detach() for name, value in full.items()}
 
 
-def _storage(tensor: Any) -> int:
-    """Return what is equal for tensors in one storage."""
-    return storage_identity(local_tensor(tensor) if isinstance(tensor, DTensor) else tensor)
-
-
 def _place(tensor: Any) -> tuple[Any, ...]:
     """Return what is equal for names of one tensor, and not for two parts of one storage."""
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    return _storage(tensor), local.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return storage_of(tensor), local.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _without_duplicates(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -112,53 +105,18 @@ def _without_duplicates(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     return kept, aliases
 
 
-def _one_by_one(tensors: Mapping[str, Any]) -> bool:
-    """Return whether tensors are such that safetensors writes them without a word; others it shall see itself."""
-    filled = [value for value in tensors.values() if value.numel()]
-    return len({_storage(value) for value in filled}) == len(filled) and all(map(_is_plain, tensors.values()))
-
-
-def _is_plain(tensor: Any) -> bool:
-    known = DTYPES.get(_dtype(tensor))
-    strided = tensor.layout is torch.strided and tensor.is_contiguous()
-    return strided and known is not None and known.code is not None and known.lanes == 1
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _stream(tensors: Mapping[str, Any], path: Path, metadata: Any, gathering: ShardGatherer) -> None:
     """Write a file on rank 0 while all ranks gather, or rank 0 fetches, what is in it, one tensor at a time."""
-    entries = in_file_order(
-        TensorHeader(name, DTYPES[_dtype(value)], tuple(value.shape), value.numel() * value.element_size())
-        for name, value in tensors.items()
-    )
+    entries = file_entries(tensors)
     gathering.meet()
-    full = (gathering.gather(value) if _is_shard(value) else value for value in _in_order(tensors, entries))
+    values = (tensors[entry.name] for entry in entries)
+    full = (gathering.gather(value) if isinstance(value, DTensor) else value for value in values)
     with gathering.finish(f"write {path}"):
         if not gathering.keep:
             collections.deque(full, maxlen=0)
             return
         try:
-            with atomic_file(path) as part, part.open("wb") as file:
-                file.write(header_with(entries, metadata))
-                for tensor in full:
-                    _as_bytes(tensor).numpy().tofile(file)
-                    del tensor  # before the next one is put together
+            write_file(path, entries, metadata, full)
         finally:
             if gathering.together:  # the others gather all of it
                 collections.deque(full, maxlen=0)
-
-
-def _in_order(tensors: Mapping[str, Any], entries: list[TensorHeader]) -> Iterator[Any]:
-    return (tensors[entry.name] for entry in entries)
-
-
-def _is_shard(value: Any) -> bool:
-    return isinstance(value, DTensor)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's memory on the host as bytes."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Let `torch.save`, safetensors and `save_pretrained` write what one process would have written, once.
+"""Let `torch.save` and safetensors write what one process would have written, once.
 
 Needed because every worker runs the script's saving line: sharded tensors are gathered one at a time on all
 workers, only rank 0 keeps and writes them, and the others go on when the file is complete.
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.atomic_file import atomic_file
@@ -30,14 +29,11 @@ from fsdplaunch.runtime.auto.script_line import is_user_file, script_line
 from fsdplaunch.runtime.auto.state.gather import (
     PickleWalk,
     ShardGatherer,
-    gathered,
     pickling_full_tensors,
-    tensors_of,
 )
 from fsdplaunch.runtime.auto.state.late_storages import LateStorages
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
 from fsdplaunch.runtime.auto.state.safe_files import saving_safetensors
-from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
 
 _SPOOLED_BYTES = 64 << 20
 """What is held in memory before it goes to a temporary file."""
@@ -201,26 +197,3 @@ def _hint(hook_context: HookContext) -> None:
         messages.say(
             "torch.save gathers full tensors on rank 0; fsdplaunch.save_checkpoint writes every rank's shards"
         )
-
-
-def full_copy(model: nn.Module, gathering: ShardGatherer) -> nn.Module:
-    """Return the model as one process would have it, in host memory where that is wanted, elsewhere empty."""
-    return unsharded_copy(model, gathering.full_or_own, tensors_of(model))
-
-
-def save_full(model: Any, hook_context: HookContext) -> None:
-    """Let a transformers model's `save_pretrained` write once, and full tensors."""
-    if not hasattr(model, "save_pretrained"):
-        return
-
-    def save_pretrained(*args: Any, **kwargs: Any) -> None:
-        gathering = ShardGatherer("save_pretrained", keep=hook_context.rank == 0)
-        given = kwargs.get("state_dict")
-        if given is not None:
-            kwargs["state_dict"] = gathered(given, gathering)
-        plain: Any = full_copy(model, gathering)
-        with gathering.finish("write what save_pretrained was given"):
-            if hook_context.rank == 0:
-                plain.save_pretrained(*args, **kwargs)
-
-    model.__dict__["save_pretrained"] = save_pretrained

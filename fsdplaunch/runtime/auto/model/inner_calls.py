@@ -1,0 +1,58 @@
+"""Gather parameters around a part of a model that the script calls itself while it evaluates: `task.model(x)`.
+
+Needed because FSDP2 gathers around the outermost module's `forward`, and what is in no unit of its own below it is
+gathered there only. With gradients such a call stays an error: nothing would reduce them.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdplaunch.runtime.inspection.units import is_unit
+from fsdplaunch.runtime.torch_internals.fsdp2 import is_in_pass
+
+
+def gather_around_parts(
+    model: nn.Module, begin_pass: Callable[[nn.Module], None], begun: Callable[[], bool]
+) -> None:
+    """Hook the calls of the modules of the outermost unit.
+
+    Args:
+        model: Sharded, a unit itself.
+        begin_pass: Called with the model before such a call.
+        begun: Return whether the model was called before: torch takes what is called first for the outermost.
+    """
+    if not is_unit(model):
+        return
+    held, inside = weakref.ref(model), list[nn.Module]()
+
+    def enter(part: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or inside or not begun():
+            return
+        whole: Any = held()
+        if not is_in_pass(whole):
+            begin_pass(whole)
+            inside.append(part)
+            whole.unshard()
+
+    def leave(part: nn.Module, _args: Any, _output: Any) -> None:
+        if inside and inside[-1] is part:
+            inside.pop()
+            whole: Any = held()
+            whole.reshard()
+
+    for part in _parts(model):
+        part.register_forward_pre_hook(enter, prepend=True)
+        part.register_forward_hook(leave, always_call=True)
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules with parameters below one that are in no other unit."""
+    for child in module.children():
+        if not is_unit(child):
+            if next(child.parameters(), None) is not None:
+                yield child
+            yield from _parts(child)
