@@ -49,7 +49,7 @@ def test_training_is_that_of_one_process(runs: Callable[[str], tuple[Run, Run]],
     plain, many = runs(name)
     expected = lines(plain.out[0])
     assert len(expected) >= 8
-    for other in ("root", "contrast", "centred", "table"):  # told, below
+    for other in ("root", "contrast", "centred", "table", "mistaken"):  # told, below
         expected.pop(other, None)
     for out in many.out:
         found = lines(out)
@@ -72,6 +72,17 @@ def test_reductions_that_are_no_means_are_named_with_their_line(runs: Callable[[
     assert told.count("no plain sum or mean") == 1
     mixed = {name for name in names if f"{line[name]}the loss compares rows of the batch with each other" in told}
     assert mixed == ({"contrast", "centred", "table"} if takes_partial_passes() else {"contrast"})
+
+
+def test_parameters_of_two_optimizers_are_told_where_the_first_exchanged_them(
+    runs: Callable[[str], tuple[Run, Run]],
+) -> None:
+    told = [
+        line for line in runs("optimizers")[1].err[0].splitlines() if "parameters that SGD has as well" in line
+    ]
+    assert len(told) == 1
+    assert "optimizers.py:55: Adam gets 2 parameters" in told[0]
+    assert "exchanged for shards at optimizers.py:54" in told[0]
 
 
 @pytest.mark.parametrize(("set_to", "factor"), [("sum", 2.0), ("mean", 1.0)])

@@ -11,6 +11,17 @@ PENALTIES = """
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+def divide_batches():
+    torch.manual_seed(9)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)).to("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (x,) in DataLoader(TensorDataset(torch.randn(32, 6)), batch_size=8):
+        optimizer.zero_grad()
+        (model(x).pow(2).mean() + 1e-2 * sum(p.pow(2).sum() for p in model.parameters())).backward()
+        optimizer.step()
+    print(*(f"{p.pow(2).sum().item():.6f}" for p in model.parameters()))
 
 def train(rows, accumulate):
     torch.manual_seed(8)
@@ -46,6 +57,7 @@ def train(rows, accumulate):
 train(1, accumulate=1)
 train(2, accumulate=2)
 train(5, accumulate=1)
+divide_batches()
 """
 
 HYBRID = {f"parallelism_config__parallelism_config_dp_{kind}_size": 2 for kind in ("replicate", "shard")}

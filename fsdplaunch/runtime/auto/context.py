@@ -40,6 +40,7 @@ class HookContext:
         _next: Gives the next of them.
         _optimizers: Those that were built, in order.
         optimizers: Those that train the shards.
+        exchanging: Those at whose building parameters were exchanged for shards, with the script's lines.
         batches: This rank's shares of the batches.
         inner_marks: What lets graphs remember the outputs of innermost modules, until losses are known.
     """
@@ -63,6 +64,7 @@ class HookContext:
     _next: "itertools.count[int]" = field(default_factory=itertools.count)
     _optimizers: "list[weakref.ref[Optimizer]]" = field(default_factory=list)
     optimizers: "weakref.WeakSet[Optimizer]" = field(default_factory=weakref.WeakSet)
+    exchanging: "weakref.WeakKeyDictionary[Optimizer, str]" = field(default_factory=weakref.WeakKeyDictionary)
     batches: LocalBatches = field(default_factory=LocalBatches)
     inner_marks: list[RemovableHandle] = field(default_factory=list)
 

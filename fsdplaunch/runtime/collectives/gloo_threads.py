@@ -10,6 +10,8 @@ import atexit
 import time
 from pathlib import Path
 
+from fsdplaunch.runtime.torch_internals.process_groups import keep_groups_from_being_freed
+
 _LIMIT_SECONDS = 1.0
 """How long an end may be put off; a thread may wait for a rank that has gone."""
 _LOOK_SECONDS = 0.001
@@ -27,11 +29,12 @@ def wait_for_gloo_at_exit() -> None:
 
 
 def wait_for_gloo() -> None:
-    """Wait until no thread of gloo is at work.
+    """Wait until no thread of gloo is at work, and keep groups that nobody destroyed from being freed after that.
 
     One that waits for Python's lock looks as still as one that waits for work. But it gets the lock while this
     thread sleeps: one that slept before and after, and was not woken in between, has nothing to do.
     """
+    keep_groups_from_being_freed()
     end = time.monotonic() + _LIMIT_SECONDS
     seen = _threads()
     while seen and time.monotonic() < end:

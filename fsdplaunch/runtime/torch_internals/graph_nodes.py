@@ -8,12 +8,16 @@ import torch
 from fsdplaunch.probe.torch_version import parse
 
 
-def takes_partial_passes() -> bool:
+def takes_partial_passes(*, penalised_meshes: bool = False) -> bool:
     """Return whether a graph in which shards are penalised can be gone through in part before its backward.
 
-    2.7.1 ends with SIGSEGV in the backward that follows; 2.8, 2.9, 2.11, 2.13 and 2.15 are right.
+    2.7.1 ends with SIGSEGV in the backward that follows; 2.8, 2.9, 2.11, 2.13 and 2.15 are right. Where the shards
+    lie on meshes of several axes, 2.13 ends so as well.
+
+    Args:
+        penalised_meshes: Whether they do.
     """
-    return (parse(torch.__version__) or (2, 8)) >= (2, 8)
+    return not penalised_meshes and (parse(torch.__version__) or (2, 8)) >= (2, 8)
 
 
 def loss_reduction(node: Any) -> int:

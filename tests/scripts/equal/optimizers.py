@@ -44,3 +44,19 @@ for name, build in OPTIMIZERS.items():
     step()
     with torch.no_grad():
         print(f"{name}: {F.mse_loss(model(inputs), wanted).item():.6f}")
+
+for moved in (True, False):
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    if moved:
+        model.to("cpu")
+    first = {id(param) for param in model.parameters() if param.dim() > 1}
+    optimizers = [torch.optim.SGD([param for param in model.parameters() if param.dim() > 1], lr=0.1)]
+    optimizers.append(torch.optim.Adam([param for param in model.parameters() if id(param) not in first]))
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    F.mse_loss(model(inputs), wanted).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    with torch.no_grad():
+        print(f"{'two' if moved else 'mistaken'}: {F.mse_loss(model(inputs), wanted).item():.6f}")

@@ -85,6 +85,10 @@ def regroup(optimizer: Optimizer, hook_context: HookContext, *, now: bool = Fals
     if bare and not scripts:
         _keep_unsharded(bare)
     repoint(optimizer, known_parameters() | {id(param): "" for param in bare})
+    if not now:
+        _tell_of_others(optimizer, hook_context)
+        if roots:
+            hook_context.exchanging[optimizer] = script_line()
     _step_over_mixtures(optimizer)
     if optimizer not in hook_context.optimizers and _trains_shards(optimizer):
         hook_context.optimizers.add(optimizer)
@@ -106,6 +110,25 @@ def _keep_unsharded(bare: list[Any]) -> None:
         messages.say(
             f"{script_line()}: {count} parameters of no module stay unsharded, their gradients are averaged"
         )
+
+
+def _tell_of_others(optimizer: Optimizer, hook_context: HookContext) -> None:
+    """Print that parameters are given to a second optimizer, where those of the first were exchanged for shards.
+
+    A script that leaves out by `id()` or `is` what the first has compares shards with what it noted before.
+    """
+    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for other, line in hook_context.exchanging.items():
+        shared = sum(id(param) in own for group in other.param_groups for param in group["params"])
+        told = f"shared {id(optimizer)} {id(other)}"
+        if shared and other is not optimizer and told not in hook_context.printed:
+            hook_context.printed.add(told)
+            messages.say(
+                f"{script_line()}: {type(optimizer).__name__} gets {shared} parameters that"
+                f" {type(other).__name__} has as well: they were exchanged for shards at {line}, and are no longer"
+                " what id() and `is` said of them before\n"
+                '  try  move the model to its device before its parameters are chosen, as in model.to("cpu")'
+            )
 
 
 def _trains_shards(optimizer: Optimizer) -> bool:

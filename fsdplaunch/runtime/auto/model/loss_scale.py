@@ -20,6 +20,7 @@ from fsdplaunch.runtime.auto.model.row_mixing import (
     inner_outputs,
     may_compare_rows,
     outputs_of_models,
+    penalises_on_meshes,
 )
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.torch_internals.graph_nodes import takes_partial_passes
@@ -102,13 +103,20 @@ class LossScale:
         """Print whether the loss is one of all rows together, of which this rank has a part. Collective."""
         rows = self.hook_context.batches.current
         facts: list[Any] = [None] * self.hook_context.size
-        mixes = takes_partial_passes() and compares_rows(loss, found, rows, outputs_of_models(loss))
-        mixes = self._mixes_inside(loss, found, rows) or mixes
+        hidden = penalises_on_meshes(loss)
+        seen = takes_partial_passes(penalised_meshes=hidden)
+        mixes = seen and compares_rows(loss, found, rows, outputs_of_models(loss))
+        mixes = (seen and self._mixes_inside(loss, found, rows)) or mixes
         dist.all_gather_object(facts, (mixes, fixed_rows(loss, rows)))
         if any(fact != (False, facts[0][1]) for fact in facts):
             messages.say(
                 f"{line}: the loss compares rows of the batch with each other: each rank compares its own {rows}"
                 " only, which is not what one process computes"
+            )
+        elif hidden and rows > 1 and may_compare_rows(loss, found, inside=False):
+            messages.say(
+                f"{line}: whether the loss compares rows of the batch with each other cannot be seen where a mesh"
+                " has several axes and parameters are in the loss; one that does is not that of one process"
             )
         elif rows == 1 and may_compare_rows(loss, found, inside=bool(self.hook_context.inner_marks)):
             messages.say(
@@ -121,7 +129,7 @@ class LossScale:
 
         What its modules returned is of rows where ranks have different ones: positions and classes are alike.
         """
-        inner = inner_outputs(loss, rows) if takes_partial_passes() and self.hook_context.inner_marks else []
+        inner = inner_outputs(loss, rows) if self.hook_context.inner_marks else []
         totals: list[Any] = [None] * self.hook_context.size
         dist.all_gather_object(totals, [total for _, total in inner])
         if any(len(each) != len(inner) for each in totals):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdplaunch.runtime.auto.model.double_backward import noted
@@ -100,6 +101,16 @@ def compares_rows(
             along = _along_rows(each, rows)
             found += [_reaches_other_rows(loss, along, at, rows, outputs) for at in (0, -1)]
     return any(found)
+
+
+def penalises_on_meshes(loss: torch.Tensor) -> bool:
+    """Return whether a loss has parameters in it, beside models' outputs, that lie on meshes of several axes.
+
+    Args:
+        loss: Whose graph is read.
+    """
+    variables = (getattr(node, "variable", None) for node in _nodes_above(loss.grad_fn, _KEY))
+    return any(isinstance(each, DTensor) and each.device_mesh.ndim > 1 for each in variables)
 
 
 def may_compare_rows(loss: torch.Tensor, reductions: Sequence[BatchReduction], *, inside: bool) -> bool:
