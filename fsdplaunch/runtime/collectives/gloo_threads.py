@@ -7,10 +7,9 @@ last act is a collective meets this in torch 2.13, with torchrun alone too.
 """
 
 import atexit
+import sys
 import time
 from pathlib import Path
-
-from fsdplaunch.runtime.torch_internals.process_groups import keep_groups_from_being_freed
 
 _LIMIT_SECONDS = 1.0
 """How long an end may be put off; a thread may wait for a rank that has gone."""
@@ -34,6 +33,10 @@ def wait_for_gloo() -> None:
     One that waits for Python's lock looks as still as one that waits for work. But it gets the lock while this
     thread sleeps: one that slept before and after, and was not woken in between, has nothing to do.
     """
+    if "torch.distributed" not in sys.modules:  # a script that needs no torch does not import it for this
+        return
+    from fsdplaunch.runtime.torch_internals.process_groups import keep_groups_from_being_freed
+
     keep_groups_from_being_freed()
     end = time.monotonic() + _LIMIT_SECONDS
     seen = _threads()
