@@ -32,6 +32,8 @@ _STORE_CONNECTIONS = 1 << 16
 """Every agent and every worker of the run comes to node 0's store."""
 _ASKED_PER_SECOND = 500
 """How often the agents of all nodes together may ask node 0 whether a new attempt has begun."""
+_WAITING_PER_SECOND = 2000
+"""How often they may ask together while all wait for the last one."""
 _LOCAL = "127.0.0.1"
 
 
@@ -67,8 +69,8 @@ class WatchedStore:
     a node that is done would not hear that another one has failed.
     """
 
-    def __init__(self, store: Store, is_stopped: Callable[[], None]) -> None:
-        self._store, self._is_stopped = store, is_stopped
+    def __init__(self, store: Store, is_stopped: Callable[[], None], nodes: int) -> None:
+        self._store, self._is_stopped, self._nodes = store, is_stopped, nodes
 
     def __getattr__(self, name: str) -> Any:
         """Return what is not about waiting."""
@@ -86,10 +88,12 @@ class WatchedStore:
             RendezvousTimeoutError: They are not within the store's timeout.
         """
         seconds = (timeout or self._store.timeout).total_seconds()
-        poll(lambda: bool(self._store.check(keys)), self._is_stopped, seconds, f"{keys} did not come")
+        poll(lambda: bool(self._store.check(keys)), self._is_stopped, seconds, f"{keys} did not come", self._nodes)
 
 
-def poll(condition: Callable[[], bool], is_stopped: Callable[[], None], seconds: float, why_not: str) -> None:
+def poll(
+    condition: Callable[[], bool], is_stopped: Callable[[], None], seconds: float, why_not: str, nodes: int
+) -> None:
     """Wait in Python, where a signal is handled; torch's own waiting would not notice one.
 
     Args:
@@ -97,6 +101,7 @@ def poll(condition: Callable[[], bool], is_stopped: Callable[[], None], seconds:
         is_stopped: Raises when the run is to end.
         seconds: How long to wait.
         why_not: Begins the message.
+        nodes: How many wait: all ask the same store.
 
     Raises:
         RendezvousTimeoutError: It took longer.
@@ -108,8 +113,9 @@ def poll(condition: Callable[[], bool], is_stopped: Callable[[], None], seconds:
         if waited > seconds:
             msg = f"{why_not} within {seconds:.0f} s"
             raise RendezvousTimeoutError(msg)
-        # All nodes ask the same store: who has waited long may wait a tenth of that longer.
-        time.sleep(min(max(_PAUSE_SECONDS, waited / 10), _LONGEST_PAUSE_SECONDS))
+        # Who has waited long may wait a tenth of that longer.
+        pause = max(_PAUSE_SECONDS, nodes / _WAITING_PER_SECOND, waited / 10)
+        time.sleep(min(pause, _LONGEST_PAUSE_SECONDS))
 
 
 class AgreedRendezvous(RendezvousHandler):
@@ -156,7 +162,7 @@ class AgreedRendezvous(RendezvousHandler):
             store.set("port", str(place.master_port))
         self._wait_for_all(store)
         place = RendezvousStoreInfo(agreed.host, int(store.get("port")))
-        watched: Any = WatchedStore(store, self._is_stopped)
+        watched: Any = WatchedStore(store, self._is_stopped, agreed.nodes)
         return RendezvousInfo(watched, agreed.rank, agreed.nodes, place)
 
     def _serve(self, port: int) -> RendezvousStoreInfo:
@@ -205,7 +211,7 @@ class AgreedRendezvous(RendezvousHandler):
         self._wait_until(lambda: bool(store.check(["all"])), "not all nodes began the attempt")
 
     def _wait_until(self, condition: Callable[[], bool], why_not: str) -> None:
-        poll(condition, self._is_stopped, self._agreed.join_seconds, why_not)
+        poll(condition, self._is_stopped, self._agreed.join_seconds, why_not, self._agreed.nodes)
 
     @staticmethod
     def _current(control: Store) -> int:

@@ -88,7 +88,7 @@ class WatchedRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the others, as torch does, and wrap the store they meet in."""
         found = self._handler.next_rendezvous()
-        watched: Any = WatchedStore(found.store, self._is_stopped)
+        watched: Any = WatchedStore(found.store, self._is_stopped, found.world_size)
         place: Any = found.bootstrap_store_info
         return RendezvousInfo(watched, found.rank, found.world_size, place)
 
