@@ -55,8 +55,11 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiles_backward(caller: str) -> bool:
-    """Return whether the compiler asks for gradients, by the name of the calling module; all versions."""
-    return caller.startswith("torch._functorch._aot_autograd.")
+    """Return whether the compiler asks for gradients, by the name of the calling module; all versions.
+
+    It asks twice: what it traces with hands the call on by its public name.
+    """
+    return caller.startswith(("torch._functorch._aot_autograd.", "torch.fx.experimental.proxy_tensor"))
 
 
 def eagerly() -> AbstractContextManager[Any]:

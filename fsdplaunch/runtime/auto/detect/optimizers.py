@@ -127,7 +127,7 @@ def _tell_of_others(optimizer: Optimizer, hook_context: HookContext) -> None:
                 f"{script_line()}: {type(optimizer).__name__} gets {shared} parameters that"
                 f" {type(other).__name__} has as well: they were exchanged for shards at {line}, and are no longer"
                 " what id() and `is` said of them before\n"
-                '  try  move the model to its device before its parameters are chosen, as in model.to("cpu")'
+                '  try  if it was to get others, move the model to its device before: model.to("cpu")'
             )
 
 
