@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor import shard_handlers as handlers
+from fsdplaunch.runtime.auto.dtensor import shard_parts
 from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.torch_internals.dtensor import finishing_results, knows_operator, operator_handlers
@@ -69,12 +70,18 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
         for name, handler in _methods(hook_context).items():
             method = _handled(getattr(torch.Tensor, name), handler, ours)
             stack.enter_context(replaced(DTensor, name, lambda _, method=method: method))  # type: ignore[misc]
+        for name in _UPDATES:
+            updating = handlers.update(getattr(torch.Tensor, name), ours)
+            stack.enter_context(replaced(DTensor, name, lambda _, method=updating: method))  # type: ignore[misc]
+        reduce = by_all_or_rank0(handlers.reduce)
         for owner, name in _FUNCTIONS:
-            stack.enter_context(replaced(owner, name, lambda function: _function(function, ours)))
+            stack.enter_context(replaced(owner, name, lambda function: _function(function, reduce, ours)))
         draw_like = partial(handlers.draw_like, hook_context.streams)
         for name in _LIKE:
             stack.enter_context(replaced(torch, name, lambda function: _handled(function, draw_like, ours)))
-        stack.enter_context(replaced(DTensor, "data", lambda _: property(data.__get__, set_data)))
+        get_data = _handled(data.__get__, shard_parts.counted_data, ours)
+        stack.enter_context(replaced(torch, "eye", lambda function: _function(function, handlers.make_into, ours)))
+        stack.enter_context(replaced(DTensor, "data", lambda _: property(get_data, set_data)))
         stack.enter_context(_handling_operators(ours))
         yield
 
@@ -85,9 +92,11 @@ def _methods(hook_context: HookContext) -> dict[str, Handler]:
         **dict.fromkeys(_READS, by_all_or_rank0(handlers.gather)),
         **dict.fromkeys(_REDUCTIONS, by_all_or_rank0(handlers.reduce)),
         **dict.fromkeys(_ADDITIONS, handlers.add),
-        **dict.fromkeys(_UPDATES, handlers.update),
         **dict.fromkeys(_NEW, handlers.make_new),
         **dict.fromkeys(_DRAWS, partial(handlers.draw, hook_context.streams)),
+        **dict.fromkeys(shard_parts.PARTS, shard_parts.part),
+        **dict.fromkeys(shard_parts.WRITES, shard_parts.write),
+        "__setitem__": shard_parts.set_items,
     }
 
 
@@ -99,10 +108,14 @@ def _handled(func: Any, handler: Handler, ownership: Ownership) -> Any:
     return compute
 
 
-def _function(func: Any, ownership: Ownership) -> Any:
-    instead = _handled(func, by_all_or_rank0(handlers.reduce), ownership)
-    gather_for_scripting(func, instead)
-    return instead
+def _function(func: Any, handler: Handler, ownership: Ownership) -> Any:
+    @wraps(func)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        shards = ownership.ours and any(isinstance(value, DTensor) for value in (*args, *kwargs.values()))
+        return handler(func, args, kwargs) if shards else func(*args, **kwargs)
+
+    gather_for_scripting(func, compute)
+    return compute
 
 
 @contextmanager

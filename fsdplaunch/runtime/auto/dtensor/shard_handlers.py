@@ -5,6 +5,7 @@ Each gets torch's function and its arguments. Those that gather are collective: 
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import wraps
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fsdplaunch.runtime.auto.data.rng_streams import RngStreams
+from fsdplaunch.runtime.auto.detect.ownership import Ownership
+from fsdplaunch.runtime.auto.dtensor.shard_parts import written_back
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
+from fsdplaunch.runtime.torch_internals.dtensor import placements_of
 from fsdplaunch.runtime.torch_internals.fsdp2 import param_groups, put_shard
 from fsdplaunch.runtime.torch_internals.tensors import tree_map
 
@@ -38,16 +42,28 @@ def add(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def update(func: Any, args: Any, kwargs: Any) -> Any:
-    """Bring operands to the placement of the shard they update.
+def update(func: Any, ownership: Ownership) -> Any:
+    """Make a method that brings operands to the placement of the shard they update.
 
     torch replicates a parameter of fewer rows than ranks to compute with it, and refuses to add that to a shard.
+    Optimizers come here several times per parameter and step: it is one call, which looks and makes nothing.
     """
-    shard, *operands = args
-    for operand in operands:  # optimizers come here for every parameter: look before anything is made anew
-        if isinstance(operand, DTensor) and operand.placements != shard.placements:
-            return func(shard, *(_placed_like(shard, each) for each in operands), **kwargs)
-    return func(*args, **kwargs)
+
+    @wraps(func)
+    def update_in_place(shard: Any, *operands: Any, **kwargs: Any) -> Any:
+        for operand in operands:
+            if not isinstance(operand, torch.Tensor):
+                continue
+            alike = isinstance(operand, DTensor) and placements_of(operand) == placements_of(shard)
+            if not alike and ownership.ours:
+                operands = tuple(_placed_like(shard, each) for each in operands)
+                break
+        result = func(shard, *operands, **kwargs)
+        if "fsdplaunch_part" in shard.__dict__:
+            written_back(shard)
+        return result
+
+    return update_in_place
 
 
 def draw(streams: RngStreams, func: Any, args: Any, kwargs: Any) -> Any:
@@ -61,7 +77,7 @@ def draw(streams: RngStreams, func: Any, args: Any, kwargs: Any) -> Any:
         func(full, *limits, **kwargs)
     with torch.no_grad():
         shard.copy_(distribute_tensor(full, shard.device_mesh, shard.placements))
-    return shard
+    return shard  # copying has written it into what it is a part of
 
 
 def draw_like(streams: RngStreams, func: Any, args: Any, kwargs: Any) -> Any:
@@ -85,6 +101,16 @@ def make_new(func: Any, args: Any, kwargs: Any) -> Any:
         return made
     sharded = distribute_tensor(made, shard.device_mesh, shard.placements)
     return sharded.requires_grad_(made.requires_grad)
+
+
+def make_into(func: Any, args: Any, kwargs: Any) -> Any:
+    """Fill a shard given as `out=` with its part of what is made: torch makes all of it in each shard."""
+    shard: Any = kwargs["out"]
+    full = torch.empty(shard.shape, dtype=shard.dtype, device=shard.to_local().device)
+    func(*args, **{**kwargs, "out": full})
+    with torch.no_grad():
+        shard.copy_(cut_to_shard(full, shard))
+    return shard
 
 
 def assign_data(models: Iterable[nn.Module], func: Any, args: Any, _kwargs: Any) -> None:
@@ -168,7 +194,9 @@ def _is_replicated(value: DTensor) -> bool:
     return all(placement.is_replicate() for placement in value.placements)
 
 
-def _placed_like(shard: DTensor, value: Any) -> Any:
+def _placed_like(shard: Any, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim():
+        return cut_to_shard(value.to(shard.device), shard) if value.shape == shard.shape else value
     if not isinstance(value, DTensor) or value.placements == shard.placements or value.shape != shard.shape:
         return value
     return value.redistribute(shard.device_mesh, shard.placements)
