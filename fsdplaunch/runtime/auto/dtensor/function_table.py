@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor import shard_handlers as handlers
-from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0
+from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0, full_by_all_or_rank0
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.torch_internals.dtensor import finishing_results, knows_operator, operator_handlers
 from fsdplaunch.runtime.torch_internals.tensors import gather_for_scripting
@@ -75,6 +75,7 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
         for name in _LIKE:
             stack.enter_context(replaced(torch, name, lambda function: _handled(function, draw_like, ours)))
         stack.enter_context(replaced(DTensor, "data", lambda _: property(data.__get__, set_data)))
+        stack.enter_context(replaced(DTensor, "full_tensor", full_by_all_or_rank0))
         stack.enter_context(_handling_operators(ours))
         yield
 
