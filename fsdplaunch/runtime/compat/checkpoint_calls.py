@@ -41,10 +41,11 @@ def checkpoint_with_all_ranks() -> None:
 
 def _adapt(module: Any, *, names: tuple[str, ...], make: Make) -> None:
     for name in names:
-        function: Any = getattr(module, name)
+        function = getattr(module, name)
+        instead = make(function)
         for owner in (module, sys.modules.get(_PACKAGE)):
             if owner is not None and getattr(owner, name, None) is function:
-                setattr(owner, name, make(function))
+                setattr(owner, name, instead)
 
 
 def _by_all_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
