@@ -72,7 +72,8 @@ def _rank(rank: int, ranks: int, gigabytes: float, folder: str) -> None:
         _together("  by all ranks", model.module, Path(folder), rank)
         close()
         del model, optimizer
-        _together("  under FSDP1", _by_fsdp1(gigabytes), Path(folder), rank)
+        flat = _by_fsdp1(gigabytes)
+        _together("  under FSDP1", flat.module, Path(folder), rank)
     dist.destroy_process_group()
 
 
@@ -112,7 +113,7 @@ def _report(model: Any, optimizer: Any, folder: Path) -> None:
 
 
 def _by_fsdp1(gigabytes: float) -> Any:
-    """The model inside of FSDP1's wrappers, one around each layer."""
+    """The model in FSDP1's wrapper, with one around each layer."""
     import torch
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -122,7 +123,7 @@ def _by_fsdp1(gigabytes: float) -> Any:
     save_full_weights()
     model = Layers(PretrainedConfig(layers=_layers(gigabytes)))
     by_layer, cpu = ModuleWrapPolicy({nn.Linear}), torch.device("cpu")
-    return FullyShardedDataParallel(model, auto_wrap_policy=by_layer, device_id=cpu, use_orig_params=True).module
+    return FullyShardedDataParallel(model, auto_wrap_policy=by_layer, device_id=cpu, use_orig_params=True)
 
 
 def _layers(gigabytes: float) -> int:

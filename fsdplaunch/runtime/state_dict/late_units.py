@@ -3,6 +3,7 @@
 Needed because torch gathers unit by unit and keeps a copy of each on rank 0, which would be all of the model.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -60,6 +61,7 @@ def _exchange(unit: Any, flat: FlatParameter, late: LateTensors, last: "_LastUni
             first: Any = made.get((id(shared.prim_module), shared.prim_param_name))
             if key is not None and first is not None:
                 state[key] = first.detach()
+        _give_back_memory()
 
     return exchange
 
@@ -80,6 +82,7 @@ class _LastUnit:
         """Return one full parameter of a unit in host memory. Collective, in the same order on all ranks."""
         if self._unit is not unit:
             self._unit, self._full = unit, []
+            _give_back_memory()
             with FullyShardedDataParallel.summon_full_params(
                 unit, recurse=False, writeback=False, rank0_only=True
             ):
@@ -90,3 +93,10 @@ class _LastUnit:
 
 def _on_host(param: torch.Tensor) -> torch.Tensor:
     return param.detach().to("cpu", copy=True).contiguous()
+
+
+def _give_back_memory() -> None:
+    """Return to the system what was freed: glibc keeps it, and often does not use it for the next unit."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
