@@ -163,6 +163,19 @@ def test_kernels_of_gpus_take_what_they_are_given(name: str) -> None:
     assert [each.shape for each in gradients] == [query.shape, key.shape, key.shape]
 
 
+def compiled_passes() -> float:
+    """How far losses of a model that is compiled as a whole are from those of one process."""
+    alone, model = models.built("plain"), models.built("plain")
+    model, optimizer = fsdplaunch.prepare(model, models.adamw(model))
+    losses = models.train(alone, models.adamw(alone), steps=2)
+    split = models.train(torch.compile(model, backend="aot_eager"), optimizer, steps=2)
+    return max(abs(one - other) for one, other in zip(losses, split, strict=True))
+
+
+def test_a_model_with_split_sequences_is_compiled_as_a_whole(two_ranks: RankPool) -> None:
+    assert max(two_ranks.run(compiled_passes, env=sequences(2), timeout=200)) < 1e-5
+
+
 class Counting(models.Block):
     """A block that counts positions itself, from 0 on every rank."""
 
