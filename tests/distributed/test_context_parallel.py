@@ -289,6 +289,8 @@ def given_pieces() -> dict[str, float]:
     with fsdplaunch.context_parallel(model, inputs, labels, positions) as (mine, own_labels, places):
         logits = model(mine, places)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), own_labels.flatten())
+    with torch.no_grad():
+        assert model(inputs, positions).size(1) == inputs.size(1), "not a pass with full sequences"
     loss.backward()
     grads = {name: param.grad.full_tensor() for name, param in fsdplaunch.named_parameters(model)}
     wanted = {name: param.grad for name, param in alone.named_parameters()}

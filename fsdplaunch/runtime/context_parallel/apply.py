@@ -67,11 +67,14 @@ def compare_first_pass(
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
         if first.running:
             return
-        sequences.has_pieces = sequences.gives_pieces
-        if not sequences.has_pieces:
+        if not sequences.gives_pieces:
             first.compare(module, args, kwargs)
-        sequences.now = sequences.has_pieces or torch.is_grad_enabled()
+        sequences.begin_pass(trains=torch.is_grad_enabled())
 
+    def end(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+        sequences.end_pass()
+
+    model.register_forward_hook(untraced(end), always_call=True)
     model.register_forward_pre_hook(untraced(begin), prepend=True, with_kwargs=True)
     check_first_inputs(
         model, sequences.axis, device, "split sequences together (cp_size)", unless=lambda: sequences.gives_pieces

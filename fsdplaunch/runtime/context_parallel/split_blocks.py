@@ -29,7 +29,8 @@ class SplitSequences:
         way: How attention sees the other ranks' pieces, as configured.
         now: Whether they are, in the present pass: passes without gradients compute full sequences on every rank.
         gives_pieces: Whether the script gives the model pieces.
-        has_pieces: Whether it gave the present pass pieces; backward may compute that pass again later.
+        has_pieces: Whether it gave the present pass pieces.
+        in_training: Both of the last pass with gradients, whose blocks backward may compute again.
     """
 
     axis: DeviceMesh
@@ -37,6 +38,22 @@ class SplitSequences:
     now: bool = False
     gives_pieces: bool = False
     has_pieces: bool = False
+    in_training: tuple[bool, bool] = (False, False)
+
+    def begin_pass(self, *, trains: bool) -> None:
+        """Decide what a pass of the model splits.
+
+        Args:
+            trains: Whether it is one with gradients.
+        """
+        self.has_pieces = self.gives_pieces
+        self.now = self.has_pieces or trains
+        if trains:
+            self.in_training = (self.now, self.has_pieces)
+
+    def end_pass(self) -> None:
+        """Leave what the last pass with gradients split: an evaluation may stand between it and its backward."""
+        self.now, self.has_pieces = self.in_training
 
     def attention(self) -> AbstractContextManager[Any]:
         """Return what must be active while a block computes."""
