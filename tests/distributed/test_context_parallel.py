@@ -246,6 +246,8 @@ def test_what_cannot_be_split_is_refused_at_the_first_step(four_ranks: RankPool)
     assert "1 attention heads cannot be divided by 2 ranks (cp_size)" in said[0]
     said = four_ranks.run(refused, "Block", 11, env=env)
     assert "sequences of 11 cannot be divided by 2 ranks (cp_size)" in said[0]
+    said = four_ranks.run(refused, "Block", 2, env=env)
+    assert "sequences of 2 leave one position to each of 2 ranks (cp_size)" in said[0]
 
 
 def saved_bytes(length: int) -> int:

@@ -1,6 +1,7 @@
 """Layers that ranks split compute what one process does: losses, norms, parameters."""
 
 import copy
+import io
 import json
 import os
 from math import inf
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 import fsdplaunch
-from fsdplaunch.errors import ShardingError
+from fsdplaunch.errors import CheckpointError, ShardingError
 from fsdplaunch.runtime.tensor_parallel.layers import Cut
 from tests.distributed import split_models as models
 from tests.distributed.pool import RankPool
@@ -236,6 +237,10 @@ def save(folder: str, name: str) -> None:
     values, copied = models.full_values(model), copy.deepcopy(model)
     losses = models.train(model, optimizer, first=2, steps=2)
     assert fsdplaunch.describe(copied) == fsdplaunch.describe(model)
+    with pytest.raises(
+        CheckpointError, match=r"test_tensor_parallel.py:\d+ pickles a model that prepare has sharded"
+    ):
+        torch.save(copied, io.BytesIO())
     assert models.difference(values, models.full_values(copied)) == 0, "the copy is not one of its own"
     assert models.train(copied, models.adamw(copied), first=2, steps=1)[0] == pytest.approx(losses[0], abs=1e-5)
     if dist.get_rank() == 0:

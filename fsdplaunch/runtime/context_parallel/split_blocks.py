@@ -14,7 +14,7 @@ from fsdplaunch.config.schema.kinds import SequenceAttentionName
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.context_parallel.attention import SplitAttention
-from fsdplaunch.runtime.context_parallel.exchanges import joined, own_piece
+from fsdplaunch.runtime.context_parallel.exchanges import check_length, joined, own_piece
 
 SEQUENCE = 1
 """The dimension of positions in what goes through blocks."""
@@ -102,9 +102,8 @@ class BlockForward:
             msg = f"{script_line()}: {type(self.block).__name__} is given no sequence that could be split"
             raise ShardingError(msg, hint="leave cp_size out")
         length, ranks = hidden.size(SEQUENCE), self.sequences.axis.size() if self.sequences else 1
-        if self.first and length % ranks:
-            msg = f"{script_line()}: sequences of {length} cannot be divided by {ranks} ranks (cp_size)"
-            raise ShardingError(msg, hint=f"use lengths that {ranks} divides: pad, or cut the data otherwise")
+        if self.first:
+            check_length(length, ranks)
         return length
 
 

@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer
 from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
@@ -34,9 +36,19 @@ def allow_deepcopy(model: nn.Module, attach: Callable[[nn.Module, nn.Module], No
 
 
 def allow_deepcopy_of_units(model: nn.Module) -> None:
-    """Let `copy.deepcopy` copy a model that the script has prepared, and its units; others torch copies itself."""
-    units = (module for module in model.modules() if isinstance(module, FSDPModule))
+    """Let `copy.deepcopy` copy a model that the script has prepared, and its units; others torch copies itself.
+
+    Torch cannot pickle units either, which is said where a script tries to.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.__dict__["__reduce_ex__"] = _refuse_pickling
     _allow(model, units, lambda copied, _: allow_deepcopy_of_units(copied))
+
+
+def _refuse_pickling(_protocol: int) -> Any:
+    msg = f"{script_line()} pickles a model that prepare has sharded"
+    raise CheckpointError(msg, hint='save its state_dict() under fsdplaunch.state_dict_type(model, "full")')
 
 
 def _allow(model: nn.Module, modules: Iterable[nn.Module], attach: Callable[[nn.Module, nn.Module], None]) -> None:
