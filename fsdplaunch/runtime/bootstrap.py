@@ -70,7 +70,7 @@ def _work(config: Config, target: ScriptTarget) -> None:
         _set_up_replicas(config)
     start_heartbeat()
     if config.launch.hide_ranks:
-        hide_ranks()
+        _hide_ranks()
     if steps := os.environ.get(REHEARSAL_STEPS):
         _rehearse(int(steps))
     elif steps := os.environ.get(MEASURE_STEPS):
@@ -92,6 +92,13 @@ def _work(config: Config, target: ScriptTarget) -> None:
         from fsdplaunch.runtime.sharding_watch import check_sharded
 
         check_sharded(os.path.basename(target.name))  # noqa: PTH119  (a module's name has no path)
+
+
+def _hide_ranks() -> None:
+    from fsdplaunch.runtime.hidden_group import hide_group
+
+    hide_ranks()
+    hide_group()
 
 
 def _run(config: Config, target: ScriptTarget) -> None:

@@ -179,7 +179,8 @@ DISTRIBUTED = one_of(
     aliases={"TPU": "XLA"},  # accelerate's older name
     refused={name: f"{engine} needs accelerate launch" for name, engine in _ENGINES.items()}
     | {f"MULTI_{name}": "fsdplaunch runs on NVIDIA GPUs, CPUs and TPUs" for name in _DEVICES}
-    | dict.fromkeys(("DATA_PARALLEL", "MODEL_PARALLEL"), "SageMaker needs accelerate launch"),
+    | dict.fromkeys(("DATA_PARALLEL", "MODEL_PARALLEL"), "SageMaker needs accelerate launch")
+    | {"TP": "split layers are FSDP with parallelism_config_tp_size"},  # accelerate 1.3 to 1.9
 )
 ENVIRONMENT = one_of(EnvironmentName, refused={"AMAZON_SAGEMAKER": "fsdplaunch starts processes on this machine"})
 RENDEZVOUS = one_of(

@@ -24,9 +24,11 @@ from fsdplaunch.runtime.auto.model.backward_hooks import watching_backward
 from fsdplaunch.runtime.auto.model.batch_norm import normalising_global_batch
 from fsdplaunch.runtime.auto.model.buffers import aligning_buffers
 from fsdplaunch.runtime.auto.model.moves import keeping_hooks
+from fsdplaunch.runtime.auto.state.file_operations import doing_once
 from fsdplaunch.runtime.auto.state.load_hooks import loading_full_tensors
 from fsdplaunch.runtime.auto.state.rank0.copies import remembering_copies
 from fsdplaunch.runtime.auto.state.rank0.position import counting
+from fsdplaunch.runtime.auto.state.same_operations import counting_for_all
 from fsdplaunch.runtime.auto.state.save_hooks import saving_full_tensors
 
 
@@ -61,6 +63,8 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         counting(hook_context.position),
         remembering_copies(hook_context.position),
         saving_full_tensors(hook_context),
+        counting_for_all(hook_context.size),
+        doing_once(hook_context),
         loading_full_tensors(hook_context),
     )
     with ExitStack() as stack:

@@ -7,23 +7,26 @@ The table is installed by name and not as `DTensor.__torch_function__`: torch wo
 that FSDP2 and the optimizers read of a parameter too, some twelve times per parameter and step.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor import shard_handlers as handlers
 from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0
 from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.torch_internals.dtensor import finishing_results, knows_operator, operator_handlers
 from fsdplaunch.runtime.torch_internals.tensors import gather_for_scripting
 
-Handler = Callable[[Any, Any, Any], Any]
+Handler = handlers.Handler
 
 _READS = (
     "item",
@@ -56,6 +59,14 @@ _LOSS_OPERATORS = (
     *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
 )
+_MIXING = ("add", "sub", "mul", "div", "lerp")
+"""How `average * decay + parameter * (1 - decay)` is computed, where the average is no shard."""
+_AVERAGING = (*(f"{name}_" for name in _MIXING), "copy_", "addcmul_", "addcdiv_")
+"""How it is updated in place; `torch._foreach_lerp_` and the like do so for many."""
+_COLLECTIVES = (
+    *("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_", "_allgather_base_", "gather_"),
+    *("reduce_scatter_", "_reduce_scatter_base_", "scatter_", "alltoall_"),
+)
 _EXTREME_OPERATORS = (*_EXTREMES, "aminmax", "linalg_vector_norm")
 
 
@@ -75,6 +86,8 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
         for name in _LIKE:
             stack.enter_context(replaced(torch, name, lambda function: _handled(function, draw_like, ours)))
         stack.enter_context(replaced(DTensor, "data", lambda _: property(data.__get__, set_data)))
+        set_plain = _handled(data.__set__, handlers.full_data, ours)
+        stack.enter_context(replaced(nn.Parameter, "data", lambda _: property(data.__get__, set_plain)))
         stack.enter_context(_handling_operators(ours))
         yield
 
@@ -110,13 +123,17 @@ def _handling_operators(ownership: Ownership) -> Iterator[None]:
     """Install the handlers of operators, which backward passes and torch's own functions run as well."""
     table = operator_handlers()
     kept = dict(table)
+    read = by_all_or_rank0(handlers.gather)
     losses = [name + end for name in _LOSS_OPERATORS for end in ("", "_backward")]
     for names, handler in (
         ((*losses, "std", "argmax", "argmin"), handlers.replicate),
         (_EXTREME_OPERATORS, handlers.replicate_empty),
         (("mean",), handlers.replicate_unequal),
+        (_MIXING, handlers.combine_mixed(read)),
+        ((*_AVERAGING, *(f"_foreach_{name}" for name in _AVERAGING)), handlers.update_mixed(read)),
     ):
         table.update(dict.fromkeys(_overloads(names), _operator(handler, ownership, table)))
+    table.update(dict.fromkeys(_overloads(_COLLECTIVES, torch.ops.c10d), _refused))
     fill = torch.ops.aten.masked_fill_.Scalar
     if not knows_operator(fill):
         table[fill] = _operator(handlers.fill, ownership, table)
@@ -128,9 +145,22 @@ def _handling_operators(ownership: Ownership) -> Iterator[None]:
         table.update(kept)
 
 
-def _overloads(names: Iterable[str]) -> list[Any]:
-    packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+def _overloads(names: Iterable[str], library: Any = torch.ops.aten) -> list[Any]:
+    packets = [getattr(library, name) for name in names if hasattr(library, name)]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+
+def _refused(_op: Any, _args: Any, _kwargs: Any) -> Any:
+    """Refuse the script's own collectives: ranks' gradients are averaged already.
+
+    Raises:
+        ShardingError: Always.
+    """
+    msg = f"{script_line()} exchanges parameters or gradients of a sharded model: they are averaged already"
+    hint = (
+        "give the model to DistributedDataParallel; or launch with --hide-ranks, if the script then trains in one"
+    )
+    raise ShardingError(msg, hint=f"{hint} process, or with --shard off, which leaves all to the script")
 
 
 def _operator(handler: Handler, ownership: Ownership, table: dict[Any, Any]) -> Any:

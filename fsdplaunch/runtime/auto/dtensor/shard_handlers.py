@@ -4,7 +4,7 @@ Each gets torch's function and its arguments. Those that gather are collective: 
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,8 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from fsdplaunch.runtime.auto.data.rng_streams import RngStreams
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
+from fsdplaunch.runtime.state_dict.split_like import split_like
 from fsdplaunch.runtime.torch_internals.fsdp2 import param_groups, put_shard
 from fsdplaunch.runtime.torch_internals.tensors import tree_map
+
+Handler = Callable[[Any, Any, Any], Any]
 
 
 def gather(func: Any, args: Any, kwargs: Any) -> Any:
@@ -48,6 +51,55 @@ def update(func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(operand, DTensor) and operand.placements != shard.placements:
             return func(shard, *(_placed_like(shard, each) for each in operands), **kwargs)
     return func(*args, **kwargs)
+
+
+def update_mixed(read: Handler) -> Handler:
+    """Return a handler of updates in place: a plain tensor gets full operands, a shard those of its own part.
+
+    Plain are averages of weights that were copied before sharding.
+
+    Args:
+        read: Computes with full tensors.
+    """
+
+    def compute(func: Any, args: Any, kwargs: Any) -> Any:
+        target = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
+        return mix(func, args, kwargs) if isinstance(target, DTensor) else read(func, args, kwargs)
+
+    return compute
+
+
+def combine_mixed(read: Handler) -> Handler:
+    """Return a handler of `average * decay + parameter`, which is full; a loss and a gradient want a shard.
+
+    Args:
+        read: Computes with full tensors.
+    """
+
+    def compute(func: Any, args: Any, kwargs: Any) -> Any:
+        first = args[0]
+        full = isinstance(first, torch.Tensor) and not isinstance(first, DTensor) and first.dim()
+        return read(func, args, kwargs) if full and not torch.is_grad_enabled() else mix(func, args, kwargs)
+
+    return compute
+
+
+def mix(func: Any, args: Any, kwargs: Any) -> Any:
+    """Cut a plain tensor of a parameter's shape that is computed with its shard."""
+    like = next((arg for arg in args if isinstance(arg, DTensor)), None)
+    if like is not None and like.dim() and not _is_partial(like):
+        args = [split_like(arg, like) if _is_plain_of(like.shape, arg) else arg for arg in args]
+    return func(*args, **kwargs)
+
+
+def full_data(func: Any, args: Any, _kwargs: Any) -> None:
+    """Give a plain parameter the full tensor where it is assigned a shard, which torch takes and crashes with."""
+    param, value = args
+    func(param, value if isinstance(param, DTensor) else _full(value))
+
+
+def _is_plain_of(shape: Any, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == shape
 
 
 def draw(streams: RngStreams, func: Any, args: Any, kwargs: Any) -> Any:

@@ -34,6 +34,7 @@ from fsdplaunch.runtime.auto.state.gather import (
 from fsdplaunch.runtime.auto.state.late_storages import LateStorages
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
 from fsdplaunch.runtime.auto.state.safe_files import saving_safetensors
+from fsdplaunch.runtime.auto.state.saved_paths import note_saved, path_of
 
 _SPOOLED_BYTES = 64 << 20
 """What is held in memory before it goes to a temporary file."""
@@ -66,9 +67,7 @@ def _torch_save(save: Any, hook_context: HookContext) -> Any:
         failure = _write_or_walk(write, obj, gathering)
         if gathering.count:
             _hint(hook_context)
-            with gathering.finish("write what torch.save was given"):
-                if failure is not None:
-                    raise failure
+            _finish(gathering, failure, path_of(f), hook_context)
         elif failure is not None:
             raise failure
         elif not gathering.keep and hook_context.ownership.ranked:
@@ -112,6 +111,17 @@ def _write_or_walk(write: Any, obj: Any, gathering: ShardGatherer) -> Exception 
             PickleWalk().dump(obj)
             late.drain()
     return failure
+
+
+def _finish(
+    gathering: ShardGatherer, failure: Exception | None, path: str | None, hook_context: HookContext
+) -> None:
+    """Raise on all ranks what has failed on one, or remember what all have saved."""
+    with gathering.finish("write what torch.save was given"):
+        if failure is not None:
+            raise failure
+    if gathering.together:
+        note_saved(hook_context.saved, path)
 
 
 def _writer(save: Any, obj: Any, f: Any, args: Any, kwargs: Any) -> Any:
