@@ -36,12 +36,12 @@ def gather_with_all_ranks() -> None:
 def _state_dict_of_all(state_dict: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(state_dict)
     def meet_and_gather(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for unit in Wrapper.fsdp_modules(self) if not _inside else ():
-            show_unsharded_parameters(unit)
-        kind = Wrapper.get_state_dict_type(self).state_dict_type
-        if kind is StateDictType.LOCAL_STATE_DICT or not _gathers(self):
+        if _inside:
             return state_dict(self, *args, **kwargs)
-        with _meeting("state_dict() of a model that FSDP1 has sharded"):
+        for unit in Wrapper.fsdp_modules(self):
+            show_unsharded_parameters(unit)
+        local = Wrapper.get_state_dict_type(self).state_dict_type is StateDictType.LOCAL_STATE_DICT
+        with _meeting("state_dict() of a model that FSDP1 has sharded", needed=not local and _gathers(self)):
             return state_dict(self, *args, **kwargs)
 
     return meet_and_gather
@@ -50,9 +50,8 @@ def _state_dict_of_all(state_dict: Callable[..., Any]) -> Callable[..., Any]:
 def _call_of_all(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def meet_and_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(each, Wrapper) and _gathers(each) for each in module.modules()):
-            return function(module, *args, **kwargs)
-        with _meeting(f"FSDP.{function.__name__}"):
+        needed = not _inside and any(isinstance(each, Wrapper) and _gathers(each) for each in module.modules())
+        with _meeting(f"FSDP.{function.__name__}", needed=needed):
             return function(module, *args, **kwargs)
 
     return meet_and_call
@@ -69,9 +68,9 @@ def _gathers(wrapper: Wrapper) -> bool:
 
 
 @contextmanager
-def _meeting(call: str) -> Iterator[None]:
-    """Meet all ranks, unless a call around this one has."""
-    if not _inside:
+def _meeting(call: str, *, needed: bool) -> Iterator[None]:
+    """Meet all ranks if that is needed; a call around this one may have."""
+    if needed:
         monitored_barrier(call, _HINT)
     _inside.append(True)
     try:

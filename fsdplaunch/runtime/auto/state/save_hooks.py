@@ -36,6 +36,7 @@ from fsdplaunch.runtime.auto.state.late_storages import LateStorages
 from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
 from fsdplaunch.runtime.auto.state.safe_files import saving_safetensors
 from fsdplaunch.runtime.auto.state.saved_paths import note_saved, path_of
+from fsdplaunch.runtime.auto.state.saving_threads import beside_training
 
 _SPOOLED_BYTES = 64 << 20
 """What is held in memory before it goes to a temporary file."""
@@ -82,12 +83,12 @@ def _torch_save(save: Any, hook_context: HookContext) -> Any:
 def _saving_alone(obj: Any) -> ShardGatherer | None:
     """Return what gathers for rank 0, where it alone saves what others have sharded; None elsewhere.
 
-    Where all ranks save, each may mean to write its own shards.
+    Where all ranks save, or each from a thread of its own, they may mean to write their own shards.
 
     Raises:
         CheckpointError: Only some ranks save, or rank 0 does before the others can hand over their shards.
     """
-    if not dist.is_initialized() or not _has_shards(obj):
+    if not dist.is_initialized() or not _has_shards(obj) or beside_training():
         return None
     gathering = ShardGatherer("torch.save", keep=True)
     gathering.meet()
