@@ -42,7 +42,7 @@ class Place:
             least=least,
             most=most or least,
             seconds=seconds,
-            store_port=1,
+            store_port=0,
             last_call=0.3,
             secret=SECRET,
             **more,

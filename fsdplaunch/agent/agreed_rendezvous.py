@@ -6,10 +6,11 @@ meet at a store that listens on node 0's address, under keys that only the run k
 """
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -48,6 +49,7 @@ class AgreedNodes:
         host: Where node 0's store listens.
         port: Its port; 0 for any on a lone node.
         secret: The run's; empty on a lone node.
+        held: On node 0, the socket that its launcher has bound there.
         join_seconds: How long the others may take to come.
         read_seconds: How long one call to the store may take.
     """
@@ -58,6 +60,7 @@ class AgreedNodes:
     host: str = _LOCAL
     port: int = 0
     secret: str = ""
+    held: socket.socket | None = field(default=None, compare=False, repr=False)
     join_seconds: float = 300.0
     read_seconds: float = 60.0
 
@@ -184,7 +187,7 @@ class AgreedRendezvous(RendezvousHandler):
         if agreed.rank == 0:
             make_room(_STORE_CONNECTIONS)
             try:
-                store, _ = serving_store(agreed.host, agreed.port, timeout=seconds)
+                store, _ = serving_store(agreed.host, agreed.port, timeout=seconds, held=agreed.held)
             except OSError as error:
                 msg = f"the store cannot listen at {agreed.host}:{agreed.port}: {error.strerror}"
                 raise RendezvousConnectionError(msg) from error

@@ -25,6 +25,7 @@ from fsdplaunch.agent import signed_state
 from fsdplaunch.agent.agreed_rendezvous import BACKEND, AgreedNodes, AgreedRendezvous
 from fsdplaunch.agent.rendezvous import Membership, order_nodes
 from fsdplaunch.agent.worker_group import WorkerGroup
+from fsdplaunch.agent.worker_spec import WorkerSpec
 from fsdplaunch.runtime.torch_internals.elastic import log_root
 
 __all__ = ["ChildFailedError", "RendezvousError", "SignalException", "run_elastic"]
@@ -212,26 +213,28 @@ def use_own_rendezvous(
         return None
     if config.max_nodes > config.min_nodes:
         config.rdzv_backend = signed_state.BACKEND
+        held = worker_group.spec.held
         rendezvous_handler_registry.register(
-            signed_state.BACKEND, lambda params: signed_state.elastic_rendezvous(params, secret, leave)
+            signed_state.BACKEND, lambda params: signed_state.elastic_rendezvous(params, secret, leave, held)
         )
         return None
-    handler = AgreedRendezvous(_agreed_nodes(config, worker_group.spec.node or 0, secret), leave)
+    handler = AgreedRendezvous(_agreed_nodes(config, worker_group.spec, secret), leave)
     config.rdzv_backend = BACKEND
     rendezvous_handler_registry.register(BACKEND, lambda _params: handler)
     return handler
 
 
-def _agreed_nodes(config: LaunchConfig, rank: int, secret: str) -> AgreedNodes:
+def _agreed_nodes(config: LaunchConfig, spec: WorkerSpec, secret: str) -> AgreedNodes:
     host, _, port = config.rdzv_endpoint.rpartition(":")
     settings = config.rdzv_configs
     return AgreedNodes(
         run_id=config.run_id,
-        rank=rank if config.max_nodes > 1 else 0,
+        rank=(spec.node or 0) if config.max_nodes > 1 else 0,
         nodes=config.max_nodes,
         host=host.removeprefix("[").removesuffix("]"),
         port=int(port),
         secret=secret,
+        held=spec.held,
         join_seconds=float(settings.get("join_timeout", settings.get("timeout", 300))),
         read_seconds=float(settings.get("read_timeout", 60)),
     )

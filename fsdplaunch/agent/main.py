@@ -37,6 +37,7 @@ from fsdplaunch.agent.worker_spec import WorkerSpec, make_worker_spec
 from fsdplaunch.config.environment import RUN_DIR, decode
 from fsdplaunch.config.world_size import node_range
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE
+from fsdplaunch.held_port import take_held
 from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP
 from fsdplaunch.launch.preloaded import preload_lists
 from fsdplaunch.launch.report.root_cause import failure_status, signal_name
@@ -68,7 +69,7 @@ def run_agent(argv: Sequence[str], imported: ImportRecord | None = None) -> None
     """
     is_reported = LAUNCHER in os.environ
     pid = int(os.environ.pop(LAUNCHER, os.getppid()))
-    secret, lifeline = take_secret(os.environ), take_lifeline()
+    secret, lifeline, held = take_secret(os.environ), take_lifeline(), take_held(os.environ)
     launcher = Launcher(pid, lifeline)
     # Until there are workers, and a fork server that ends this process when it is stuck.
     launcher.end_with(signal.SIGKILL)
@@ -84,6 +85,7 @@ def run_agent(argv: Sequence[str], imported: ImportRecord | None = None) -> None
         lifeline,
         noting=record.noting if record is not None else nullcontext,
         imported=imported.give_again if imported is not None else lambda: None,
+        unneeded=[held] if held is not None else [],
     )
     # `start` returns once here, with None, and once more in every worker that is forked later, with its request.
     # Everything below runs in the agent only. A worker goes on from this line, with the memory that the agent had
@@ -98,7 +100,7 @@ def run_agent(argv: Sequence[str], imported: ImportRecord | None = None) -> None
     run_dir.mkdir(parents=True, exist_ok=True)
     workers = next(int(word.partition("=")[2]) for word in options if word.startswith("--nproc-per-node="))
     spec = make_worker_spec(config, command, run_dir=run_dir, workers=workers, is_reported=is_reported)
-    spec = replace(spec, secret=secret)
+    spec = replace(spec, secret=secret, held=held)
     os._exit(
         run_workers(
             fork_server, spec, options, launcher=launcher, keep_seconds=keep_seconds, is_warm=imported is not None

@@ -4,6 +4,7 @@ The store listens on node 0's address, and the key of the state is one that only
 """
 
 import hmac
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from hashlib import sha256
@@ -114,7 +115,10 @@ class WatchedRendezvous(RendezvousHandler):
 
 
 def elastic_rendezvous(
-    params: RendezvousParameters, secret: str, is_stopped: Callable[[], None]
+    params: RendezvousParameters,
+    secret: str,
+    is_stopped: Callable[[], None],
+    held: socket.socket | None = None,
 ) -> RendezvousHandler:
     """Return torch's dynamic rendezvous over a signed state.
 
@@ -122,6 +126,7 @@ def elastic_rendezvous(
         params: As torch's agent has them.
         secret: The run's.
         is_stopped: Raises when the run is to end; called while this node waits for others that may be gone.
+        held: On node 0, the socket that its launcher has bound there.
 
     Raises:
         RendezvousConnectionError: Node 0's store cannot be reached, or cannot listen.
@@ -131,7 +136,7 @@ def elastic_rendezvous(
     seconds = timedelta(seconds=int(params.get("read_timeout", "60")))
     try:
         if params.get_as_bool("is_host"):
-            store = serving_store(host, int(port), timeout=seconds)[0]
+            store = serving_store(host, int(port), timeout=seconds, held=held)[0]
         else:
             store = TCPStore(host, int(port), None, False, seconds)
     except (OSError, RuntimeError, ValueError) as error:

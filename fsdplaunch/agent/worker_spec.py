@@ -1,6 +1,7 @@
 """What an agent starts on its node: the configuration, turned into what each worker gets. In the agent."""
 
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ class WorkerSpec:
         is_reported: A launcher waits that will report the failure.
         node: This node's number; None where torch numbers the nodes.
         secret: The run's; empty on a lone node.
+        held: The socket at which the run's store is to listen, where the launcher has bound one.
     """
 
     run_dir: Path
@@ -37,6 +39,7 @@ class WorkerSpec:
     is_reported: bool = True
     node: int | None = None
     secret: str = field(default="", repr=False)
+    held: socket.socket | None = field(default=None, repr=False)
 
     @property
     def cold_command(self) -> tuple[str, ...]:

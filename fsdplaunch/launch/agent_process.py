@@ -2,11 +2,13 @@
 
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from fsdplaunch.held_port import HELD
 from fsdplaunch.launch.open_files import inherited_limit
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.launch.preloaded import preload_lists
@@ -40,6 +42,7 @@ def start_agent(
     output: int | None,
     folder: Path | None,
     lost_status: Callable[[], int],
+    held_port: socket.socket | None = None,
 ) -> tuple[AgentProcess, int]:
     """Start the plan's agent, in a session of its own.
 
@@ -49,6 +52,7 @@ def start_agent(
         output: Descriptor of its standard output; ours when left out.
         folder: Where it starts; the current one when left out.
         lost_status: Returns its status where the warm interpreter it was forked from has gone before it.
+        held_port: Where the run's store is to listen; handed over, and closed here.
 
     Returns:
         The agent, and our end of its lifeline: to be held until the agent has ended.
@@ -59,6 +63,7 @@ def start_agent(
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     modules = preload_lists(plan.config, plan.target.command)
     agent: AgentProcess | None = None
+    files = [lifeline, *([held_port.fileno()] if held_port is not None else [])]
     try:
         with inherited_limit():
             if any(modules):
@@ -67,21 +72,23 @@ def start_agent(
                     environ,
                     modules,
                     folder or Path.cwd(),
-                    [0, 1 if output is None else output, 2, lifeline],
+                    [0, 1 if output is None else output, 2, *files],
                     keep_seconds=plan.config.launch.keep_warm_seconds,
                     blocked=[*before, signal.SIGINT],
                     lost_status=lost_status,
                 )
             agent = agent or subprocess.Popen(
                 plan.argv,
-                env={**environ, LIFELINE: str(lifeline)},
+                env={**environ, **dict(zip((LIFELINE, HELD), map(str, files), strict=False))},
                 stdout=output,
                 start_new_session=True,
-                pass_fds=[lifeline],
+                pass_fds=files,
                 cwd=folder,
                 preexec_fn=ended_with_us(),  # noqa: PLW1509  (from its first moment, which may be its last)
             )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(lifeline)
+        if held_port is not None:
+            held_port.close()  # its port is to be free again when the agent has ended
     return agent, held

@@ -82,7 +82,12 @@ def run_plan(
     if secret := control.assignment.secret if control is not None else secret:
         environ[SECRET] = secret
     agent, held = start_agent(
-        plan, environ, output=output, folder=folder, lost_status=lambda: _recorded_status(plan)
+        plan,
+        environ,
+        output=output,
+        folder=folder,
+        lost_status=lambda: _recorded_status(plan),
+        held_port=control.assignment.held_port if control is not None else None,
     )
     names = plan.config.launch.signals
     is_new = attach(control, agent, plan.run_dir, names).came if control is not None else lambda _number: True

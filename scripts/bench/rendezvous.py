@@ -38,6 +38,7 @@ from fsdplaunch.launch.coordination.node_client import NodeClient
 from fsdplaunch.launch.coordination.node_info import NodeInfo
 from fsdplaunch.launch.coordination.run_secrets import SecretSource
 from fsdplaunch.launch.coordination.server import JoinRequirements
+from fsdplaunch.launch.ports import is_free
 
 TEXTS = config_texts(resolve(Config(num_machines=2)))
 SECRET = "5e" * 32
@@ -91,7 +92,7 @@ def agreed(rank: int, nodes: int, ports: list[int], listener: socket.socket | No
     control: Coordinator | NodeClient
     if listener is not None:
         required = JoinRequirements(
-            run_id="bench", least=nodes, most=nodes, seconds=300, store_port=ports[1], secret=SECRET
+            run_id="bench", least=nodes, most=nodes, seconds=300, store_port=0, secret=SECRET
         )
         control = Coordinator(listener, info, required, silent)
         assignment = control.gather(progress)
@@ -101,7 +102,11 @@ def agreed(rank: int, nodes: int, ports: list[int], listener: socket.socket | No
         control.connect(progress)
         assignment = control.join(info, progress)
     control.start()
-    ours = AgreedNodes(run_id="bench", rank=assignment.rank, nodes=nodes, host=HOST, port=ports[1], secret=SECRET)
+    ours = AgreedNodes(
+        **{"run_id": "bench", "rank": assignment.rank, "nodes": nodes, "host": HOST, "secret": SECRET},
+        port=int(assignment.store.rpartition(":")[2]),
+        held=assignment.held_port,
+    )
     handler = AgreedRendezvous(ours)
     met = handler.next_rendezvous()
     assign_ranks(met.rank, met.world_size, met.store)
@@ -174,9 +179,8 @@ def node(way: str, rank: int, nodes: int, ports: list[int], listener: Any, gate:
 def run(way: str, nodes: int) -> Outcome | str:
     """Fork the nodes, let them go at once, and gather what they report; a text says why there is nothing."""
     listener = network.listen(HOST, 0)
-    spare = network.listen(HOST, 0)
-    ports = [listener.getsockname()[1], spare.getsockname()[1]]
-    spare.close()
+    spare = next(port for port in range(20000, 30000) if is_free(port))  # no connection of the nodes gets it
+    ports = [listener.getsockname()[1], spare]
     gate, go = os.pipe()
     reading, report = os.pipe()
     children = []

@@ -163,6 +163,19 @@ def test_kernels_of_gpus_take_what_they_are_given(name: str) -> None:
     assert [each.shape for each in gradients] == [query.shape, key.shape, key.shape]
 
 
+def compiled_passes() -> float:
+    """How far losses of a model that is compiled as a whole are from those of one process."""
+    alone, model = models.built("plain"), models.built("plain")
+    model, optimizer = fsdplaunch.prepare(model, models.adamw(model))
+    losses = models.train(alone, models.adamw(alone), steps=2)
+    split = models.train(torch.compile(model, backend="aot_eager"), optimizer, steps=2)
+    return max(abs(one - other) for one, other in zip(losses, split, strict=True))
+
+
+def test_a_model_with_split_sequences_is_compiled_as_a_whole(two_ranks: RankPool) -> None:
+    assert max(two_ranks.run(compiled_passes, env=sequences(2), timeout=200)) < 1e-5
+
+
 class Counting(models.Block):
     """A block that counts positions itself, from 0 on every rank."""
 
@@ -233,6 +246,8 @@ def test_what_cannot_be_split_is_refused_at_the_first_step(four_ranks: RankPool)
     assert "1 attention heads cannot be divided by 2 ranks (cp_size)" in said[0]
     said = four_ranks.run(refused, "Block", 11, env=env)
     assert "sequences of 11 cannot be divided by 2 ranks (cp_size)" in said[0]
+    said = four_ranks.run(refused, "Block", 2, env=env)
+    assert "sequences of 2 leave one position to each of 2 ranks (cp_size)" in said[0]
 
 
 def saved_bytes(length: int) -> int:
@@ -276,6 +291,8 @@ def given_pieces() -> dict[str, float]:
     with fsdplaunch.context_parallel(model, inputs, labels, positions) as (mine, own_labels, places):
         logits = model(mine, places)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), own_labels.flatten())
+    with torch.no_grad():
+        assert model(inputs, positions).size(1) == inputs.size(1), "not a pass with full sequences"
     loss.backward()
     grads = {name: param.grad.full_tensor() for name, param in fsdplaunch.named_parameters(model)}
     wanted = {name: param.grad for name, param in alone.named_parameters()}

@@ -9,6 +9,7 @@ import importlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -60,6 +61,7 @@ class ForkServer:
         lifeline: int | None = None,
         noting: Callable[[], AbstractContextManager[None]] = nullcontext,
         imported: Callable[[], None] = lambda: None,
+        unneeded: Sequence[socket.socket] = (),
     ) -> None:
         """Begin with nothing started.
 
@@ -67,9 +69,10 @@ class ForkServer:
             lifeline: The launcher's pipe, which the server watches.
             noting: Notes what imports do, here and in the server.
             imported: Does again what imports have done that were made before this process was forked.
+            unneeded: Sockets of this process that the server and the workers are not to hold open.
         """
         self._noting, self._imported = noting, imported
-        self._lifeline = lifeline
+        self._lifeline, self._unneeded = lifeline, unneeded
         self._environ = dict(os.environ)
         self._obstacle: str | None = None
         self._ready = self._released = False
@@ -105,6 +108,8 @@ class ForkServer:
         self._pid = fork()
         if self._pid == 0:
             self._channel.close()
+            for end in self._unneeded:
+                end.close()
             signal.signal(signal.SIGINT, interrupt)
             return ForkServerProcess(there, self._lifeline).serve(
                 lambda: self._import_all((*first, *then)), parent=parent

@@ -15,6 +15,7 @@ from typing import Any
 
 from fsdplaunch.agent.fork_server.child import renew_randomness, renew_streams, set_environ, show_as
 from fsdplaunch.agent.warm.import_record import ImportRecord
+from fsdplaunch.held_port import HELD
 from fsdplaunch.launch.warm.surroundings import SETTINGS, setting, signals_in
 from fsdplaunch.parent_death import LIFELINE
 
@@ -39,7 +40,8 @@ def become_agent(message: Mapping[str, Any], files: Sequence[int], record: Impor
 
     Args:
         message: The request of `launch.warm.client`.
-        files: The current folder, standard input, output and error output, and the lifeline.
+        files: The current folder, standard input, output and error output, the lifeline, and the socket that the
+            store is to listen at, where there is one.
         record: What was imported before.
 
     Raises:
@@ -47,7 +49,7 @@ def become_agent(message: Mapping[str, Any], files: Sequence[int], record: Impor
         ValueError: A limit cannot be set.
     """
     given = message["handed_over"]
-    here, *streams, lifeline = files
+    (here, *streams), inherited = files[:4], files[4:]
     os.setsid()
     os.fchdir(here)
     for place, descriptor in enumerate(streams):
@@ -58,7 +60,7 @@ def become_agent(message: Mapping[str, Any], files: Sequence[int], record: Impor
     _set_limits(given["limits"])
     for name in SETTINGS:
         _set(name, given["settings"][name])
-    set_environ({**message["environ"], LIFELINE: str(lifeline)})
+    set_environ({**message["environ"], **dict(zip((LIFELINE, HELD), map(str, inherited), strict=False))})
     time.tzset()
     argv = tuple(message["argv"])
     renew_streams()

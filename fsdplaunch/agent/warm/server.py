@@ -32,7 +32,7 @@ SHORT_OF_MEMORY = 0.05
 """It ends when less than this part of the machine's memory is available."""
 _FIRST_TO_GO = "800"
 """Its oom_score_adj: where memory is short at once, the kernel is to end it and no other."""
-_FILES = 5
+_FILES = (5, 6)
 
 
 class WarmServer:
@@ -126,7 +126,7 @@ class WarmServer:
 
     def _answer(self, channel: Channel, message: Mapping[str, Any], files: list[int]) -> AgentRequest | None:
         try:
-            if message.get("launch") == PROTOCOL and len(files) == _FILES:
+            if message.get("launch") == PROTOCOL and len(files) in _FILES:
                 return self._launch(channel, message, files)
             if message.get("stop") is True:
                 self.close()

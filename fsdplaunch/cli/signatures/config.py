@@ -15,51 +15,63 @@ CONFIG_EPILOG = (
     "fsdplaunch config --from accelerate.yaml; fsdplaunch config --set mixed_precision=bf16 --yes."
 )
 
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Take every suggestion without asking")]
+NoInputOption = Annotated[bool, typer.Option("--no-input", help="Never ask; fail where an answer is needed")]
+OutputOption = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="FILE", help="File to write [default: fsdp.yaml]")
+]
+PresetOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Start from a preset; `config presets` lists them")
+]
+SourceOption = Annotated[
+    Path | None,
+    typer.Option("--from", metavar="FILE", help="Start from another file, for example accelerate's"),
+]
+ScriptOption = Annotated[
+    str | None, typer.Option(metavar="'FILE ARGS'", help="Offer to measure this script at the end")
+]
+
+WhereAnswer = Annotated[str | None, typer.Option(metavar="PLACE", help="here, machines, slurm, cpu or tpu")]
+NodesAnswer = Annotated[str | None, typer.Option(metavar="N", help="Nodes that take part")]
+RendezvousAnswer = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address of node 0")]
+WorkersPerNodeAnswer = Annotated[str | None, typer.Option(metavar="N", help="Workers on each node, or auto")]
+XlaAnswer = Annotated[str | None, typer.Option(metavar="WAY", help="On TPUs: wrapper, or spmd for xla_fsdp_v2")]
+XlaGradCkptAnswer = Annotated[str | None, typer.Option(metavar="yes|no", help="On TPUs: gradient checkpointing")]
+XlaSettingsAnswer = Annotated[
+    str | None, typer.Option(metavar="NAME=VALUE,...", help="On TPUs: xla_fsdp_settings")
+]
+ModelAnswer = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="Model folder, or a size such as 8b; not stored")
+]
+GoalAnswer = Annotated[str | None, typer.Option(metavar="GOAL", help="balanced, fastest, hybrid or biggest")]
+PrecisionAnswer = Annotated[str | None, typer.Option(metavar="DTYPE", help="bf16, fp16 or no")]
+WrapAnswer = Annotated[str | None, typer.Option(metavar="UNITS", help="auto, CLASS,..., size:N or none")]
+CheckpointDirAnswer = Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder for checkpoints")]
+
 
 @config_app.callback(invoke_without_command=True, epilog=CONFIG_EPILOG)
 def config(
     context: typer.Context,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Take every suggestion without asking")] = False,
-    no_input: Annotated[
-        bool, typer.Option("--no-input", help="Never ask; fail where an answer is needed")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="File to write [default: fsdp.yaml]")
-    ] = None,
+    yes: YesOption = False,
+    no_input: NoInputOption = False,
+    output: OutputOption = None,
     overrides: SetOption = None,
-    preset: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Start from a preset; `config presets` lists them")
-    ] = None,
-    source: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="FILE", help="Start from another file, for example accelerate's"),
-    ] = None,
+    preset: PresetOption = None,
+    source: SourceOption = None,
     overwrite: OverwriteOption = False,
-    where: Annotated[str | None, typer.Option(metavar="PLACE", help="here, machines, slurm, cpu or tpu")] = None,
-    nodes: Annotated[str | None, typer.Option(metavar="N", help="Nodes that take part")] = None,
-    rendezvous: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address of node 0")] = None,
-    workers_per_node: Annotated[
-        str | None, typer.Option(metavar="N", help="Workers on each node, or auto")
-    ] = None,
-    xla: Annotated[
-        str | None, typer.Option(metavar="WAY", help="On TPUs: wrapper, or spmd for xla_fsdp_v2")
-    ] = None,
-    xla_grad_ckpt: Annotated[
-        str | None, typer.Option(metavar="yes|no", help="On TPUs: gradient checkpointing")
-    ] = None,
-    xla_settings: Annotated[
-        str | None, typer.Option(metavar="NAME=VALUE,...", help="On TPUs: xla_fsdp_settings")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Model folder, or a size such as 8b; not stored")
-    ] = None,
-    goal: Annotated[str | None, typer.Option(metavar="GOAL", help="balanced, fastest, hybrid or biggest")] = None,
-    precision: Annotated[str | None, typer.Option(metavar="DTYPE", help="bf16, fp16 or no")] = None,
-    wrap: Annotated[str | None, typer.Option(metavar="UNITS", help="auto, CLASS,..., size:N or none")] = None,
-    checkpoint_dir: Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder for checkpoints")] = None,
-    script: Annotated[
-        str | None, typer.Option(metavar="'FILE ARGS'", help="Offer to measure this script at the end")
-    ] = None,
+    where: WhereAnswer = None,
+    nodes: NodesAnswer = None,
+    rendezvous: RendezvousAnswer = None,
+    workers_per_node: WorkersPerNodeAnswer = None,
+    xla: XlaAnswer = None,
+    xla_grad_ckpt: XlaGradCkptAnswer = None,
+    xla_settings: XlaSettingsAnswer = None,
+    model: ModelAnswer = None,
+    goal: GoalAnswer = None,
+    precision: PrecisionAnswer = None,
+    wrap: WrapAnswer = None,
+    checkpoint_dir: CheckpointDirAnswer = None,
+    script: ScriptOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write fsdp.yaml: look at this machine, ask a few questions, show what will be written."""

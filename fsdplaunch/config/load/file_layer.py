@@ -61,10 +61,8 @@ def _entry(layer: Layer, text: YamlText, section: str, entry: YamlEntry, *, bare
         found = found.meant
     if entry.is_null:
         return
-    earlier = layer.values.get(found.path)
-    if earlier is not None:
-        message = f"sets {found.name} again (first on line {earlier.place.line})"
-        layer.reject("duplicate-key", dotted, message, entry.place, "keep one of them")
+    if found.path in layer.values:
+        _second_spelling(layer, text, found, dotted, entry)
         return
     if entry.name != found.name:
         layer.aliases[dotted] = found.name
@@ -78,6 +76,20 @@ def _entry(layer: Layer, text: YamlText, section: str, entry: YamlEntry, *, bare
         layer.reject("wrong-value", dotted, str(error), entry.place)
         return
     layer.take(found, value, entry.place, origin)
+
+
+def _second_spelling(layer: Layer, text: YamlText, found: KeySpec, dotted: str, entry: YamlEntry) -> None:
+    """Judge a key that the file has set under another spelling: the same value says nothing new."""
+    earlier = layer.values[found.path]
+    try:
+        value = found.key.kind.parse(text.value(entry.node, verbatim=found.key.kind.verbatim))
+    except ValueError:  # UnreadableValueError is one
+        value = None
+    if value == earlier.value:
+        layer.note("other-spelling", dotted, f"repeats line {earlier.place.line}", entry.place)
+        return
+    message = f"sets {found.name} again (first on line {earlier.place.line})"
+    layer.reject("duplicate-key", dotted, message, entry.place, "keep one of them")
 
 
 def _former_entry(layer: Layer, text: YamlText, section: str, entry: YamlEntry) -> None:

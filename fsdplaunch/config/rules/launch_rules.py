@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from fsdplaunch.config.resolve import REST
 from fsdplaunch.config.rules.base import RuleContext, Violation, mesh, rule
+from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.walk import all_keys
 from fsdplaunch.config.world_size import node_range, workers_per_node, world_size
 
@@ -50,11 +51,15 @@ def _not_distributed(context: RuleContext) -> Iterator[Violation]:
         )
 
 
+def starts_by_mpirun(config: Config) -> bool:
+    """Return whether accelerate would start the workers by mpirun."""
+    return config.distributed_type in ("MULTI_CPU", "NO") and bool(config.mpirun_config.get("mpirun_hostfile"))
+
+
 @rule("mpirun")
 def _mpirun(context: RuleContext) -> Iterator[Violation]:
     """mpirun_config names a hostfile, with which accelerate would start the workers by mpirun."""
-    settings = context.config.mpirun_config
-    if context.config.distributed_type in ("MULTI_CPU", "NO") and settings.get("mpirun_hostfile"):
+    if starts_by_mpirun(context.config):
         message = "mpirun needs accelerate launch"
         hint = "leave mpirun_config out; ssh.hostfile names nodes that fsdplaunch starts workers on"
         yield Violation(about=(("mpirun_config",), ("distributed_type",)), message=message, hint=hint)

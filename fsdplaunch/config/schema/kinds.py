@@ -179,7 +179,8 @@ DISTRIBUTED = one_of(
     aliases={"TPU": "XLA"},  # accelerate's older name
     refused={name: f"{engine} needs accelerate launch" for name, engine in _ENGINES.items()}
     | {f"MULTI_{name}": "fsdplaunch runs on NVIDIA GPUs, CPUs and TPUs" for name in _DEVICES}
-    | dict.fromkeys(("DATA_PARALLEL", "MODEL_PARALLEL"), "SageMaker needs accelerate launch"),
+    | dict.fromkeys(("DATA_PARALLEL", "MODEL_PARALLEL"), "SageMaker needs accelerate launch")
+    | {"TP": "split layers are FSDP with parallelism_config_tp_size"},  # accelerate 1.3 to 1.9
 )
 ENVIRONMENT = one_of(EnvironmentName, refused={"AMAZON_SAGEMAKER": "fsdplaunch starts processes on this machine"})
 RENDEZVOUS = one_of(
@@ -194,7 +195,9 @@ SHARD = one_of(ShardName)
 LOSS_REDUCTION = one_of(LossReductionName)
 KUBERNETES = one_of(KubernetesName)
 CONTEXT = one_of(ContextName)
-CONTEXT_BACKEND = one_of(ContextBackendName)
+CONTEXT_BACKEND = one_of(
+    ContextBackendName, refused={"DEEPSPEED": "DeepSpeed needs accelerate launch; torch splits sequences here"}
+)
 SEQUENCE_ATTENTION = one_of(SequenceAttentionName)
 SEQUENCE_BACKEND = one_of(SequenceBackendName)
 FP8_BACKEND = one_of(Fp8BackendName, refused={"NO": "AO computes float8 here; leave the key out"})

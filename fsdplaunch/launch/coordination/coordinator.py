@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fsdplaunch.errors import EXIT_FAILED
+from fsdplaunch.launch.coordination.connected_nodes import NodeConnection
 from fsdplaunch.launch.coordination.interfaces import JoinProgress, RunActions, RunAssignment, Tell
 from fsdplaunch.launch.coordination.join_phase import JoinPhase, start_message
 from fsdplaunch.launch.coordination.node_info import NodeInfo, find_incompatibilities
 from fsdplaunch.launch.coordination.outcome import end_of_run, has_failed, merge_outcomes
-from fsdplaunch.launch.coordination.server import CoordinatorServer, JoinRequirements, NodeConnection
+from fsdplaunch.launch.coordination.server import CoordinatorServer, JoinRequirements
 from fsdplaunch.launch.coordination.wire_types import Message, ProtocolError
 from fsdplaunch.launch.report.root_cause import signal_name
 
@@ -56,6 +57,8 @@ class Coordinator:
 
     def start(self) -> None:
         """Go on listening in the background."""
+        self._last_ping = time.monotonic()
+        self._server.nodes.hear_all()
         threading.Thread(target=self._attend, daemon=True).start()
 
     def stop(self, number: int, count: int) -> None:
@@ -79,8 +82,12 @@ class Coordinator:
 
     def _attend(self) -> None:
         try:
+            for node, node_info in self._server.take_late():
+                self._greet_late(node, node_info)
             while not self._closing:
-                self._server.turn()
+                for node in self._server.turn():
+                    if node.is_closed and node.outcome is None and node.node_info is not None and not node.lost:
+                        self._lose(node, "its launcher has gone")
                 self._look_after_nodes()
             self._server.flush()
         except Exception as error:  # without this thread nobody hears of the others: that is no success
@@ -98,14 +105,11 @@ class Coordinator:
         if now - self._last_ping > min(2.0, silence / 4):
             self._last_ping = now
             self._server.broadcast(kind="ping")
-        for node in self._server.present:
-            silent = now - node.heard > silence
-            if node.connection and node.outcome is None and (silent or node.is_closed):
-                self._lose(node, f"no message for {silence:.0f} s" if silent else "its launcher has gone")
+        for node in self._server.nodes.silent_since(now - silence):
+            self._lose(node, f"no message for {silence:.0f} s")
 
     def _lose(self, node: NodeConnection, why: str) -> None:
-        node.lost = True
-        node.close()
+        self._server.nodes.lose(node)
         if self._requirements.least < self._requirements.most and not self._ended:
             left = len(self._server.present)
             self._tell(f"lost {node.name}: {why}; {left} nodes go on from the last checkpoint")
@@ -121,9 +125,7 @@ class Coordinator:
         if count <= self._told.get(number, 0):  # a scheduler signals every node, and each says so
             return
         self._told[number] = count
-        for node in self._server.present:
-            if node is not sender:
-                node.send(kind="stop", number=number, count=count)
+        self._server.broadcast(kind="stop", number=number, count=count, but=sender)
         if sender is not None:
             self.actions.stop(number, count)
 
@@ -136,10 +138,10 @@ class Coordinator:
                 self.actions.end(at_once)
 
     def _take_outcome(self, node: NodeConnection, outcome: dict[str, Any]) -> None:
-        node.outcome = self._with_place(node, outcome)
-        if self._ended:
-            node.outcome["ended"] = True  # it was us who asked
-        elif has_failed(outcome):
+        # `ended`: it was us who asked.
+        placed = self._with_place(node, outcome) | ({"ended": True} if self._ended else {})
+        self._server.nodes.finish(node, placed)
+        if not self._ended and has_failed(outcome):
             self._end(at_once=False)
         self._check_done()
 
@@ -149,7 +151,7 @@ class Coordinator:
         return {**outcome, "host": host, "rank": node.rank, "offset_ns": node.offset_ns}
 
     def _check_done(self) -> None:
-        if self._final is None and all(node.outcome is not None for node in self._server.present):
+        if self._final is None and self._server.is_over:
             self._final = self._merged()
             self._server.broadcast(
                 kind="final", final=self._final | {"workers": []}
@@ -185,10 +187,12 @@ class Coordinator:
         if wanted and wanted != run_id:
             self._turn_away(node, f"{name} runs {run_id}, not {wanted}", "use another port")
             return
-        node.node_info = NodeInfo.from_message(message["greeting"])
+        node_info = NodeInfo.from_message(message["greeting"])
         node.offset_ns = time.time_ns() - message["time_ns"]
         if self._server.running:
-            self._greet_late(node, node.node_info)
+            self._greet_late(node, node_info)
+        else:
+            self._server.let_in(node, node_info)
 
     def _greet_late(self, node: NodeConnection, node_info: NodeInfo) -> None:
         """Greet a node that comes while the run goes on: an elastic run may take it in."""
@@ -196,6 +200,7 @@ class Coordinator:
         if why := self._late_obstacle(node_info, others):
             self._turn_away(node, *why)
             return
+        self._server.nodes.introduce(node, node_info)
         taken = {one.rank for one in others}
         free = next(rank for rank in range(self._requirements.most) if rank not in taken)
         node.rank = free if node_info.rank is None else node_info.rank
@@ -218,5 +223,5 @@ class Coordinator:
         return None
 
     def _turn_away(self, node: NodeConnection, message: str, hint: str) -> None:
-        node.node_info = None
+        self._server.nodes.turn_away(node)
         node.send(kind="refused", message=message, hint=hint)

@@ -1,5 +1,6 @@
 """What the nodes of a run agreed on, and what a launcher can do with the others while the run goes on."""
 
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ class RunAssignment:
         address: This node, as the others reach it.
         notes: What the user of every node is to be told.
         secret: The run's.
+        held_port: On node 0, the socket at which torch's store is to listen: bound before the others hear of it.
     """
 
     run_id: str
@@ -37,9 +39,18 @@ class RunAssignment:
     address: str
     notes: Sequence[str] = ()
     secret: str = field(default="", repr=False)
+    held_port: socket.socket | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def from_message(cls, message: Message, *, store_host: str, address: str, secret: str) -> "RunAssignment":
+    def from_message(
+        cls,
+        message: Message,
+        *,
+        store_host: str,
+        address: str,
+        secret: str,
+        held_port: socket.socket | None = None,
+    ) -> "RunAssignment":
         """Read the message that starts a node.
 
         Args:
@@ -47,10 +58,12 @@ class RunAssignment:
             store_host: The coordinator, as this node reaches it.
             address: This node, as the others reach it.
             secret: The run's; no message says it.
+            held_port: See the class.
         """
         names = ("run_id", "rank", "names", "nodes", "world", "notes")
         store = join_endpoint(store_host, message["store_port"])
-        return cls(**{name: message[name] for name in names}, store=store, address=address, secret=secret)
+        known = {name: message[name] for name in names}
+        return cls(**known, store=store, address=address, secret=secret, held_port=held_port)
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from fsdplaunch.launch.coordination.run_secrets import SecretSource
 from fsdplaunch.launch.coordination.server import JoinRequirements
 from fsdplaunch.launch.open_files import make_room
 from fsdplaunch.launch.plan import LaunchTarget
-from fsdplaunch.launch.ports import find_holder, is_free
+from fsdplaunch.launch.ports import find_holder
 from fsdplaunch.launch.secret_variables import without_secrets
 from fsdplaunch.probe.torch_version import installed_numbers
 
@@ -219,11 +219,8 @@ def _script_digest(target: LaunchTarget) -> str:
 
 
 def store_port(port: int) -> int:
-    """Return the port torch's store gets: the next one, or else any that is free."""
-    if port < MAX_PORT and is_free(port + 1):
-        return port + 1
-    with network.listen("", 0) as trial:
-        return int(trial.getsockname()[1])
+    """Return the port torch's store is to get: the next one; where that is not free, it will be any other."""
+    return port + 1 if port < MAX_PORT else 0
 
 
 def check_interface(config: Config) -> None:

@@ -104,7 +104,7 @@ class NodeClient:
             raise MachineError(msg, hint="install the same version everywhere") from None
         except ProtocolError:
             progress.end()
-            raise self._no_answer(answered=False) from None
+            raise self._no_answer() from None
         connection.close()
         if self._secret.may_change(progress.seconds):
             return False
@@ -120,30 +120,25 @@ class NodeClient:
             run_id: The run it belongs to; empty for any.
 
         Raises:
-            MachineError: Node 0 refused, vanished, or is another program.
+            MachineError: Node 0 refused, or vanished.
         """
         self._connection.send(kind="hello", greeting=node_info.to_message(), time_ns=time.time_ns(), run_id=run_id)
-        start, self._heard, answered = time.monotonic(), 0.0, False
-        patience = min(ANSWER_SECONDS, 2 * self._seconds)
         try:
             while progress.seconds < self._seconds + ANSWER_SECONDS:
                 for message in self._turn():
-                    answered = True
                     if (done := self._negotiate(message, node_info, progress)) is not None:
                         self.assignment = done
                         return done
-                if not self._connection.open or (not answered and time.monotonic() - start > patience):
+                if not self._connection.open:
                     break
         except ProtocolError:
             pass
         finally:
             progress.end()
-        raise self._no_answer(answered=answered)
+        msg = f"node 0 at {self._address} has gone before the run started"
+        raise MachineError(msg, hint="see its output")
 
-    def _no_answer(self, *, answered: bool) -> MachineError:
-        if answered:
-            msg = f"node 0 at {self._address} has gone before the run started"
-            return MachineError(msg, hint="see its output")
+    def _no_answer(self) -> MachineError:
         msg = f"what listens at {self._address} is not fsdplaunch launch"
         return MachineError(msg, hint="choose another port with main_process_port, the same on every node")
 

@@ -44,15 +44,18 @@ class Connection:
         self._selector: selectors.BaseSelector | None = None
         self._watched = 0
         self._data: Any = None
+        self._ended: Callable[[], None]
 
-    def watch(self, selector: selectors.BaseSelector, data: Any) -> None:
+    def watch(self, selector: selectors.BaseSelector, data: Any, ended: Callable[[], None]) -> None:
         """Have a selector wait for this connection until it is closed.
 
         Args:
             selector: Waits for many connections; told of changes, and not asked anew at each turn.
             data: What it is to give back.
+            ended: Called when the connection is closed, whoever closes it.
         """
         self._selector, self._data, self._watched = selector, data, self.wants
+        self._ended = ended
         selector.register(self.sock, self.wants, data)
 
     def fileno(self) -> int:
@@ -70,7 +73,7 @@ class Connection:
 
     def send(self, **message: Any) -> None:
         """Send a message, or as much of it as the network takes now."""
-        self.send_line(json.dumps(message))
+        self.send_line(encode(message))
 
     def send_line(self, line: str) -> None:
         """Send a line of the handshake."""
@@ -154,8 +157,14 @@ class Connection:
         """End the connection."""
         if self.open and self._selector is not None:
             self._selector.unregister(self.sock)
+            self._ended()
         self.open = False
         self.sock.close()
+
+
+def encode(message: Message) -> str:
+    """Return a message as the line that is sent."""
+    return json.dumps(message)
 
 
 class WakeUp:

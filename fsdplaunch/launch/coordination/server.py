@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdplaunch.launch.coordination.connected_nodes import ConnectedNodes, NodeConnection
 from fsdplaunch.launch.coordination.handshake import NONE, CoordinatorHandshake
 from fsdplaunch.launch.coordination.network import plain_address
 from fsdplaunch.launch.coordination.node_info import NodeInfo
-from fsdplaunch.launch.coordination.protocol import Connection, WakeUp
+from fsdplaunch.launch.coordination.protocol import Connection, WakeUp, encode
 from fsdplaunch.launch.coordination.wire_types import TO_COORDINATOR, Message
 
 TURN_SECONDS = 0.5
@@ -20,57 +21,8 @@ UNPROVEN = 256
 """How many connections may be about to prove it; of more, the oldest goes."""
 _ACCEPTED_AT_ONCE = 256
 _MANY, _PAUSE_SECONDS = 64, 0.005
-"""With so many nodes a turn looks after all that comes in so many seconds: each turn looks at every node."""
+"""With so many nodes a turn looks after all that comes in so many seconds."""
 _TURNED_AWAY_SHOWN = 8
-
-
-@dataclass(slots=True, eq=False)
-class NodeConnection:
-    """A node that has connected; the coordinator's own has no connection.
-
-    Attributes:
-        handshake: Ours with it, until it has proven to belong to the run.
-        came_to: The address of ours that it connected to.
-        since: When it connected, on the monotonic clock.
-        heard: When its last message came, on the monotonic clock.
-        offset_ns: What to add to its clock to get ours.
-        reached: The nodes it could not reach, once it has tried.
-        outcome: How its workers ended.
-        lost: It has gone without reporting an outcome.
-    """
-
-    connection: Connection | None
-    handshake: CoordinatorHandshake | None = None
-    came_from: str = ""
-    came_to: str = ""
-    since: float = field(default_factory=time.monotonic)
-    heard: float = field(default_factory=time.monotonic)
-    node_info: NodeInfo | None = None
-    rank: int = -1
-    offset_ns: int = 0
-    reached: list[str] | None = None
-    outcome: dict[str, Any] | None = None
-    lost: bool = False
-
-    @property
-    def name(self) -> str:
-        """Return how people know the node."""
-        return self.node_info.name if self.node_info else self.came_from
-
-    def send(self, **message: Any) -> None:
-        """Send a message; nothing happens for the coordinator's own node."""
-        if self.connection is not None:
-            self.connection.send(**message)
-
-    def close(self) -> None:
-        """Close the connection, where there is one."""
-        if self.connection is not None:
-            self.connection.close()
-
-    @property
-    def is_closed(self) -> bool:
-        """Return whether its connection has ended."""
-        return self.connection is not None and not self.connection.open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +37,7 @@ class JoinRequirements:
         last_call: How long to wait for more once the least are here.
         silence: Seconds without a message after which a node counts as lost.
         grace: Seconds workers get to end.
-        store_port: Where torch's store will listen on this node.
+        store_port: Where torch's store is to listen on this node, where that port is free.
         expected: The nodes' names by rank, where a scheduler or a list names them.
         address_is_set: This node's address was configured, and is not taken from where the others connected to.
         secret: What every connection has to know.
@@ -127,12 +79,15 @@ class CoordinatorServer:
         listener.setblocking(False)
         self.requirements = requirements
         self.own = NodeConnection(connection=None, node_info=node_info)
-        self.nodes = [self.own]
-        self.running = False
+        self.nodes = ConnectedNodes(self.own)
+        self.is_complete = self.running = False
+        self.store_port = requirements.store_port
         self.mail = WakeUp()
         self._listener = listener
         self._take, self._tell = take, tell
         self._turned_away: set[str] = set()
+        self._ended: list[NodeConnection] = []
+        self._late: list[tuple[NodeConnection, NodeInfo]] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, listener)
         self._selector.register(self.mail.reader, selectors.EVENT_READ, self.mail)
@@ -145,39 +100,56 @@ class CoordinatorServer:
     @property
     def present(self) -> list[NodeConnection]:
         """Return the nodes that have presented themselves and are not lost."""
-        return [node for node in self.nodes if node.node_info is not None and not node.lost]
+        return self.nodes.present
 
     @property
     def node_infos(self) -> list[NodeInfo]:
         """Return how the present nodes present themselves."""
         return [node.node_info for node in self.present if node.node_info is not None]
 
-    def turn(self, seconds: float = TURN_SECONDS) -> None:
-        """Wait for something to happen on any connection, and handle it."""
+    @property
+    def is_over(self) -> bool:
+        """Return whether every node has said how it ended."""
+        return self.own.outcome is not None and self.nodes.number_awaited == 0
+
+    def let_in(self, node: NodeConnection, node_info: NodeInfo) -> None:
+        """Take a node in before the run starts; once all are there, it waits for the run to have started."""
+        if self.is_complete or self.nodes.number_present >= self.requirements.most:
+            self._late.append((node, node_info))
+        else:
+            self.nodes.introduce(node, node_info)
+
+    def take_late(self) -> list[tuple[NodeConnection, NodeInfo]]:
+        """Return the nodes that came when all were there, and are still waiting; nobody waits any more."""
+        late, self._late = self._late, []
+        return [(node, node_info) for node, node_info in late if not node.is_closed]
+
+    def turn(self, seconds: float = TURN_SECONDS) -> list[NodeConnection]:
+        """Wait for something to happen on any connection, and handle it; return those that did it."""
+        served = []
         if len(self.nodes) > _MANY:
             time.sleep(_PAUSE_SECONDS)  # what comes meanwhile is one turn's work, and not as many turns'
         for key, _ in self._selector.select(seconds):
             if isinstance(key.data, NodeConnection):
                 self._serve(key.data, key.data.connection)
+                served.append(key.data)
             elif key.data is self._listener:
                 self._accept()
         for action in self.mail.collect():
             action()
-        self._forget()
+        return served + self._forget()
 
-    def _forget(self) -> None:
-        """Drop connections that prove nothing in time, and those that have ended and mean nothing."""
-        unproven = [node for node in self.nodes if node.handshake is not None and not node.is_closed]
+    def _forget(self) -> list[NodeConnection]:
+        """Forget connections that have ended, which are returned, and close those that prove nothing in time."""
+        ended, self._ended = self._ended, []
+        for node in ended:
+            # Who leaves before the run starts may come again; who has never been a node leaves nothing.
+            if not self.running or node.node_info is None:
+                self.nodes.remove(node)
         late = time.monotonic() - PROOF_SECONDS
-        for node in [
-            *(node for node in unproven if node.since < late),
-            *unproven[: max(0, len(unproven) - max(UNPROVEN, self.requirements.most))],
-        ]:
+        for node in self.nodes.unproven_since(late, most=max(UNPROVEN, self.requirements.most)):
             node.close()
-        # Who leaves before the run starts may come again; who has never been a node leaves nothing.
-        self.nodes = [
-            node for node in self.nodes if not node.is_closed or (self.running and node.node_info is not None)
-        ]
+        return ended
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
@@ -199,8 +171,8 @@ class CoordinatorServer:
             sock.close()
             return
         node = NodeConnection(connection=connection, handshake=handshake, came_from=came_from, came_to=came_to)
-        self.nodes.append(node)
-        connection.watch(self._selector, node)
+        self.nodes.add(node)
+        connection.watch(self._selector, node, lambda: self._ended.append(node))
         connection.send_line(handshake.opening)
 
     def _serve(self, node: NodeConnection, connection: Connection | None) -> None:
@@ -212,7 +184,7 @@ class CoordinatorServer:
             if node.handshake is not None and not self._is_proven(node, connection, node.handshake):
                 return
             for message in connection.receive():
-                node.heard = time.monotonic()
+                self.nodes.hear(node)
                 self._take(node, message)
         except Exception:  # a port scanner, or a node that has lost its mind: nobody else is to suffer
             connection.close()
@@ -229,7 +201,7 @@ class CoordinatorServer:
         if not accepted:
             connection.close()
             return False
-        node.handshake = None
+        self.nodes.accept(node)
         connection.trust()
         return True
 
@@ -238,10 +210,12 @@ class CoordinatorServer:
             self._turned_away.add(address)
             self._tell(f"{address} came with {which} secret, and was turned away: it does not belong to this run")
 
-    def broadcast(self, **message: Any) -> None:
-        """Send a message to every present node."""
+    def broadcast(self, *, but: NodeConnection | None = None, **message: Any) -> None:
+        """Send a message to every present node, or to all but one."""
+        line = encode(message)
         for node in self.present:
-            node.send(**message)
+            if node is not but:
+                node.send_line(line)
 
     def flush(self, seconds: float = 2.0) -> None:
         """Send what waits before the process goes on."""

@@ -87,7 +87,8 @@ def warm_agent(
         environ: All its variables.
         modules: What it imports before its fork server is forked, and in that.
         folder: Where it starts.
-        files: Its standard input, output and error output, and the launcher's lifeline.
+        files: Its standard input, output and error output, the launcher's lifeline, and the socket that its store
+            is to listen at, where there is one.
         keep_seconds: How long the interpreter is to stay after this run; 0 leaves that to what it was told before.
         blocked: Signals that the agent begins with blocked.
         lost_status: See `WarmAgent`.

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from fsdplaunch import __version__
 
-PROTOCOL = 2
+PROTOCOL = 3
 _PREFIXES = (
     # the loader, the interpreter, the C library, the locale
     *("LD_", "PYTHON", "COVERAGE_", "SETUPTOOLS_", "MALLOC_", "GLIBC_", "LC_", "LANG", "TZ"),

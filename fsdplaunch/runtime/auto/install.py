@@ -27,9 +27,11 @@ from fsdplaunch.runtime.auto.model.functional_calls import computing_with_given_
 from fsdplaunch.runtime.auto.model.gathered_view import showing_shards
 from fsdplaunch.runtime.auto.model.moves import keeping_hooks
 from fsdplaunch.runtime.auto.state.exports import exporting_full_models
+from fsdplaunch.runtime.auto.state.file_operations import doing_once
 from fsdplaunch.runtime.auto.state.load_hooks import loading_full_tensors
 from fsdplaunch.runtime.auto.state.rank0.copies import remembering_copies
 from fsdplaunch.runtime.auto.state.rank0.position import counting
+from fsdplaunch.runtime.auto.state.same_operations import counting_for_all
 from fsdplaunch.runtime.auto.state.save_hooks import saving_full_tensors
 
 
@@ -66,6 +68,8 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         counting(hook_context.position),
         remembering_copies(hook_context.position),
         saving_full_tensors(hook_context),
+        counting_for_all(hook_context.size),
+        doing_once(hook_context),
         loading_full_tensors(hook_context),
         exporting_full_models(hook_context),
     )

@@ -1,6 +1,5 @@
 """The stores that processes of a run meet in: on one address only, or in a file that only this user can open."""
 
-import errno
 import socket
 from collections.abc import Mapping
 from datetime import timedelta
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdplaunch.held_port import bound, listening
 from fsdplaunch.probe.torch_version import parse
 from fsdplaunch.run_secret import STORE_FILE, STORE_KEY
 
@@ -20,18 +20,19 @@ FileStore, HashStore, PrefixStore, TCPStore = (
     _names.TCPStore,
 )
 Store = Any
-_BACKLOG = 2048
 _LIBUV_TAKES_SOCKETS = (2, 9)
-_ALL = "0.0.0.0"  # noqa: S104  (where an address is not this node's own)
 
 
-def serving_store(host: str, port: int, *, timeout: timedelta) -> tuple[Store, int]:
+def serving_store(
+    host: str, port: int, *, timeout: timedelta, held: socket.socket | None = None
+) -> tuple[Store, int]:
     """Start a store that listens on one address, and return it with its port. Torch's own listens on all.
 
     Args:
         host: The address, or a name of it; where it is not this node's (behind address translation), all serve.
         port: 0 for any that is free.
         timeout: How long its own calls may wait.
+        held: A socket that has been bound for it, in place of `host` and `port`; it is then the store's.
 
     Raises:
         OSError: The port is taken.
@@ -40,33 +41,16 @@ def serving_store(host: str, port: int, *, timeout: timedelta) -> tuple[Store, i
     how = (
         {} if (parse(torch.__version__) or _LIBUV_TAKES_SOCKETS) >= _LIBUV_TAKES_SOCKETS else {"use_libuv": False}
     )
-    listener, address = _listen(host, port)
-    port = int(listener.getsockname()[1])
+    listener = bound(host, port) if held is None else held
+    try:
+        address, port = listening(listener)
+    except OSError:
+        listener.close()
+        raise
     store = TCPStore(
         address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach(), **how
     )
     return store, port
-
-
-def _listen(host: str, port: int) -> tuple[socket.socket, str]:
-    """Return a socket that listens, and the address by which this process reaches it."""
-    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    address = str(place[0])
-    try:
-        listener.bind(place)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            listener.close()
-            raise
-        listener.close()
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((_ALL, port))
-        address = "127.0.0.1"
-    listener.listen(_BACKLOG)
-    return listener, address
 
 
 def group_store(environ: Mapping[str, str], *, rank: int, size: int, timeout: timedelta) -> Store | None:

@@ -264,3 +264,10 @@ def test_a_variable_that_nearly_names_a_key_is_pointed_out():
         "env FSDP_STATE_DICT_TYPES: is not read; did you mean FSDP_STATE_DICT_TYPE?",
         "env FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP: is not read; did you mean FSDP_TRANSFORMER_CLS_TO_WRAP?",
     ]
+
+
+def test_the_former_type_of_split_layers_is_told_what_to_write():
+    with pytest.raises(
+        ConfigError, match="TP is not supported: split layers are FSDP with parallelism_config_tp_size"
+    ):
+        read("distributed_type: TP\n")

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from fsdplaunch.errors import MachineError
-from fsdplaunch.launch.coordination import coordinator, network
+from fsdplaunch.launch.coordination import coordinator, join_phase, network
 from fsdplaunch.launch.coordination.interfaces import RunActions, RunAssignment
 from fsdplaunch.launch.coordination.node_client import NodeClient
 from tests.joining import Place, counter, make_client
@@ -27,7 +27,10 @@ def test_all_nodes_agree_on_names_workers_and_numbers():
     assert sorted(others) == [1, 2]
     assert all((other.nodes, other.world) == (3, 7) for other in others.values())
     assert all(other.names == assignment.names[:1] for other in others.values())  # as long for many as for two
-    assert others[1].store == f"127.0.0.1:{1}"
+    assert {other.store for other in others.values()} == {assignment.store}
+    port = int(assignment.store.rpartition(":")[2])
+    with pytest.raises(OSError, match="in use"):  # nobody takes it before the agent's store listens there
+        network.listen("127.0.0.1", port)
 
 
 def test_node_that_comes_too_late_is_turned_away():
@@ -39,6 +42,59 @@ def test_node_that_comes_too_late_is_turned_away():
     late = place.come(2)
     late.join(10)
     assert "already runs r1 with 2 nodes" in str(place.ends[-1])
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_node_that_comes_while_the_others_try_each_other_waits_for_the_start(monkeypatch, most):
+    tried = join_phase.try_to_reach
+
+    def try_once_a_third_has_come(nodes: list) -> list[str]:
+        place.come(2)
+        deadline = time.monotonic() + 10
+        while not place.coordinator._server._late and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return tried(nodes)
+
+    monkeypatch.setattr(join_phase, "try_to_reach", try_once_a_third_has_come)
+    place = Place(2, most=most)
+    place.come(1)
+    assert place.coordinator.gather(counter()).nodes == 2
+    place.coordinator.start()
+    deadline = time.monotonic() + 10
+    while len(place.ends) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    late = place.ends[-1]
+    place.close()
+    if most == 2:
+        assert "already runs r1 with 2 nodes" in str(late)
+    else:
+        assert (late.assignment.rank, late.assignment.nodes) == (2, 3)
+
+
+def test_node_that_leaves_while_the_others_try_each_other_is_missed(monkeypatch):
+    tried = join_phase.try_to_reach
+
+    def try_once_it_has_left(nodes: list) -> list[str]:
+        client._connection.close()
+        deadline = time.monotonic() + 10
+        while place.coordinator._server.nodes.number_present > 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return tried(nodes)
+
+    def come_and_say_nothing_more() -> None:
+        client.connect(counter())
+        about = {"greeting": place.node_info(2).to_message(), "time_ns": time.time_ns(), "run_id": ""}
+        client._connection.send(kind="hello", **about)
+
+    place = Place(3)
+    client = place.client()
+    monkeypatch.setattr(join_phase, "try_to_reach", try_once_it_has_left)
+    threading.Thread(target=come_and_say_nothing_more, daemon=True).start()
+    first = place.come(1)
+    with pytest.raises(MachineError, match=r"host2 \(127.0.0.1\) did not answer any more"):
+        place.coordinator.gather(counter())
+    first.join(10)
+    place.close()
 
 
 def test_elastic_run_starts_with_the_least_and_takes_in_more_each_with_its_own_number():

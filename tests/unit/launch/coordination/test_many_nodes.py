@@ -1,9 +1,10 @@
-"""What the coordinator sends grows with the number of nodes, and not with its square."""
+"""What the coordinator sends and does grows with the number of nodes, and not with its square."""
 
 import threading
 import time
 
-from fsdplaunch.launch.coordination import network
+from fsdplaunch.launch.coordination import join_phase, network
+from fsdplaunch.launch.coordination.connected_nodes import ConnectedNodes
 from fsdplaunch.launch.coordination.protocol import Connection
 from fsdplaunch.launch.coordination.reachability import FULL_MESH
 from tests.joining import Place, counter
@@ -31,14 +32,77 @@ def join_many(monkeypatch, count: int) -> tuple[Place, dict[int, int]]:
     return place, sent
 
 
-def test_each_node_is_sent_as_much_among_many_as_among_few(monkeypatch):
+def count_looks(monkeypatch) -> list[str]:
+    """Note each time that somebody goes through all connections, or all nodes."""
+    looks: list[str] = []
+
+    def noted(name: str, plain):
+        return lambda nodes: (looks.append(name), plain(nodes))[1]
+
+    monkeypatch.setattr(ConnectedNodes, "present", property(noted("present", ConnectedNodes.present.fget)))
+    monkeypatch.setattr(ConnectedNodes, "__iter__", noted("all", ConnectedNodes.__iter__))
+    return looks
+
+
+def test_each_node_is_sent_as_much_among_many_as_among_few_and_nobody_is_looked_at_for_it(monkeypatch):
     few, many = FULL_MESH + 2, 3 * FULL_MESH
-    sizes = {}
+    looks = count_looks(monkeypatch)
+    monkeypatch.setattr(join_phase, "NEWS_SECONDS", 60)
+    sizes, looked = {}, {}
     for count in (few, many):
         place, sent = join_many(monkeypatch, count)
-        sizes[count] = sum(sent.values()) / count
+        sizes[count], looked[count] = sum(sent.values()) / count, looks.copy()
         place.close()
+        looks.clear()
     assert sizes[many] < 1.2 * sizes[few]
+    assert looked[many] == looked[few]  # so many messages, and not one of them a reason to go through the nodes
+
+
+def test_outcomes_of_many_nodes_are_counted_and_not_looked_for(monkeypatch):
+    place, _ = join_many(monkeypatch, 4)
+    looks = count_looks(monkeypatch)
+    outcome = {"status": 0, "stopped_by": None, "error": None, "attempt": None}
+    place.coordinator.start()
+    for end in place.ends:
+        end.start()
+    finals: list[dict] = []
+    threads = [
+        threading.Thread(target=lambda node=node: finals.append(node.conclude(outcome)))
+        for node in (place.coordinator, *place.ends)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [final["status"] for final in finals] == [0] * 4
+    assert looks == ["all", "present", "all"]  # to merge what all said, to tell them, to see it sent
+    place.close()
+
+
+def test_news_of_a_long_wait_go_to_all_in_turn(monkeypatch):
+    monkeypatch.setattr(join_phase, "TOLD_AT_ONCE", 2)
+    monkeypatch.setattr(join_phase, "NEWS_SECONDS", 0.05)
+    told: list[int] = []
+    place = Place(5, seconds=5)
+    monkeypatch.setattr(
+        ConnectedNodes, "present", property(lambda _nodes: [Listener(number, told) for number in range(3)])
+    )
+    phase = join_phase.JoinPhase(place.coordinator._server)
+    for _ in range(4):
+        phase._spread_news(kind="waiting", here=3, of=5)
+    assert told == [0, 1, 2, 0, 1, 2]
+    place.close()
+
+
+class Listener:
+    """A node that notes that it was told something."""
+
+    def __init__(self, number: int, told: list[int]) -> None:
+        self.number, self.told = number, told
+
+    def send_line(self, line: str) -> None:
+        assert '"here": 3' in line
+        self.told.append(self.number)
 
 
 def test_signal_that_every_node_tells_of_reaches_each_node_once(monkeypatch):

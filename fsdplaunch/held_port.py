@@ -1,0 +1,100 @@
+"""Hold a port from its choice until its server listens, so that nobody takes it meanwhile. Standard library only.
+
+The launcher of node 0 tells the other nodes a port at which its agent's store will listen seconds later. It binds
+the port first and hands the socket over. Nothing listens before the agent does: who comes early is refused, and
+tries again.
+"""
+
+import errno
+import os
+import socket
+from collections.abc import MutableMapping
+
+HELD = "FSDPLAUNCH_STORE_SOCKET"
+"""Contract variable, not a key: the descriptor of the socket at which the agent's store is to listen."""
+ALL_ADDRESSES = "0.0.0.0"  # noqa: S104  (where an address is not this node's own)
+_BACKLOG = 2048
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to one address, and at which nothing listens yet.
+
+    Args:
+        host: The address, or a name of it; where it is not this node's (behind address translation), all.
+        port: 0 for any that is free.
+
+    Raises:
+        OSError: The port is taken, or the name is not known.
+    """
+    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        return _bound(family, place)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    return _bound(socket.AF_INET, (ALL_ADDRESSES, port))
+
+
+def _bound(family: int, place: tuple[object, ...]) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        _share(sock, True)
+        sock.bind(place)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def held(host: str, *ports: int) -> socket.socket:
+    """Return a socket that is bound to the first of these ports that is free, and keeps all others from listening.
+
+    Args:
+        host: See `bound`.
+        ports: 0 for any that is free.
+
+    Raises:
+        OSError: None is free.
+    """
+    for port in ports[:-1]:
+        try:
+            return _kept(bound(host, port))
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+    return _kept(bound(host, ports[-1]))
+
+
+def _kept(sock: socket.socket) -> socket.socket:
+    """Keep others from listening there: two sockets that may share a port can both be bound to it."""
+    _share(sock, False)
+    return sock
+
+
+def listening(sock: socket.socket) -> tuple[str, int]:
+    """Have a bound socket listen; return the address and port by which this node reaches it.
+
+    Raises:
+        OSError: Another one listens there.
+    """
+    _share(sock, True)  # connections of an earlier run that are about to be forgotten are no obstacle
+    sock.listen(_BACKLOG)
+    address, port = sock.getsockname()[:2]
+    return "127.0.0.1" if address == ALL_ADDRESSES else str(address), int(port)
+
+
+def take_held(environ: MutableMapping[str, str]) -> socket.socket | None:
+    """Return the socket that the launcher holds for this process; None where there is none.
+
+    It is taken out of the environment and kept from programs that are started from here.
+    """
+    text = environ.pop(HELD, "")
+    try:
+        os.set_inheritable(int(text), False)
+        return socket.socket(fileno=int(text))
+    except (ValueError, OSError):
+        return None
+
+
+def _share(sock: socket.socket, is_shared: bool) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(is_shared))
