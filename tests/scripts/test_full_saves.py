@@ -100,7 +100,7 @@ def test_shards_given_as_a_state_are_refused_with_the_line_before_anything_is_wr
     ("configured", "special"),
     [
         ({}, ["alone"]),
-        (keys(1, "LlamaDecoderLayer"), ["best"]),
+        (keys(1, "LlamaDecoderLayer") | {"fsdp_config__fsdp_activation_checkpointing": True}, ["best"]),
         (keys(2, "LlamaDecoderLayer"), ["bf16"]),
         (keys(1, "LlamaDecoderLayer", "FULL_STATE_DICT"), ["model only"]),
     ],
