@@ -20,7 +20,7 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor import shard_handlers as handlers
-from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0
+from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0, full_by_all_or_rank0
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.torch_internals.dtensor import finishing_results, knows_operator, operator_handlers
@@ -86,6 +86,7 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
         for name in _LIKE:
             stack.enter_context(replaced(torch, name, lambda function: _handled(function, draw_like, ours)))
         stack.enter_context(replaced(DTensor, "data", lambda _: property(data.__get__, set_data)))
+        stack.enter_context(replaced(DTensor, "full_tensor", full_by_all_or_rank0))
         set_plain = _handled(data.__set__, handlers.full_data, ours)
         stack.enter_context(replaced(nn.Parameter, "data", lambda _: property(data.__get__, set_plain)))
         stack.enter_context(_handling_operators(ours))

@@ -1,15 +1,18 @@
 """Reads of shards by the script: by all ranks, or by rank 0 alone, as in `if rank == 0: print(p.norm())`."""
 
+import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.auto.script_line import is_user_file, script_line
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer
 from fsdplaunch.runtime.auto.state.rank0.position import Position
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
+from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
 from fsdplaunch.runtime.torch_internals.tensors import tree_map
 
 _together: set[str] = set()
@@ -42,6 +45,28 @@ def by_all_or_rank0(compute: Callable[[Any, Any, Any], Any]) -> Callable[[Any, A
         return compute(func, args, kwargs)
 
     return read
+
+
+def full_by_all_or_rank0(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `full_tensor` that a script may also call on rank 0 alone, whoever has sharded the tensor.
+
+    Args:
+        gather: Torch's; collective. Libraries keep it as it is: they call it where all ranks come.
+    """
+
+    def full_tensor(full: torch.Tensor, **_: Any) -> torch.Tensor:
+        return full
+
+    read = by_all_or_rank0(lambda _, args, kwargs: gather(*args, **kwargs))
+
+    @wraps(gather)
+    def gather_or_fetch(tensor: DTensor, **kwargs: Any) -> Any:
+        by_script = is_user_file(sys._getframe(1).f_code.co_filename)
+        if not by_script or rank0_saves() is None or not is_over_all_ranks(tensor):
+            return gather(tensor, **kwargs)
+        return read(full_tensor, (tensor,), kwargs)
+
+    return gather_or_fetch
 
 
 def _come_together(gathering: ShardGatherer, line: str, position: Position) -> bool:
