@@ -50,8 +50,8 @@ class Passes:
             CheckpointError: Only other ranks do.
         """
         if model.training != self.training:
+            check_all_ranks(f"{self.name} in {'training' if model.training else 'evaluation'}")
             self.training = model.training
-            check_all_ranks(f"{self.name} in {'training' if self.training else 'evaluation'}")
         elif self.training and not torch.is_grad_enabled():
             self._meet_without_gradients(calling_lines())
 
