@@ -41,7 +41,7 @@ frozen = FullyShardedDataParallel(frozen, **whole)
 trained = [value for each in (model, flat, frozen) for value in each.parameters() if value.requires_grad]
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 others = torch.optim.SGD([value for value in trained if not hasattr(value, "full_tensor")], lr=1e-2)
-options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)  # as accelerate
 
 
 def step():
