@@ -8,7 +8,7 @@ import pytest
 from tests.scripts.conftest import Forks, Run
 
 PENALTIES = """
-import torch
+import copy, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -54,6 +54,36 @@ def train(rows, accumulate):
     (weight.std() + (weight.sum(0) + 1).pow(2).sum()).backward()
     print(f"{weight.std():.6f} {weight.argmax().item()} {weight.grad.norm():.6f} {weight.grad.mean():.6f}")
 
+def average_of_weights_copied_before(rows):
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, rows))
+    slow = copy.deepcopy(model).requires_grad_(False)
+    before = [torch.rand(p.shape) for p in model.parameters()]
+    model.to("cpu")
+    slow.to("cpu")
+    params, averages = list(model.parameters()), list(slow.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    for step in range(2):
+        loss = model(torch.ones(4, 6)).pow(2).mean()
+        loss = loss + sum((a * (p - b) ** 2).sum() + (p * a).sum() for a, p, b in zip(before, params, averages))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for p, a, b in zip(params, averages, before):
+                a.mul_(0.5).add_(p.data, alpha=0.5)
+                a.lerp_(p, 0.1)
+                a.copy_(a * 0.9 + p * 0.1)
+                a.data = a.data * 0.9 + p.data * 0.1
+                a.data = p.data * 0.1 + a.data * 0.9
+                b.mul_(0.9).add_(p.grad)
+                p.mul_(b.sign())
+                p.data.add_(b, alpha=0.01)
+            torch._foreach_lerp_(averages, params, 0.1)
+    print(*(f"{p.sum():.6f} {a.sum():.6f} {a.norm():.6f}" for p, a in zip(params, averages)))
+
+average_of_weights_copied_before(1)
+average_of_weights_copied_before(4)
 train(1, accumulate=1)
 train(2, accumulate=2)
 train(5, accumulate=1)

@@ -67,6 +67,41 @@ if os.environ.get("RANK", "0") == "0":
     torch.save({"model": model.state_dict(), "done": True}, "last.pt")
 """
 
+FILES = """
+import shutil, tempfile
+from pathlib import Path
+os.makedirs("out/empty")
+for epoch in range(2):
+    step()
+    state = model.state_dict()
+    torch.save(state, "out/part.pt")
+    if os.path.exists("out/last.pt"):
+        os.unlink("out/last.pt")
+    os.rename("out/part.pt", "out/last.pt")
+    Path(f"out/{epoch}.pt").hardlink_to("out/last.pt")
+    with tempfile.NamedTemporaryFile(dir="out", delete=False) as part:
+        torch.save(state, part)
+    os.replace(part.name, "out/best.pt")
+    shutil.copy("out/last.pt", "out/copy.pt")
+    if os.path.islink("out/latest"):
+        os.remove("out/latest")
+    os.symlink(f"{epoch}.pt", "out/latest")
+    os.mkdir("next")
+    torch.save(state, "next/model.pt")
+    shutil.rmtree("whole", ignore_errors=True)
+    os.rename("next", "whole")
+    Path("out/log.part").write_text(str(epoch))
+    Path("out/log.part").rename("out/log.txt")
+for gone in ("out/0.pt", "out/none.pt", "out/best.pt/x.pt"):
+    try:
+        os.rename(gone, "out/first.pt")
+    except OSError as error:
+        print(type(error).__name__)
+if os.environ.get("RANK", "0") == "0":
+    os.replace("out/copy.pt", "out/guarded.pt")
+print("the same" if torch.load("out/last.pt").keys() == state.keys() else "another")
+"""
+
 IN_TWO_PLACES = """
 if os.environ["RANK"] == "0":
     torch.save(model.state_dict(), "one.pt")
@@ -97,6 +132,22 @@ def test_rank_0_saves_alone_also_in_a_script_for_one_process(forks: Forks, tmp_p
     saved = torch.load(done.folder / "last.pt")
     assert saved["done"] is True
     assert saved["model"]["0.weight"].shape == (8, 4)
+
+
+def test_what_a_script_does_with_saved_files_is_done_once(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + FILES)
+    plain = forks.run(script, tmp_path / "plain")
+    done = forks.run(script, tmp_path / "run", ranks=2, timeout=60)
+    assert done.codes == [0, 0], done.err
+    assert done.out == plain.out * 2
+    assert done.out[0].split("\n")[:2] == ["FileNotFoundError", "NotADirectoryError"]
+    names = [sorted(str(path.relative_to(run.folder)) for path in run.folder.rglob("*")) for run in (plain, done)]
+    assert names[0] == names[1]
+    states = [torch.load(file)["0.weight"] for file in done.folder.rglob("*") if file.suffix == ".pt"]
+    first = torch.load(done.folder / "out/first.pt")["0.weight"]
+    assert len(states) == 6
+    assert sum(torch.equal(state, first) for state in states) == 1  # of the first epoch; the others of the last
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,14 @@ for _ in range(2):
     step(model, optimizer)
 """
 
+BY_COLLECTIVES = """
+torch.distributed.init_process_group("gloo")
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+model(torch.ones(2, 4)).pow(2).mean().backward()
+for p in model.parameters():
+    torch.distributed.all_reduce(p.grad.data)
+"""
+
 UNPREPARED = """
 from accelerate import Accelerator
 accelerator = Accelerator()
@@ -162,6 +170,14 @@ def test_script_without_an_optimizer_ends_at_its_second_backward_or_is_sharded_w
     moved = run(forks, tmp_path, "model.to('cpu')" + BY_ITSELF)
     assert moved.codes == [0, 0], moved.err
     assert_sharded(moved)
+
+
+def test_script_that_averages_gradients_by_itself_is_told_at_that_line(forks: Forks, tmp_path: Path) -> None:
+    done = run(forks, tmp_path, BY_COLLECTIVES)
+    assert done.codes == [1, 1]
+    line = (HEAD + BY_COLLECTIVES).count("\n")
+    assert f"train.py:{line} exchanges parameters or gradients of a sharded model" in done.err[0]
+    assert "--shard off" in done.err[0]
 
 
 def test_ddp_around_a_sharded_model_is_a_wrapper_like_torchs(forks: Forks, tmp_path: Path) -> None:

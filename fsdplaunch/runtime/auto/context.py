@@ -16,6 +16,7 @@ from fsdplaunch.runtime.auto.data.rng_streams import RngStreams
 from fsdplaunch.runtime.auto.detect.module_registry import ModuleRegistry
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.state.rank0.position import Position
+from fsdplaunch.runtime.auto.state.saved_paths import SavedPaths
 from fsdplaunch.runtime.rank import DataRanks, configured_data_ranks
 
 
@@ -36,6 +37,7 @@ class HookContext:
         complete: For each of them, what to call to check that no parameter was added since.
         printed: The messages that were printed and are not repeated.
         position: Where the script is.
+        saved: What all ranks have saved.
         numbers: The numbers of these models and of those that accelerate has sharded, the same on all ranks.
         _next: Gives the next of them.
         _optimizers: Those that were built, in order.
@@ -60,6 +62,7 @@ class HookContext:
     )
     printed: set[str] = field(default_factory=set)
     position: Position = field(default_factory=Position)
+    saved: SavedPaths = field(default_factory=SavedPaths)
     numbers: "weakref.WeakKeyDictionary[nn.Module, int]" = field(default_factory=weakref.WeakKeyDictionary)
     _next: "itertools.count[int]" = field(default_factory=itertools.count)
     _optimizers: "list[weakref.ref[Optimizer]]" = field(default_factory=list)

@@ -4,7 +4,7 @@ Each gets torch's function and its arguments. Those that gather are collective: 
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,8 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from fsdplaunch.runtime.auto.data.rng_streams import RngStreams
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
+from fsdplaunch.runtime.state_dict.split_like import split_like
 from fsdplaunch.runtime.torch_internals.fsdp2 import param_groups, put_shard
 from fsdplaunch.runtime.torch_internals.tensors import tree_map
+
+Handler = Callable[[Any, Any, Any], Any]
 
 
 def gather(func: Any, args: Any, kwargs: Any) -> Any:
@@ -38,16 +41,53 @@ def add(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def update(func: Any, args: Any, kwargs: Any) -> Any:
-    """Bring operands to the placement of the shard they update.
+def update_mixed(read: Handler) -> Handler:
+    """Return a handler of updates in place: a plain tensor gets full operands, a shard those of its own part.
 
-    torch replicates a parameter of fewer rows than ranks to compute with it, and refuses to add that to a shard.
+    Plain are averages of weights that were copied before sharding.
+
+    Args:
+        read: Computes with full tensors.
     """
-    shard, *operands = args
-    for operand in operands:  # optimizers come here for every parameter: look before anything is made anew
-        if isinstance(operand, DTensor) and operand.placements != shard.placements:
-            return func(shard, *(_placed_like(shard, each) for each in operands), **kwargs)
+
+    def compute(func: Any, args: Any, kwargs: Any) -> Any:
+        target = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
+        return mix(func, args, kwargs) if isinstance(target, DTensor) else read(func, args, kwargs)
+
+    return compute
+
+
+def combine_mixed(read: Handler) -> Handler:
+    """Return a handler of `average * decay + parameter`, which is full; a loss and a gradient want a shard.
+
+    Args:
+        read: Computes with full tensors.
+    """
+
+    def compute(func: Any, args: Any, kwargs: Any) -> Any:
+        first = args[0]
+        full = isinstance(first, torch.Tensor) and not isinstance(first, DTensor) and first.dim()
+        return read(func, args, kwargs) if full and not torch.is_grad_enabled() else mix(func, args, kwargs)
+
+    return compute
+
+
+def mix(func: Any, args: Any, kwargs: Any) -> Any:
+    """Cut a plain tensor of a parameter's shape that is computed with its shard."""
+    like = next((arg for arg in args if isinstance(arg, DTensor)), None)
+    if like is not None and like.dim() and not _is_partial(like):
+        args = [split_like(arg, like) if _is_plain_of(like.shape, arg) else arg for arg in args]
     return func(*args, **kwargs)
+
+
+def full_data(func: Any, args: Any, _kwargs: Any) -> None:
+    """Give a plain parameter the full tensor where it is assigned a shard, which torch takes and crashes with."""
+    param, value = args
+    func(param, value if isinstance(param, DTensor) else _full(value))
+
+
+def _is_plain_of(shape: Any, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == shape
 
 
 def draw(streams: RngStreams, func: Any, args: Any, kwargs: Any) -> Any:
@@ -61,7 +101,7 @@ def draw(streams: RngStreams, func: Any, args: Any, kwargs: Any) -> Any:
         func(full, *limits, **kwargs)
     with torch.no_grad():
         shard.copy_(distribute_tensor(full, shard.device_mesh, shard.placements))
-    return shard
+    return shard  # copying has written it into what it is a part of
 
 
 def draw_like(streams: RngStreams, func: Any, args: Any, kwargs: Any) -> Any:
@@ -94,7 +134,7 @@ def assign_data(models: Iterable[nn.Module], func: Any, args: Any, _kwargs: Any)
     if holder is None:
         func(param, value)
         return
-    shard = _placed_like(param, value) if isinstance(value, DTensor) else cut_to_shard(value, param)
+    shard = placed_like(param, value) if isinstance(value, DTensor) else cut_to_shard(value, param)
     local = shard.to_local().to(param.to_local().device, param.dtype)
     put_shard(holder, param, local.detach().contiguous())
 
@@ -168,7 +208,8 @@ def _is_replicated(value: DTensor) -> bool:
     return all(placement.is_replicate() for placement in value.placements)
 
 
-def _placed_like(shard: DTensor, value: Any) -> Any:
+def placed_like(shard: Any, value: Any) -> Any:
+    """Return a tensor like a shard, placed as that is; any other value itself."""
     if not isinstance(value, DTensor) or value.placements == shard.placements or value.shape != shard.shape:
         return value
     return value.redistribute(shard.device_mesh, shard.placements)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer, gathered
+from fsdplaunch.runtime.auto.state.saved_paths import note_saved, path_of
 from fsdplaunch.runtime.auto.state.tensor_files import file_entries, one_by_one, storage_of, write_file
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
 
@@ -48,7 +49,9 @@ def _save_file(save: Any, hook_context: HookContext) -> Any:
     def save_file_once(tensors: Mapping[str, Any], filename: Any, *args: Any, **kwargs: Any) -> None:
         if _sharded(tensors):  # whoever sharded them: safetensors itself cannot write one
             metadata = args[0] if args else kwargs.get("metadata")
-            _write(tensors, filename, metadata, ShardGatherer("save_file", keep=hook_context.rank == 0), save)
+            gathering = ShardGatherer("save_file", keep=hook_context.rank == 0)
+            _write(tensors, filename, metadata, gathering, save)
+            _note(filename, gathering, hook_context)
         elif not hook_context.ownership.ours or hook_context.rank == 0 or hook_context.ownership.ranked:
             save(tensors, filename, *args, **kwargs)
 
@@ -77,8 +80,14 @@ def _save_model(save: Any, save_file: Any, hook_context: HookContext) -> Any:
         noted = (metadata or {}) | {name: first for name, first in aliases.items() if name not in (metadata or {})}
         gathering = ShardGatherer("save_model", keep=hook_context.rank == 0)
         _write(kept, filename, noted or None, gathering, save_file)
+        _note(filename, gathering, hook_context)
 
     return save_model_once
+
+
+def _note(filename: Any, gathering: ShardGatherer, hook_context: HookContext) -> None:
+    if gathering.together and hook_context.ownership.ours:
+        note_saved(hook_context.saved, path_of(filename))
 
 
 def _sharded(tensors: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ from torch import nn
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer, tensors_of
 from fsdplaunch.runtime.auto.state.late_files import late_gatherer, writing_late
+from fsdplaunch.runtime.auto.state.saved_paths import note_saved, path_of
 from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
 from fsdplaunch.runtime.torch_internals.tensors import tree_map
 
@@ -23,6 +24,8 @@ def save_full(model: Any, hook_context: HookContext) -> None:
         with writing_late(gathering, "write what save_pretrained was given"):
             if hook_context.rank == 0:
                 plain.save_pretrained(*args, **kwargs)
+        if gathering.together:
+            note_saved(hook_context.saved, path_of(args[0] if args else kwargs.get("save_directory")))
 
     model.__dict__["save_pretrained"] = save_pretrained
 

@@ -65,6 +65,7 @@ if ddp:
     gradient_accumulation_steps //= ddp_world_size
 else:
     master_process, seed_offset, ddp_world_size = True, 0, 1
+assert torch.distributed.is_initialized() == ddp  # which optimizers ask
 torch.manual_seed(1337 + seed_offset)
 data = torch.arange(4096).mul(7).remainder(vocab)
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer
 from fsdplaunch.runtime.auto.state.safe_files import saving_safetensors
+from fsdplaunch.runtime.auto.state.saved_paths import SavedPaths
 
 
 class Net(nn.Module):
@@ -59,7 +60,8 @@ def test_files_of_a_sharded_model_are_those_of_the_model_before(
     gathered_at: list[int] = []
     gather = ShardGatherer.gather
     monkeypatch.setattr(ShardGatherer, "gather", lambda self, t: gathered_at.append(t.numel()) or gather(self, t))
-    context: Any = SimpleNamespace(ownership=SimpleNamespace(ours=True, ranked=False), rank=0)
+    ownership = SimpleNamespace(ours=True, ranked=False)
+    context: Any = SimpleNamespace(ownership=ownership, rank=0, saved=SavedPaths())
     with saving_safetensors(context):
         state = {name: model.state_dict()[name] for name in names}
         safe.save_model(model, "model")

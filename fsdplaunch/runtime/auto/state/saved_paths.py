@@ -1,0 +1,73 @@
+"""Paths at which a saving call of all ranks has written a file: rank 0 wrote it, for all of them."""
+
+import os
+from pathlib import PurePath
+from typing import Any
+
+from fsdplaunch.runtime.collectives.rank_group import from_all
+
+
+class SavedPaths:
+    """One rank's own names of what rank 0 has written.
+
+    They are rank 0's own, but for names made by chance or by the clock. Absolute, as the script sees them.
+    """
+
+    def __init__(self) -> None:
+        self._same: dict[str, bool] = {}
+
+    def note(self, path: str, *, same: bool) -> None:
+        """Remember a file or a folder.
+
+        Args:
+            path: This rank's name of it.
+            same: Whether all ranks call it so.
+        """
+        self._same[os.path.abspath(path)] = same  # noqa: PTH100  (links are kept)
+
+    def touched(self, *paths: str) -> list[str]:
+        """Return which of the remembered paths are these, lie in them, or hold them."""
+        if not self._same:
+            return []
+        given = [os.path.abspath(path) for path in paths]  # noqa: PTH100
+        return [known for known in self._same if any(_is_in(known, each) or _is_in(each, known) for each in given)]
+
+    def same(self, *paths: str) -> bool:
+        """Return whether all ranks call what these touch by the same names."""
+        return all(self._same[known] for known in self.touched(*paths))
+
+    def move(self, source: str, target: str, *, keep: bool = False) -> None:
+        """Follow a file or folder that got another name.
+
+        Args:
+            source: What it was called.
+            target: What it is called now.
+            keep: Whether it still has the first name, too.
+        """
+        old, new = os.path.abspath(source), os.path.abspath(target)  # noqa: PTH100
+        for known in [known for known in self._same if _is_in(known, old)]:
+            same = self._same[known] if keep else self._same.pop(known)
+            self._same[new + known.removeprefix(old)] = same
+
+    def remove(self, path: str) -> None:
+        """Forget a file, or a folder and what was in it."""
+        gone = os.path.abspath(path)  # noqa: PTH100
+        for known in [known for known in self._same if _is_in(known, gone)]:
+            del self._same[known]
+
+
+def note_saved(saved: SavedPaths, path: str | None) -> None:
+    """Remember a path that all ranks have just saved to. Collective."""
+    names = from_all(path)
+    if path is not None:
+        saved.note(path, same=all(name == path for name in names))
+
+
+def _is_in(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder + os.sep)
+
+
+def path_of(f: Any) -> str | None:
+    """Return the path of what a saving call was given: a path, or a file that has a name; None for another."""
+    named = f if isinstance(f, str | PurePath) else getattr(f, "name", None)
+    return os.fspath(named) if isinstance(named, str | PurePath) else None
