@@ -15,11 +15,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
 from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.state import file_operations
 from fsdplaunch.runtime.collectives.hang_detector import store
 
 _DONE = {
@@ -58,8 +60,7 @@ class _Operation:
 
     def __init__(self, name: str, code: int) -> None:
         self.name, self.code = name, code
-        self.own: Counter[str] = Counter()
-        self.taken: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
         self.process = os.getpid()
 
     def replace(self, original: Any) -> Any:
@@ -72,48 +73,62 @@ class _Operation:
             key = self._key(args, kwargs)
             if key is None:
                 return original(*args, **kwargs)
-            store().add(key, 1)
+            _count(key, 1)
             try:
                 done = original(*args, **kwargs)
             except BaseException as error:
-                store().add(key, -1)
-                if getattr(error, "errno", None) != self.code or not self._done_elsewhere(key):
+                _count(key, -1)
+                if getattr(error, "errno", None) != self.code or not _done_elsewhere(key):
                     raise
                 return None
-            self.own[key] += 1
-            store().add(key, _DONE_ONCE - 1)
+            _count(key, _DONE_ONCE - 1)
             return done
 
         return operate
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Return where ranks of a run meet that do the same; None where it is told from an open folder."""
+        """Return where ranks meet whose call this is; None where the path is told from an open folder."""
         given = [*args, *(kwargs[name] for name in ("src", "dst", "path") if name in kwargs)]
         paths = [os.fsdecode(each) for each in given if isinstance(each, str | bytes | os.PathLike)]
         if not paths or any(value is not None for name, value in kwargs.items() if name.endswith("dir_fd")):
             return None
         absolute = "\0".join(os.path.abspath(path) for path in paths)  # noqa: PTH100
-        return f"fsdplaunch/files/{self.name}/{hashlib.sha256(absolute.encode()).hexdigest()[:24]}"
+        self.calls[absolute] += 1
+        digest = hashlib.sha256(absolute.encode()).hexdigest()[:24]
+        return f"fsdplaunch/files/{self.name}/{digest}/{self.calls[absolute]}"
 
-    def _done_elsewhere(self, key: str) -> bool:
-        """Return whether another rank has done it once more than this one has taken it for done.
 
-        Each is counted before it begins, so there is nothing to wait for where none is under way.
-        """
-        until = time.monotonic() + _PATIENCE_SECONDS
-        while True:
-            done, under_way = divmod(store().add(key, 0), _DONE_ONCE)
-            if done > self.own[key] + self.taken[key]:
-                self.taken[key] += 1
-                return True
-            if not under_way or time.monotonic() >= until:
-                return False
-            time.sleep(0.01)
+def _done_elsewhere(key: str) -> bool:
+    """Return whether another rank has done it.
+
+    Each is counted before it begins, so there is nothing to wait for where none is under way.
+    """
+    until = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        done, under_way = divmod(_count(key, 0), _DONE_ONCE)
+        if done or not under_way or time.monotonic() >= until:
+            return bool(done)
+        time.sleep(0.01)
+
+
+def _count(key: str, amount: int) -> int:
+    """Return what a count has come to; 0 where the run's store has ended with its rank."""
+    try:
+        return int(store().add(key, amount))
+    except RuntimeError:
+        return 0
 
 
 def _by_libraries() -> bool:
     """Return whether torch or this package does it, whose files are each rank's own."""
-    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(("torch.", "fsdplaunch."))
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and _module(frame) == file_operations.__name__:  # stands between the script and this
+        frame = frame.f_back
+    return frame is not None and _module(frame).startswith(("torch.", "fsdplaunch."))
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _may_exist() -> bool:

@@ -47,7 +47,7 @@ def test_a_folder_that_must_not_be_there_counts_where_another_rank_made_it(
         folder.mkdir()
         with pytest.raises(FileExistsError):
             folder.mkdir()
-    assert len(set(asked)) == 1
+    assert len(set(asked)) == 2  # each call that may be another rank's
 
 
 def test_what_another_rank_is_doing_is_waited_for(asked: list[str], tmp_path: Path) -> None:
