@@ -255,6 +255,11 @@ def _exchanges(case: MemoryCase, setup: TrainingSetup) -> Iterator[str]:
     if setup.tensor > 1:
         amount = 4 * shape.layers * setup.tokens // setup.context * shape.hidden * width
         yield f"the {setup.tensor} ranks that split layers add up {amount / GIB:.2f} GiB of activations per step"
+    if shape.head_count % setup.tensor:
+        yield (
+            f"tp_size {setup.tensor} does not divide the model's {shape.head_count} heads: its attention cannot be"
+            " split by heads"
+        )
     if not divides_heads(shape, setup):
         yield (
             f"cp_size {setup.context} does not divide the model's {shape.head_count} heads: training would stop"

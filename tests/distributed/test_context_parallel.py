@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fsdplaunch
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.context_parallel.apply import split_blocks
 from fsdplaunch.runtime.context_parallel.attention import attend
 from fsdplaunch.runtime.context_parallel.exchanges import own_piece
 from fsdplaunch.runtime.torch_internals import operators
@@ -174,6 +175,18 @@ def compiled_passes() -> float:
 
 def test_a_model_with_split_sequences_is_compiled_as_a_whole(two_ranks: RankPool) -> None:
     assert max(two_ranks.run(compiled_passes, env=sequences(2), timeout=200)) < 1e-5
+
+
+def test_sequences_are_cut_at_the_first_numbered_block_not_at_an_embedding() -> None:
+    """Encoders of transformers name their embedding among the modules that stay in one piece."""
+    model = models.Plain()
+    model.front = nn.Sequential(nn.Embedding(4, 4))
+    model._no_split_modules = ["Sequential", "Block"]
+    axis: Any = None  # nobody computes
+    split_blocks(model, (), axis, "auto")
+    assert "forward" not in model.front.__dict__
+    forwards = [block.__dict__["forward"] for block in model.layers]
+    assert [(each.first, each.last) for each in forwards] == [(True, False), (False, True)]
 
 
 class Counting(models.Block):

@@ -31,7 +31,7 @@ def split_blocks(
         ShardingError: The model has no blocks.
     """
     sequences = SplitSequences(axis=axis, way=way)
-    found = [unwrapped(block) for block in find_blocks(model, classes).values()]
+    found = [unwrapped(block) for block in _in_lists(find_blocks(model, classes))]
     blocks = [block for block in found if any(True for _ in block.children())]  # embeddings side by side are none
     if not blocks:
         msg = f"{class_name(model)} has no blocks inside of which sequences could be split (cp_size)"
@@ -40,6 +40,12 @@ def split_blocks(
         last = number == len(blocks) - 1
         block.__dict__["forward"] = BlockForward(block, sequences, first=number == 0, last=last)
     return sequences
+
+
+def _in_lists(blocks: dict[str, nn.Module]) -> list[nn.Module]:
+    """Return the blocks that are numbered, if any are: encoders of transformers name an embedding as one, too."""
+    numbered = [block for name, block in blocks.items() if name.rpartition(".")[2].isdecimal()]
+    return numbered or list(blocks.values())
 
 
 def compare_first_pass(

@@ -223,6 +223,8 @@ def test_ranks_that_split_layers_and_sequences_need_less_for_each() -> None:
     uneven = replace(plain, world=9, shards=9, context=3, attention="heads")
     notes = make_report(case, uneven, title="", model="", memory=GIB).notes
     assert any("cp_size 3 does not divide the model's 8 heads" in note for note in notes)
+    notes = make_report(case, replace(layers, world=9, shards=3, tensor=3), title="", model="", memory=GIB).notes
+    assert any("tp_size 3 does not divide the model's 8 heads" in note for note in notes)
     names = [row.name for row in make_report(case, layers, title="", model="", memory=GIB).rows]
     assert names[0] == "FULL_SHARD, layers over 2"
     assert any(
