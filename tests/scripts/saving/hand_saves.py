@@ -58,15 +58,24 @@ def refused(name, call):
         began = time.monotonic()
         try:
             call()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             print(name, "at once:" if time.monotonic() - began < 20 else "late:", error)
     step()
+
+
+def evaluate():
+    model.eval()
+    try:
+        model(torch.ones(1, 8))
+    finally:
+        model.train()
 
 
 refused("early", lambda: torch.save(model.state_dict(), "never.pt"))
 refused("FSDP1", lambda: torch.save(flat.state_dict(), "never.pt"))
 refused("FSDP1's optimizer", lambda: FullyShardedDataParallel.optim_state_dict(flat, others))
 refused("shards", lambda: dcp.save({"model": model.state_dict()}, checkpoint_id="never"))
+refused("evaluation", evaluate)
 if rank == 0:
     both = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save([both], "both.pt")

@@ -1,4 +1,4 @@
-"""Let rank 0 save alone what accelerate or the script itself has sharded with FSDP2.
+"""Let rank 0 save alone what accelerate or the script itself has sharded with FSDP2, and not evaluate alone.
 
 Needed because scripts save `if accelerator.is_main_process:` and `if rank == 0:`. Under FSDP1 the other ranks have
 no shards by name that they could hand over: there such a save ends with an error.
@@ -12,10 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as optimizers
 
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.state.rank0.passes import Passes, note_passes
 from fsdplaunch.runtime.auto.state.rank0.pulling import open_once
 from fsdplaunch.runtime.auto.state.rank0.shard_names import count_changes_from_now, is_over_all_ranks
 from fsdplaunch.runtime.compat.import_hook import once_imported
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
+from fsdplaunch.runtime.inspection.units import original_class
 from fsdplaunch.runtime.step_hooks import before_first_step
 from fsdplaunch.runtime.torch_internals.wrappers import is_compiled, untraced
 
@@ -72,5 +74,7 @@ def _note(model: nn.Module, hook_context: HookContext) -> None:
     open_once(hook_context)
     if is_compiled(model, hook_context.module_registry.alive()):
         return  # a hook would have it compiled again
-    begin_pass = untraced(hook_context.position.begin_pass)
-    model.register_forward_pre_hook(lambda *_: begin_pass(), prepend=True)
+    passes = Passes(original_class(model).__name__, hook_context)
+    note_passes(model, passes)
+    begin = untraced(passes.begin)
+    model.register_forward_pre_hook(lambda module, _: begin(module), prepend=True)
