@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdplaunch.runtime.auto.script_line import is_user_file, script_line
+from fsdplaunch.runtime.auto.script_line import calling_lines, is_user_file
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer
 from fsdplaunch.runtime.auto.state.rank0.position import Position
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
@@ -16,7 +16,10 @@ from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
 from fsdplaunch.runtime.torch_internals.tensors import tree_map
 
 _together: set[str] = set()
-"""The script's lines that all ranks were seen to reach together; asked once, as a read may stand in every step."""
+"""The script's lines that all ranks were seen to reach together; asked once, as a read may stand in every step.
+
+With those that led to them: a function that all ranks have called may be called by rank 0 alone elsewhere.
+"""
 _alone_at: tuple[Any, ...] | None = None
 """The line at which rank 0 was seen to read alone, and how far it was: its next shards are read so, too."""
 
@@ -31,14 +34,13 @@ def by_all_or_rank0(compute: Callable[[Any, Any, Any], Any]) -> Callable[[Any, A
     """
 
     def read(func: Any, args: Any, kwargs: Any) -> Any:
-        shards = any(isinstance(value, DTensor) for value in (*args, *kwargs.values()))
-        saves = None if torch.compiler.is_compiling() or not shards else rank0_saves()
+        saves = None if torch.compiler.is_compiling() else rank0_saves()
         if saves is None:
             return compute(func, args, kwargs)
-        line = script_line()
+        line = calling_lines()
         if line in _together:
             return compute(func, args, kwargs)
-        gathering = ShardGatherer(f"{func.__name__}() of a shard", keep=True)
+        gathering = ShardGatherer(f"{func.__name__}() of a shard", keep=True, at=line)
         if not _come_together(gathering, line, saves.position):
             return _alone(gathering, func, args, kwargs)
         _together.add(line)

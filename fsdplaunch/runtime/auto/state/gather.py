@@ -43,9 +43,9 @@ class ShardGatherer:
         late: What gathers them when they are needed; None where they are wanted at once.
     """
 
-    def __init__(self, call: str, *, keep: bool) -> None:
+    def __init__(self, call: str, *, keep: bool, at: str | None = None) -> None:
         self.keep = keep
-        self.call = f"{call} at {script_line()}"
+        self.call = f"{call} at {at or script_line()}"
         self.count = 0
         self.together = True
         self.late: LateStorages | None = None
