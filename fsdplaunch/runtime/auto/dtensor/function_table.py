@@ -61,7 +61,7 @@ _LOSS_OPERATORS = (
 )
 _MIXING = ("add", "sub", "mul", "div", "lerp")
 """How `average * decay + parameter * (1 - decay)` is computed, where the average is no shard."""
-_AVERAGING = (*(f"{name}_" for name in _MIXING), "copy_", "addcmul_", "addcdiv_")
+_AVERAGING = (*(f"{name}_" for name in _MIXING), "addcmul_", "addcdiv_")
 """How it is updated in place; `torch._foreach_lerp_` and the like do so for many."""
 _COLLECTIVES = (
     *("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_", "_allgather_base_", "gather_"),
@@ -130,7 +130,8 @@ def _handling_operators(ownership: Ownership) -> Iterator[None]:
         (_EXTREME_OPERATORS, handlers.replicate_empty),
         (("mean",), handlers.replicate_unequal),
         (_MIXING, handlers.combine_mixed(read)),
-        ((*_AVERAGING, *(f"_foreach_{name}" for name in _AVERAGING)), handlers.update_mixed(read)),
+        (("_foreach_copy_",), handlers.copy_each),
+        (("copy_", *_AVERAGING, *(f"_foreach_{name}" for name in _AVERAGING)), handlers.update_mixed(read)),
     ):
         table.update(dict.fromkeys(_overloads(names), _operator(handler, ownership, table)))
     table.update(dict.fromkeys(_overloads(_COLLECTIVES, torch.ops.c10d), _refused))
