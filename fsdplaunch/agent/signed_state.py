@@ -15,15 +15,17 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousInfo,
     RendezvousStateError,
+    RendezvousStoreInfo,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from fsdplaunch.agent.agreed_rendezvous import WatchedStore
 from fsdplaunch.run_secret import proof
-from fsdplaunch.runtime.collectives.stores import TCPStore, serving_store
+from fsdplaunch.runtime.collectives.stores import Store, TCPStore, serving_store
 
 BACKEND = "fsdplaunch-elastic"
+_PORT_KEY = "fsdplaunch/workers-port"
 _MAC_BYTES = sha256().digest_size
 
 
@@ -72,25 +74,39 @@ class SignedBackend(C10dRendezvousBackend):
 
 
 class WatchedRendezvous(RendezvousHandler):
-    """Torch's dynamic rendezvous, but that waiting in its store ends when the run is to end."""
+    """Torch's dynamic rendezvous, but that waiting ends with the run and the workers' store is there at once.
 
-    def __init__(self, handler: RendezvousHandler, is_stopped: Callable[[], None]) -> None:
-        self._handler, self._is_stopped = handler, is_stopped
+    Torch names the workers a port that was free a moment ago, for the first worker to open.
+    """
+
+    def __init__(
+        self,
+        handler: RendezvousHandler,
+        is_stopped: Callable[[], None],
+        read_time: timedelta = timedelta(seconds=60),
+    ) -> None:
+        self._handler, self._is_stopped, self._read_time = handler, is_stopped, read_time
+        self._served: Store | None = None
 
     @property
     def use_agent_store(self) -> bool:
-        """Return what torch's says."""
-        return self._handler.use_agent_store
+        """Return True: workers that make a group themselves are clients of a store of the first node's agent."""
+        return True
 
     def get_backend(self) -> str:
         """Return the name under which torch's agent asks for this."""
         return self._handler.get_backend()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the others, as torch does, and wrap the store they meet in."""
+        """Meet the others, as torch does, wrap the store they meet in, and open the workers'."""
         found = self._handler.next_rendezvous()
         watched: Any = WatchedStore(found.store, self._is_stopped, found.world_size)
         place: Any = found.bootstrap_store_info
+        if found.rank == 0:
+            self._served = None  # of the attempt before
+            self._served, port = serving_store(place.master_addr, 0, timeout=self._read_time)
+            watched.set(_PORT_KEY, str(port))
+        place = RendezvousStoreInfo(place.master_addr, int(watched.get(_PORT_KEY)))
         return RendezvousInfo(watched, found.rank, found.world_size, place)
 
     def is_closed(self) -> bool:
@@ -111,6 +127,7 @@ class WatchedRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Close what was opened."""
+        self._served = None
         return self._handler.shutdown()
 
 
@@ -145,4 +162,4 @@ def elastic_rendezvous(
         )
         raise RendezvousConnectionError(msg) from error
     handler = create_handler(store, SignedBackend(store, params.run_id, secret), params)
-    return WatchedRendezvous(handler, is_stopped)
+    return WatchedRendezvous(handler, is_stopped, seconds)

@@ -6,6 +6,7 @@ An approximation that holds for the families of `architecture`; the exact way is
 from dataclasses import dataclass, replace
 
 from fsdplaunch.estimate.families.parts import ActivationShape
+from fsdplaunch.estimate.split_sequences import attention_at_once, kept_per_token
 from fsdplaunch.estimate.training_setup import TrainingSetup
 
 _FP32 = 4
@@ -22,12 +23,14 @@ class Activations:
         kept: Kept by all blocks from forward to backward.
         logits: Output and loss, at the end of forward.
         loss: What the loss's backward adds to that.
+        attention: What backward of a split attention has at a time, beside what is kept.
     """
 
     block: int
     kept: int
     logits: int
     loss: int
+    attention: int = 0
 
 
 def activations_of(shape: ActivationShape, setup: TrainingSetup, width: int) -> Activations:
@@ -46,7 +49,8 @@ def activations_of(shape: ActivationShape, setup: TrainingSetup, width: int) -> 
         ffn=shape.ffn // setup.tensor,
         eager=shape.eager // (setup.tensor * setup.context),
     )
-    block = round(inside * _per_token(split, width)) + _weights(split, setup, width)
+    per_token = _per_token(split, width) + kept_per_token(split, setup, width)
+    block = round(inside * per_token) + _weights(split, setup, width)
     entry = tokens * shape.hidden * width
     if not setup.checkpointing:
         kept = shape.layers * block
@@ -56,7 +60,13 @@ def activations_of(shape: ActivationShape, setup: TrainingSetup, width: int) -> 
     wide = _FP32 if shape.upcasts else width  # the dtype that the loss is computed in
     capped = width if shape.capped else 0
     logits = scores * (width + wide + capped)
-    return Activations(block=block, kept=kept + entry, logits=logits, loss=scores * 2 * wide)
+    return Activations(
+        block=block,
+        kept=kept + entry,
+        logits=logits,
+        loss=scores * 2 * wide,
+        attention=attention_at_once(split, setup, width),
+    )
 
 
 def _per_token(shape: ActivationShape, width: int) -> float:

@@ -152,7 +152,7 @@ def _moments(
             "gathered": size.root + size.held + current,
             "communication": ahead + size.block_reduce,
             "activations": max(acts.kept, acts.block) if acts.kept else acts.block,
-            "temporary": head + size.block + acts.block,
+            "temporary": head + size.block + max(acts.block, acts.attention),
         },
         "reduce": {
             **before,

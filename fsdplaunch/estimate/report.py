@@ -15,6 +15,7 @@ from fsdplaunch.estimate.advice import (
     verdict_of,
 )
 from fsdplaunch.estimate.memory import CONTEXT, MOMENTS, PARTS, MemoryNeed
+from fsdplaunch.estimate.split_sequences import divides_heads, goes_in_ring, sent_bytes
 from fsdplaunch.estimate.trace_client import StepTrace
 from fsdplaunch.estimate.training_setup import TrainingSetup, alternatives
 
@@ -254,10 +255,20 @@ def _exchanges(case: MemoryCase, setup: TrainingSetup) -> Iterator[str]:
     if setup.tensor > 1:
         amount = 4 * shape.layers * setup.tokens // setup.context * shape.hidden * width
         yield f"the {setup.tensor} ranks that split layers add up {amount / GIB:.2f} GiB of activations per step"
-    if setup.context > 1:
-        each = 2 * (shape.heads + shape.keys) // setup.tensor
-        amount = 2 * shape.layers * setup.tokens // setup.context * each * width
-        yield f"the {setup.context} ranks that split sequences exchange {amount / GIB:.2f} GiB each per step"
+    if shape.head_count % setup.tensor:
+        yield (
+            f"tp_size {setup.tensor} does not divide the model's {shape.head_count} heads: its attention cannot be"
+            " split by heads"
+        )
+    if not divides_heads(shape, setup):
+        yield (
+            f"cp_size {setup.context} does not divide the model's {shape.head_count} heads: training would stop"
+            " at its first step; set sharding.context_parallel_attention to auto or ring"
+        )
+    elif setup.context > 1:
+        what = "keys and values in a ring" if goes_in_ring(shape, setup) else "positions for heads"
+        amount = sent_bytes(shape, setup, width)
+        yield f"the {setup.context} ranks that split sequences send {amount / GIB:.2f} GiB each per step, {what}"
 
 
 def moment_words(need: MemoryNeed) -> str:

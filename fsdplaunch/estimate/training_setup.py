@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from fsdplaunch.config.resolve import KEEPS_GATHERED
 from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.schema.kinds import SequenceAttentionName
 from fsdplaunch.config.world_size import CPU_WORKERS, mesh_sizes, workers_per_node, world_size
 from fsdplaunch.errors import UsageError
 from fsdplaunch.estimate.model_sizes import ModelSizes
@@ -21,6 +22,7 @@ class TrainingSetup:
         shards: Ranks that one replica of the model is sharded over; those that split sequences count, too.
         tensor: Ranks that split each layer.
         context: Ranks that split each sequence.
+        attention: How attention sees the other ranks' pieces, as configured.
         keeps: After forward gathered parameters are freed (0), kept (1), or kept split over so many ranks.
         version: Of FSDP.
         master: Bytes per element of what is kept; 0 for the model's own.
@@ -44,6 +46,7 @@ class TrainingSetup:
     shards: int
     tensor: int = 1
     context: int = 1
+    attention: SequenceAttentionName = "auto"
     keeps: int = 0
     version: int = 2
     master: int = 0
@@ -116,6 +119,7 @@ def training_setup(
         shards=shard_ranks(config, world, per_node),
         tensor=mesh_sizes(config, world).tensor,
         context=mesh_sizes(config, world).context,
+        attention=config.sharding.context_parallel_attention,
         keeps=keeps,
         version=fsdp.fsdp_version or 2,
         master=ITEMSIZES.get(precision.master or "", 0),

@@ -143,8 +143,10 @@ def _set_up(config: Config, target: ScriptTarget) -> None:
     from fsdplaunch.runtime.compat.accelerate_layers import split_layers_for_accelerate
     from fsdplaunch.runtime.compat.accelerate_loaders import divide_batches_of_accelerate
     from fsdplaunch.runtime.compat.accelerate_units import keep_embeddings_out_of_blocks
+    from fsdplaunch.runtime.compat.checkpoint_calls import checkpoint_with_all_ranks
     from fsdplaunch.runtime.compat.fsdp1_calls import answer_fsdp1_calls
-    from fsdplaunch.runtime.compat.fsdp1_cpu import take_out_offload_to_cpu
+    from fsdplaunch.runtime.compat.fsdp1_cpu import shard_on_cpu, take_out_offload_to_cpu
+    from fsdplaunch.runtime.compat.fsdp1_gathering import gather_with_all_ranks
     from fsdplaunch.runtime.compat.full_saves import save_full_weights
     from fsdplaunch.runtime.compat.zero_grad import clear_gradients_of_shards
     from fsdplaunch.runtime.device import choose_device, join_group
@@ -171,7 +173,10 @@ def _set_up(config: Config, target: ScriptTarget) -> None:
     if device.type == "cpu":
         adapt_accelerate_to_cpu()
         take_out_offload_to_cpu()
+        shard_on_cpu()
     answer_fsdp1_calls()
+    gather_with_all_ranks()
+    checkpoint_with_all_ranks()
     clear_gradients_of_shards()
     if automatic:
         _install_hooks(config, device, target)
@@ -182,12 +187,12 @@ def _install_hooks(config: Config, device: "torch.device", target: ScriptTarget)
     from fsdplaunch.runtime.auto.context import context_of
     from fsdplaunch.runtime.auto.detect.import_scan import find_mention
     from fsdplaunch.runtime.auto.install import hooks
-    from fsdplaunch.runtime.auto.state.rank0.accelerate_models import serve_accelerate
+    from fsdplaunch.runtime.auto.state.rank0.served_models import serve_models_of_others
 
     plain = target.is_module or find_mention([target.name]) is None
     hook_context = context_of(config, device, rank=rank(), size=world_size())
     _installed.enter_context(hooks(hook_context, alike=plain))
-    serve_accelerate(hook_context)
+    serve_models_of_others(hook_context)
 
 
 _installed = ExitStack()

@@ -69,8 +69,11 @@ def _rank(rank: int, ranks: int, gigabytes: float, folder: str) -> None:
         if rank == 0:
             _report(model, optimizer, Path(folder))
         dist.barrier()
-        _together(model.module, Path(folder), rank)
+        _together("  by all ranks", model.module, Path(folder), rank)
         close()
+        del model, optimizer
+        flat = _by_fsdp1(gigabytes)
+        _together("  under FSDP1", flat.module, Path(folder), rank)
     dist.destroy_process_group()
 
 
@@ -79,8 +82,7 @@ def _trained(gigabytes: float) -> tuple[Any, Any]:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    layers = max(2, round(gigabytes * 1e9 / (WIDTH * WIDTH * 4)))
-    model = DistributedDataParallel(Layers(PretrainedConfig(layers=layers)))
+    model = DistributedDataParallel(Layers(PretrainedConfig(layers=_layers(gigabytes))))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(torch.ones(2, WIDTH)).sum().backward()
     optimizer.step()
@@ -110,15 +112,33 @@ def _report(model: Any, optimizer: Any, folder: Path) -> None:
         _print(name, save, folder / "file", largest)
 
 
-def _together(module: Any, folder: Path, rank: int) -> None:
+def _by_fsdp1(gigabytes: float) -> Any:
+    """The model in FSDP1's wrapper, with one around each layer."""
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    from fsdplaunch.runtime.compat.full_saves import save_full_weights
+
+    save_full_weights()
+    model = Layers(PretrainedConfig(layers=_layers(gigabytes)))
+    by_layer, cpu = ModuleWrapPolicy({nn.Linear}), torch.device("cpu")
+    return FullyShardedDataParallel(model, auto_wrap_policy=by_layer, device_id=cpu, use_orig_params=True)
+
+
+def _layers(gigabytes: float) -> int:
+    return max(2, round(gigabytes * 1e9 / (WIDTH * WIDTH * 4)))
+
+
+def _together(name: str, module: Any, folder: Path, rank: int) -> None:
     """Save on all ranks, and print it on the first."""
-    largest = max(param.numel() * param.element_size() for param in module.parameters()) / 1e6
+    largest = WIDTH * WIDTH * 4 / 1e6
 
     def save(to: Path) -> None:
         module.save_pretrained(to)
 
     if rank == 0:
-        _print("  by all ranks", save, folder / "file", largest)
+        _print(name, save, folder / "file", largest)
     else:
         save(folder / "file")
 

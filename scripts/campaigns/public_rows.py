@@ -123,6 +123,16 @@ _TRAINERS = (
             ("by_feature/cross_validation", "--num_folds 2", ""),
             ("by_feature/local_sgd", "", ""),
             ("by_feature/ddp_comm_hook", "", ""),
+            ("by_feature/automatic_gradient_accumulation", "", ""),
+            ("by_feature/memory", "", ""),
+            ("by_feature/multi_process_metrics", "", ""),
+            ("by_feature/profiler", "", ""),
+            ("by_feature/tracking", "", ""),
+            (
+                "by_feature/fsdp_with_peak_mem_tracking",
+                "--model_name_or_path bert-base-cased --checkpointing_steps epoch --output_dir out-peak",
+                "out-peak/epoch_2/*",
+            ),
         )
     ),
     Row(

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fsdplaunch
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.context_parallel.apply import split_blocks
 from fsdplaunch.runtime.context_parallel.attention import attend
 from fsdplaunch.runtime.context_parallel.exchanges import own_piece
 from fsdplaunch.runtime.torch_internals import operators
@@ -163,6 +164,31 @@ def test_kernels_of_gpus_take_what_they_are_given(name: str) -> None:
     assert [each.shape for each in gradients] == [query.shape, key.shape, key.shape]
 
 
+def compiled_passes() -> float:
+    """How far losses of a model that is compiled as a whole are from those of one process."""
+    alone, model = models.built("plain"), models.built("plain")
+    model, optimizer = fsdplaunch.prepare(model, models.adamw(model))
+    losses = models.train(alone, models.adamw(alone), steps=2)
+    split = models.train(torch.compile(model, backend="aot_eager"), optimizer, steps=2)
+    return max(abs(one - other) for one, other in zip(losses, split, strict=True))
+
+
+def test_a_model_with_split_sequences_is_compiled_as_a_whole(two_ranks: RankPool) -> None:
+    assert max(two_ranks.run(compiled_passes, env=sequences(2), timeout=200)) < 1e-5
+
+
+def test_sequences_are_cut_at_the_first_numbered_block_not_at_an_embedding() -> None:
+    """Encoders of transformers name their embedding among the modules that stay in one piece."""
+    model = models.Plain()
+    model.front = nn.Sequential(nn.Embedding(4, 4))
+    model._no_split_modules = ["Sequential", "Block"]
+    axis: Any = None  # nobody computes
+    split_blocks(model, (), axis, "auto")
+    assert "forward" not in model.front.__dict__
+    forwards = [block.__dict__["forward"] for block in model.layers]
+    assert [(each.first, each.last) for each in forwards] == [(True, False), (False, True)]
+
+
 class Counting(models.Block):
     """A block that counts positions itself, from 0 on every rank."""
 
@@ -233,6 +259,8 @@ def test_what_cannot_be_split_is_refused_at_the_first_step(four_ranks: RankPool)
     assert "1 attention heads cannot be divided by 2 ranks (cp_size)" in said[0]
     said = four_ranks.run(refused, "Block", 11, env=env)
     assert "sequences of 11 cannot be divided by 2 ranks (cp_size)" in said[0]
+    said = four_ranks.run(refused, "Block", 2, env=env)
+    assert "sequences of 2 leave one position to each of 2 ranks (cp_size)" in said[0]
 
 
 def saved_bytes(length: int) -> int:
@@ -276,6 +304,8 @@ def given_pieces() -> dict[str, float]:
     with fsdplaunch.context_parallel(model, inputs, labels, positions) as (mine, own_labels, places):
         logits = model(mine, places)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), own_labels.flatten())
+    with torch.no_grad():
+        assert model(inputs, positions).size(1) == inputs.size(1), "not a pass with full sequences"
     loss.backward()
     grads = {name: param.grad.full_tensor() for name, param in fsdplaunch.named_parameters(model)}
     wanted = {name: param.grad for name, param in alone.named_parameters()}

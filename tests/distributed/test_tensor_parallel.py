@@ -1,6 +1,7 @@
 """Layers that ranks split compute what one process does: losses, norms, parameters."""
 
 import copy
+import io
 import json
 import os
 from math import inf
@@ -12,10 +13,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 import fsdplaunch
-from fsdplaunch.errors import ShardingError
+from fsdplaunch.errors import CheckpointError, ShardingError
+from fsdplaunch.runtime.tensor_parallel.layers import Cut
 from tests.distributed import split_models as models
 from tests.distributed.pool import RankPool
 from tests.needs import needs
@@ -118,8 +121,8 @@ def test_norms_of_any_order_and_overflows_are_those_of_all_parts(four_ranks: Ran
         assert moved == 0
 
 
-def graphs() -> int:
-    """How many graphs a forward of three compiled blocks makes."""
+def graphs() -> tuple[int, list[tuple[int, ...]]]:
+    """How many graphs a forward of three compiled blocks makes, and what one compiled function makes of cuts."""
     from torch._dynamo.utils import counters
 
     torch.compiler.reset()
@@ -130,12 +133,17 @@ def graphs() -> int:
     model = fsdplaunch.prepare(model)
     ids = models.batch(0)
     model(input_ids=ids, labels=ids)
-    return int(counters["stats"]["unique_graphs"])
+    made = int(counters["stats"]["unique_graphs"])
+    own_part = torch.compile(lambda cut, param: cut.local(param), backend="eager")
+    axis, full = init_device_mesh("cpu", (2,)), torch.ones(4, 6)
+    return made, [tuple(own_part(cut, cut.split(full, axis)).shape) for cut in (Cut(dim=0), Cut(dim=1), Cut())]
 
 
 def test_blocks_with_split_layers_are_compiled_once_for_all(two_ranks: RankPool) -> None:
     compiled = {"ACCELERATE_DYNAMO_BACKEND": "EAGER", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true"}
-    assert two_ranks.run(graphs, env=variables(2, models.PLAIN_PLAN, **compiled)) == [1, 1]
+    for made, shapes in two_ranks.run(graphs, env=variables(2, models.PLAIN_PLAN, **compiled)):
+        assert made == 1
+        assert shapes == [(2, 6), (4, 3), (4, 6)]
 
 
 def refused(name: str, change: str = "") -> str:
@@ -212,14 +220,29 @@ def test_a_plan_that_does_not_fit_is_refused_before_training(four_ranks: RankPoo
     assert "ranks 2, 3" in said[3]
 
 
+@needs("transformers", "5.0", "computes experts one by one")
+def test_experts_cut_smaller_than_their_kernel_takes_are_an_error_that_says_so(four_ranks: RankPool) -> None:
+    bf16 = variables(4, ACCELERATE_MIXED_PRECISION="bf16")
+    said = four_ranks.run(refused, "mixtral", "pass", env=bf16)
+    assert "strides should be multiple of 16 bytes" in said[0]
+    assert "use smaller groups (tp_size)" in said[0]
+
+
 def save(folder: str, name: str) -> None:
     """Train two steps, save a checkpoint and beside it the gathered values."""
     model = models.built(name)
     model, optimizer = fsdplaunch.prepare(model, models.adamw(model))
     models.train(model, optimizer, steps=2)
     fsdplaunch.save_checkpoint(folder, model=model, optimizer=optimizer, step=2)
-    values = models.full_values(model)
+    values, copied = models.full_values(model), copy.deepcopy(model)
     losses = models.train(model, optimizer, first=2, steps=2)
+    assert fsdplaunch.describe(copied) == fsdplaunch.describe(model)
+    with pytest.raises(
+        CheckpointError, match=r"test_tensor_parallel.py:\d+ pickles a model that prepare has sharded"
+    ):
+        torch.save(copied, io.BytesIO())
+    assert models.difference(values, models.full_values(copied)) == 0, "the copy is not one of its own"
+    assert models.train(copied, models.adamw(copied), first=2, steps=1)[0] == pytest.approx(losses[0], abs=1e-5)
     if dist.get_rank() == 0:
         torch.save({"values": values, "losses": losses}, f"{folder}.gathered")
 

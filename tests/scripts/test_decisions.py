@@ -131,6 +131,15 @@ def test_accelerators_script_is_left_to_it(forks: Forks, tmp_path: Path) -> None
             "train.py:17: head.weight of Net appeared after the model was sharded at train.py:15",
         ),
         (
+            """
+            model, other = Net(), Net()
+            other.layers[1].weight = model.layers[0].weight
+            optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+            """,
+            {},
+            "train.py:17: layers.1.weight of Net is one of Net as well, which was sharded at train.py:17",
+        ),
+        (
             TRAIN,
             {"fsdp_config__fsdp_transformer_layer_cls_to_wrap": ("Blok",)},
             "train.py:16 builds SGD, and Net cannot be sharded there: no module of class Blok in Net",

@@ -100,7 +100,7 @@ def test_shards_given_as_a_state_are_refused_with_the_line_before_anything_is_wr
     ("configured", "special"),
     [
         ({}, ["alone"]),
-        (keys(1, "LlamaDecoderLayer"), ["best"]),
+        (keys(1, "LlamaDecoderLayer") | {"fsdp_config__fsdp_activation_checkpointing": True}, ["best"]),
         (keys(2, "LlamaDecoderLayer"), ["bf16"]),
         (keys(1, "LlamaDecoderLayer", "FULL_STATE_DICT"), ["model only"]),
     ],
@@ -142,3 +142,29 @@ def test_trainer_leaves_adapters_that_load_from_inside_of_units(forks, tmp_path)
     adapters = {name: value for name, value in trained.items() if "lora_" in name}
     assert len(adapters) == 4
     assert_equal(found, adapters)
+
+
+def test_rank_0_saves_alone_what_a_script_has_sharded_by_hand_or_is_told_soon(forks, tmp_path):
+    run = forks.run(SCRIPTS / "hand_saves.py", tmp_path / "run", ranks=2)
+    assert run.codes == [0, 0], run.err
+    lines = [line for line in run.out[0].splitlines() if not line.startswith("hint: ")]
+    alone = "was called on rank 0 only: rank 1 went on, waiting for rank 0 at hand_saves.py:"
+    for line, says in zip(
+        lines,
+        (
+            rf"early at once: torch.save at hand_saves.py:\d+ {alone}",
+            rf"FSDP1 at once: state_dict\(\) of a model that FSDP1 has sharded {alone}",
+            rf"FSDP1's optimizer at once: FSDP.optim_state_dict {alone}",
+            rf"shards at once: torch.distributed.checkpoint.save {alone}",
+            r"evaluation at once: .* calls Sequential in evaluation on rank 0 only: rank 1 is at hand_saves.py:",
+            "not sharded: 8",
+            "compared 8 8",
+        ),
+        strict=True,
+    ):
+        assert re.match(says, line), line
+    assert {path.name for path in run.folder.iterdir()} == {
+        *("both.pt", "file.safetensors", "gathered.pt", "dcp.pt", "dcp-optimizer.pt", "dcp-both.pt"),
+        *("own-0.pt", "own-1.pt", "sharded"),
+    }
+    assert "hand_saves.py:" in run.err[0] and "torch.save writes each rank's own shards here" in run.err[0]

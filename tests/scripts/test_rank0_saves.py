@@ -49,6 +49,8 @@ from fsdplaunch.runtime.auto.state.rank0 import serving
 serving.STILL_SECONDS = 0.5  # the other rank waits in full_tensor(), which is not counted, and never in a save
 ema = copy.deepcopy(model.module)
 shadow = {name: value.detach().clone() for name, value in model.module.named_parameters()}
+def norm_of(tensor):
+    return tensor.norm().item()
 for number in range(12):
     step()
     for name, now in model.module.named_parameters():
@@ -78,11 +80,12 @@ for number in range(12):
     if rank == 0 and number == 11:
         first = model.module.layers[0][0]
         read = [first.bias.tolist(), first.weight.detach().cpu().numpy(), first.weight.norm().item()]
-        read.append(f"{first.bias.sum():.6f}")
+        read += [f"{first.bias.sum():.6f}", norm_of(first.weight)]
     if number == 5:
         dist.barrier()
     full = {name: value.full_tensor() for name, value in model.module.named_parameters()}
     means = {name: value.full_tensor() for name, value in ema.named_parameters()}
+    norm = norm_of(model.module.layers[0][0].weight)  # by all, at a line at which rank 0 is alone as well
     if rank == 0 and number % 3 == 2:
         saved = torch.load(f"all-{number}.pt")
         copied, file = torch.load(f"copied-{number}.pt"), load_file(f"file-{number}.safetensors")
@@ -99,6 +102,7 @@ for number in range(12):
         weight, bias = full["layers.0.0.weight"], full["layers.0.0.bias"]
         assert read[0] == bias.tolist() and torch.equal(torch.from_numpy(read[1]), weight)
         assert abs(read[2] - weight.norm().item()) < 1e-5 and read[3] == f"{bias.sum():.6f}"
+        assert abs(read[4] - norm) < 1e-5
         print("read alone")
     averages = {name: value.full_tensor() for name, value in shadow.items()}
     if rank == 0 and number == 8:

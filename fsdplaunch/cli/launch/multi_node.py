@@ -194,13 +194,19 @@ def _invite(part: NodeLaunch, spec: join.NodeSpec, out: Output) -> None:
         where.append(f"main_process_port={place.port}")
     open_ones, secrets = without_secret_overrides(shared_overrides(request.overrides), config)
     overrides = [*where, *open_ones]
-    count = place.least - 1
-    nodes = "the other node" if count == 1 else f"each of the {count} other nodes"
     also = f", with {', '.join(secrets)} set" if secrets else ""
-    out.say(f"node 0 waits at {address}:{place.port}; on {nodes} run, in the same folder{also}:")
+    out.say(f"node 0 waits at {address}:{place.port}; on {other_nodes(place)} run, in the same folder{also}:")
     is_known = config.launch.secret_file and SECRET not in os.environ  # the file named in the configuration
     secret = "" if is_known else f"{SECRET}={spec.secret.offer()} "
     out.say(f"  {secret}{shlex.join(request.words(['fsdplaunch'], _file(request), overrides=overrides))}")
+
+
+def other_nodes(place: NodePlacement) -> str:
+    """Return which nodes are to run the command that node 0 prints."""
+    count, may_vary = place.most - 1, place.most > place.least
+    if count == 1:
+        return "another node" if may_vary else "the other node"
+    return f"each of up to {count} other nodes" if may_vary else f"each of the {count} other nodes"
 
 
 def _progress(out: Output) -> JoinProgress:

@@ -279,11 +279,23 @@ class ParallelismConfig:
         v.SEQUENCE_BACKEND, "deepspeed", "What splits the sequence between layers.", leftover=_ALONE
     )
     parallelism_config_sp_seq_length: int | None = key(
-        v.COUNT, None, "Length of the sequences, where all have the same.", leftover=_ALONE
+        v.COUNT,
+        None,
+        "Length of the sequences, where all have the same.",
+        leftover=_ALONE,
+        aliases=("parallelism_config_cp_seq_length",),
     )
     parallelism_config_sp_seq_length_is_variable: bool = key(
-        v.FLAG, True, "Whether sequences differ in length.", leftover=_ALONE
+        v.FLAG,
+        True,
+        "Whether sequences differ in length.",
+        leftover=_ALONE,
+        aliases=("parallelism_config_cp_seq_length_is_variable",),
     )
     parallelism_config_sp_attn_implementation: str = key(
-        v.TEXT, "sdpa", "Which attention the split sequences use.", leftover=_ALONE
+        v.TEXT,
+        "sdpa",
+        "Which attention the split sequences use.",
+        leftover=_ALONE,
+        aliases=("parallelism_config_cp_attn_implementation",),
     )

@@ -195,7 +195,9 @@ SHARD = one_of(ShardName)
 LOSS_REDUCTION = one_of(LossReductionName)
 KUBERNETES = one_of(KubernetesName)
 CONTEXT = one_of(ContextName)
-CONTEXT_BACKEND = one_of(ContextBackendName)
+CONTEXT_BACKEND = one_of(
+    ContextBackendName, refused={"DEEPSPEED": "DeepSpeed needs accelerate launch; torch splits sequences here"}
+)
 SEQUENCE_ATTENTION = one_of(SequenceAttentionName)
 SEQUENCE_BACKEND = one_of(SequenceBackendName)
 FP8_BACKEND = one_of(Fp8BackendName, refused={"NO": "AO computes float8 here; leave the key out"})

@@ -49,7 +49,7 @@ def decoder(traits: Decoder) -> Family:
             hidden=h, layers=layers, heads=q, keys=kv, ffn=ffn * active, vocab=vocab if head == "lm" else 0,
             norms=4 if traits.post_norms else 2, head_norms=2 if traits.head_norm or traits.wide_norm else 0,
             max_length=read("max_position_embeddings", default=0), capped=traits.capped,
-            eager=heads if traits.capped else 0,
+            eager=heads if traits.capped else 0, head_count=heads,
         )  # fmt: skip
         return shapes, shape, {"model.layers": layers}
 

@@ -39,6 +39,7 @@ def bert(prefix: str, *, roberta: bool = False) -> Family:
         shape = ActivationShape(
             hidden=h, layers=layers, heads=h, keys=h, ffn=ffn, vocab=vocab if head == "lm" else 0, gated=False,
             full_norm=False, dropout=dropout, max_length=length - 2 if roberta else length, upcasts=False,
+            head_count=read("num_attention_heads", default=0),
         )  # fmt: skip
         return shapes, shape, {f"{inside}encoder.layer": layers}
 
@@ -91,6 +92,7 @@ def t5(read: ConfigNumbers, *, head: str) -> Answer:
     shape = ActivationShape(
         hidden=h, layers=encoder + decoder, heads=q, keys=q, ffn=ffn, vocab=vocab if head == "lm" else 0,
         gated=gated, dropout=3.0 if read.config.get("dropout_rate", 0.1) else 0, eager=heads, upcasts=False,
-        cross=decoder, relu=not gated and "relu" in str(read.config.get("feed_forward_proj", "relu")),
+        head_count=heads, cross=decoder,
+        relu=not gated and "relu" in str(read.config.get("feed_forward_proj", "relu")),
     )  # fmt: skip
     return shapes, shape, lists

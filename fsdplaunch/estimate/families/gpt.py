@@ -31,6 +31,7 @@ def gpt2(read: ConfigNumbers, *, head: str) -> Answer:
     shape = ActivationShape(
         hidden=h, layers=layers, heads=h, keys=h, ffn=ffn, vocab=vocab if head == "lm" else 0, gated=False,
         full_norm=False, composite=composite, dropout=dropout, max_length=length,
+        head_count=read("n_head", "num_attention_heads", default=0),
     )  # fmt: skip
     return shapes, shape, {"transformer.h": layers}
 
@@ -49,6 +50,7 @@ def gpt_neox(read: ConfigNumbers, *, head: str) -> Answer:
     shape = ActivationShape(
         hidden=h, layers=layers, heads=h, keys=h, ffn=ffn, vocab=vocab if head == "lm" else 0, gated=False,
         full_norm=False, max_length=read("max_position_embeddings", default=0),
+        head_count=read("num_attention_heads", default=0),
     )  # fmt: skip
     return shapes, shape, {"gpt_neox.layers": layers}
 
@@ -79,7 +81,7 @@ def opt(read: ConfigNumbers, *, head: str) -> Answer:
     dropout = 2.0 if read.config.get("dropout", 0.1) else 0
     shape = ActivationShape(
         hidden=h, layers=layers, heads=h, keys=h, ffn=ffn, vocab=vocab if head == "lm" else 0, gated=False,
-        full_norm=False, dropout=dropout, max_length=length,
+        full_norm=False, dropout=dropout, max_length=length, head_count=read("num_attention_heads", default=0),
         relu=read.config.get("activation_function", "relu") == "relu",
     )  # fmt: skip
     return shapes, shape, {f"{inside}.layers": layers}

@@ -34,6 +34,7 @@ class ActivationShape:
         head_norms: Norms of a block that see queries and keys.
         cross: Attentions over the encoder that a decoder block adds.
         eager: Heads whose attention weights are kept in full, where no fused attention is used; 0 otherwise.
+        head_count: Heads of queries; 0 where the configuration does not say.
         max_length: Longest sequence; 0 where none is set.
         upcasts: Whether the loss is computed from an fp32 copy of the logits.
         capped: Whether logits and attention scores are squeezed through tanh.
@@ -54,6 +55,7 @@ class ActivationShape:
     head_norms: int = 0
     cross: int = 0
     eager: int = 0
+    head_count: int = 0
     max_length: int = 0
     upcasts: bool = True
     capped: bool = False

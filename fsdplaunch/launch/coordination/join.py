@@ -87,8 +87,10 @@ def own_address(spec: NodeSpec) -> str:
     found = network.own_address_of(spec.place.host) if spec.place.host else None
     if configured or spec.place.host is None:
         return configured or network.own_address()
-    if found:  # Debian gives a node's own name to 127.0.1.1
-        return network.own_address() if network.is_loopback(found) else found
+    if found and network.is_loopback(found) and found != spec.place.host:
+        return network.own_address()  # Debian gives a node's own name to 127.0.1.1
+    if found:
+        return found
     return network.address_towards(spec.place.host) or network.own_address()
 
 

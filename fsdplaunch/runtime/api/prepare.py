@@ -16,6 +16,7 @@ from fsdplaunch.config.xla import shards_on_xla
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.probe.torch_version import mismatch
 from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.auto.model.deepcopy import allow_deepcopy_of_units
 from fsdplaunch.runtime.collectives.gloo_threads import wait_for_gloo_at_exit
 from fsdplaunch.runtime.collectives.hang_detector import watch_main_thread
 from fsdplaunch.runtime.data.data_loader import shard_loader
@@ -108,6 +109,7 @@ def _shard_models(
     for model in models:
         if not is_sharded(model):
             ready[id(model)] = shard_model(model, plugin, place, deferred)
+            allow_deepcopy_of_units(ready[id(model)])
             continue
         ready[id(model)] = model
         if weights:

@@ -23,7 +23,10 @@ from fsdplaunch.runtime.auto.dtensor.grad_clipping import clipping_by_full_norm
 from fsdplaunch.runtime.auto.model.backward_hooks import watching_backward
 from fsdplaunch.runtime.auto.model.batch_norm import normalising_global_batch
 from fsdplaunch.runtime.auto.model.buffers import aligning_buffers
+from fsdplaunch.runtime.auto.model.functional_calls import computing_with_given_tensors
+from fsdplaunch.runtime.auto.model.gathered_view import showing_shards
 from fsdplaunch.runtime.auto.model.moves import keeping_hooks
+from fsdplaunch.runtime.auto.state.exports import exporting_full_models
 from fsdplaunch.runtime.auto.state.file_operations import doing_once
 from fsdplaunch.runtime.auto.state.load_hooks import loading_full_tensors
 from fsdplaunch.runtime.auto.state.rank0.copies import remembering_copies
@@ -46,6 +49,8 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         sharding_on_compile(hook_context),
         building_in_host_memory(hook_context),
         keeping_hooks(hook_context),
+        showing_shards(),
+        computing_with_given_tensors(hook_context),
         training_shards(hook_context),
         sharding_when_training_begins(hook_context),
         sharding_replicas(hook_context),
@@ -66,6 +71,7 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         counting_for_all(hook_context.size),
         doing_once(hook_context),
         loading_full_tensors(hook_context),
+        exporting_full_models(hook_context),
     )
     with ExitStack() as stack:
         for context in contexts:

@@ -1,10 +1,13 @@
 """Find the user's own code: which files are, and which of its lines is running."""
 
+import functools
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 
+@functools.cache
 def is_user_file(file: str) -> bool:
     """Return whether a source file is the user's own: not of Python, of this package, or installed."""
     return not file.startswith(_FOREIGN) and "site-packages" not in file and "dist-packages" not in file
@@ -19,10 +22,22 @@ _FOREIGN = (
 
 def script_line() -> str:
     """Return the line of the user's own code that is running: `train.py:31`."""
-    frame = sys._getframe(1)
+    return next(_running(), "the script")
+
+
+def calling_lines() -> str:
+    """Return the line of the user's own code that is running, and those that led to it.
+
+    `train.py:31, called at train.py:80`: a function is at the same line for whoever calls it.
+    """
+    return ", called at ".join(_running())
+
+
+def _running() -> Iterator[str]:
+    """Yield the lines of the user's own code that are running, the innermost first."""
+    frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
         if is_user_file(file):
-            return f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+            yield f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
-    return "the script"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdplaunch.runtime.late_modules import GROUP_IS_ABANDONED, call_if_imported
 from fsdplaunch.runtime.torch_internals.process_groups import default_store
 
 PERIOD_SECONDS = 0.5
@@ -26,6 +27,8 @@ MOVING = "-"
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[2])
 _watching: list[threading.Thread] = []
+_left: list[bool] = []
+"""Not empty where a wait that was reported has ended with an error, and the script may go on."""
 
 
 def store() -> Any:
@@ -58,9 +61,21 @@ def _watch() -> None:
         if mark != seen or frame is None:
             seen, since = mark, now
             reported = reported and not report_wait(MOVING)
+            _forget_left()
         elif not reported and now - since > STILL_SECONDS and in_torch(frame):
             reported = report_wait(user_line(frame))
         del frame
+
+
+def leave_wait() -> None:
+    """Note that a wait ends with an error: what was reported holds until the script is seen to go on after it."""
+    _left.append(True)
+
+
+def _forget_left() -> None:
+    if _left and not call_if_imported(GROUP_IS_ABANDONED):
+        _left.clear()
+        report_wait(MOVING)
 
 
 def report_wait(place: str | None = None) -> bool:

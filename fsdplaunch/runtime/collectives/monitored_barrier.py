@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.name_lists import listed
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.collectives.hang_detector import MOVING, place_key, report_wait, store
+from fsdplaunch.runtime.collectives.hang_detector import MOVING, leave_wait, place_key, report_wait, store
 from fsdplaunch.runtime.torch_internals.process_groups import group_timeout
 
 NOTICE_SECONDS = 5.0
@@ -120,6 +120,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 def _withdraw(call: str, prefix: str) -> None:
     """Undo this call, so that the next one on all ranks is the same one on all."""
     _calls[call] -= 1
+    leave_wait()
     store().add(f"{prefix}/count", -1)
     store().delete_key(f"{prefix}/{dist.get_rank()}")
 

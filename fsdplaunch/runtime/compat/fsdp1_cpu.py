@@ -7,6 +7,7 @@ option has no other effect there, so it is taken out.
 
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -46,6 +47,23 @@ def take_out_offload_to_cpu() -> None:
 
     Wrapper.set_state_dict_type = staticmethod(set_type_staying)  # type: ignore[method-assign]
     Wrapper.summon_full_params = staticmethod(summon_staying)  # type: ignore[method-assign]
+
+
+def shard_on_cpu() -> None:
+    """Let a script write `FSDP(model)` as it does for a GPU: on a CPU torch wants to be told the device."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
+
+    construct = Wrapper.__init__
+    signature = inspect.signature(construct)
+
+    @functools.wraps(construct)
+    def construct_on_cpu(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind_partial(self, *args, **kwargs).arguments
+        if given.get("device_id") is None and given.get("device_mesh") is None:
+            kwargs["device_id"] = torch.device("cpu")
+        construct(self, *args, **kwargs)
+
+    Wrapper.__init__ = construct_on_cpu  # type: ignore[method-assign]
 
 
 def _staying(config: Any) -> Any:

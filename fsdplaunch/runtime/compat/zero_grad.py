@@ -5,6 +5,7 @@ What `zero_grad` is to clear is with the shards: without this it is added to the
 """
 
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,13 +33,27 @@ def clear_gradients_of_shards() -> None:
 def _shards_behind(module: nn.Module) -> Iterator[Any]:
     """Yield the shards of the parameters that a module has gathered, by itself or as a part of a larger unit."""
     from fsdplaunch.runtime.sharding.registry import models_of
-    from fsdplaunch.runtime.torch_internals.fsdp2 import gathered_parameters
+    from fsdplaunch.runtime.torch_internals.fsdp2 import gathered_now
 
-    own = {id(param) for param in module.parameters()}
-    parts = {id(part): part for model in (module, *models_of(nn.Module)) for part in model.modules()}
-    for part in parts.values():
-        if is_unit(part):
-            yield from (shard for gathered, shard in gathered_parameters(part) if id(gathered) in own)
+    refs = [ref for model in (module, *models_of(nn.Module)) for ref in _groups_of(model)]
+    pairs = [pair for ref in refs for pair in gathered_now(ref)]
+    own = {id(param) for param in module.parameters()} if pairs else set()
+    yield from (shard for gathered, shard in pairs if id(gathered) in own)
+
+
+def _groups_of(model: nn.Module) -> "list[weakref.ref[Any]]":
+    """Return the groups of a model's units; what was found once is known, for this stands in every step."""
+    from fsdplaunch.runtime.torch_internals.fsdp2 import group_refs
+
+    if model not in _groups:
+        found = [ref for part in model.modules() if is_unit(part) for ref in group_refs(part)]
+        if not found:
+            return []
+        _groups[model] = found
+    return _groups[model]
+
+
+_groups: "weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]]" = weakref.WeakKeyDictionary()
 
 
 def _clear(shard: Any, *, set_to_none: bool) -> None:

@@ -13,6 +13,7 @@ from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.sharding.blocks import class_name, find_blocks
 from fsdplaunch.runtime.tensor_parallel.compare_passes import FirstPass
 from fsdplaunch.runtime.tensor_parallel.same_inputs import check_first_inputs, draw_alike
+from fsdplaunch.runtime.torch_internals.wrappers import untraced
 
 
 def split_blocks(
@@ -30,7 +31,7 @@ def split_blocks(
         ShardingError: The model has no blocks.
     """
     sequences = SplitSequences(axis=axis, way=way)
-    found = [unwrapped(block) for block in find_blocks(model, classes).values()]
+    found = [unwrapped(block) for block in _in_lists(find_blocks(model, classes))]
     blocks = [block for block in found if any(True for _ in block.children())]  # embeddings side by side are none
     if not blocks:
         msg = f"{class_name(model)} has no blocks inside of which sequences could be split (cp_size)"
@@ -39,6 +40,12 @@ def split_blocks(
         last = number == len(blocks) - 1
         block.__dict__["forward"] = BlockForward(block, sequences, first=number == 0, last=last)
     return sequences
+
+
+def _in_lists(blocks: dict[str, nn.Module]) -> list[nn.Module]:
+    """Return the blocks that are numbered, if any are: encoders of transformers name an embedding as one, too."""
+    numbered = [block for name, block in blocks.items() if name.rpartition(".")[2].isdecimal()]
+    return numbered or list(blocks.values())
 
 
 def compare_first_pass(
@@ -57,18 +64,24 @@ def compare_first_pass(
     def choose(split: bool) -> None:
         sequences.now = split
 
-    hint = "its blocks must mix positions by scaled_dot_product_attention only, and take positions as an input"
+    hint = (
+        "its blocks must mix positions by scaled_dot_product_attention only, which transformers calls"
+        ' attn_implementation="sdpa", and take positions as an input'
+    )
     first = FirstPass("split sequences (cp_size)", hint, choose, computes_in)
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
         if first.running:
             return
-        sequences.has_pieces = sequences.gives_pieces
-        if not sequences.has_pieces:
+        if not sequences.gives_pieces:
             first.compare(module, args, kwargs)
-        sequences.now = sequences.has_pieces or torch.is_grad_enabled()
+        sequences.begin_pass(trains=torch.is_grad_enabled())
 
-    model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+    def end(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+        sequences.end_pass()
+
+    model.register_forward_hook(untraced(end), always_call=True)
+    model.register_forward_pre_hook(untraced(begin), prepend=True, with_kwargs=True)
     check_first_inputs(
         model, sequences.axis, device, "split sequences together (cp_size)", unless=lambda: sequences.gives_pieces
     )

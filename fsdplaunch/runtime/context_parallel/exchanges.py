@@ -6,6 +6,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.auto.script_line import script_line
+
+
+def check_length(length: int, ranks: int) -> None:
+    """Check that ranks can split sequences of a length.
+
+    One position a rank is not enough: models of transformers take a query of one for a step of generation, and
+    leave out that attention is causal.
+
+    Raises:
+        ShardingError: They cannot.
+    """
+    if length % ranks:
+        msg = f"{script_line()}: sequences of {length} cannot be divided by {ranks} ranks (cp_size)"
+        raise ShardingError(msg, hint=f"use lengths that {ranks} divides: pad, or cut the data otherwise")
+    if length == ranks:
+        msg = f"{script_line()}: sequences of {length} leave one position to each of {ranks} ranks (cp_size)"
+        raise ShardingError(msg, hint="use longer ones: pad, or cut the data otherwise")
+
 
 def own_piece(tensor: torch.Tensor, axis: DeviceMesh, dim: int) -> torch.Tensor:
     """Return this rank's piece, along a dimension, of what all ranks have equally."""

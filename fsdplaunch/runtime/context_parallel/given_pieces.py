@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.auto.script_line import script_line
-from fsdplaunch.runtime.context_parallel.exchanges import own_piece
+from fsdplaunch.runtime.context_parallel.exchanges import check_length, own_piece
 from fsdplaunch.runtime.sharding.blocks import class_name
 from fsdplaunch.runtime.sharding.registry import registered
 
@@ -31,7 +30,7 @@ def context_parallel(model: nn.Module, *tensors: torch.Tensor, dim: int = 1) -> 
         This rank's pieces of the tensors; all of them where `cp_size` is 1.
 
     Raises:
-        ShardingError: The model is not prepared, or the ranks do not divide a tensor.
+        ShardingError: The model is not prepared, or the ranks cannot split a tensor.
     """
     prepared = registered(model)
     if prepared is None:
@@ -43,9 +42,7 @@ def context_parallel(model: nn.Module, *tensors: torch.Tensor, dim: int = 1) -> 
         return
     ranks = sequences.axis.size()
     for tensor in tensors:
-        if tensor.size(dim) % ranks:
-            msg = f"{script_line()}: sequences of {tensor.size(dim)} cannot be divided by {ranks} ranks (cp_size)"
-            raise ShardingError(msg, hint=f"use lengths that {ranks} divides: pad, or cut the data otherwise")
+        check_length(tensor.size(dim), ranks)
     sequences.gives_pieces = True
     try:
         yield tuple(own_piece(tensor, sequences.axis, dim) for tensor in tensors)

@@ -14,7 +14,7 @@ from fsdplaunch.config.schema.kinds import SequenceAttentionName
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.context_parallel.attention import SplitAttention
-from fsdplaunch.runtime.context_parallel.exchanges import joined, own_piece
+from fsdplaunch.runtime.context_parallel.exchanges import check_length, joined, own_piece
 
 SEQUENCE = 1
 """The dimension of positions in what goes through blocks."""
@@ -29,7 +29,8 @@ class SplitSequences:
         way: How attention sees the other ranks' pieces, as configured.
         now: Whether they are, in the present pass: passes without gradients compute full sequences on every rank.
         gives_pieces: Whether the script gives the model pieces.
-        has_pieces: Whether it gave the present pass pieces; backward may compute that pass again later.
+        has_pieces: Whether it gave the present pass pieces.
+        in_training: Both of the last pass with gradients, whose blocks backward may compute again.
     """
 
     axis: DeviceMesh
@@ -37,6 +38,22 @@ class SplitSequences:
     now: bool = False
     gives_pieces: bool = False
     has_pieces: bool = False
+    in_training: tuple[bool, bool] = (False, False)
+
+    def begin_pass(self, *, trains: bool) -> None:
+        """Decide what a pass of the model splits.
+
+        Args:
+            trains: Whether it is one with gradients.
+        """
+        self.has_pieces = self.gives_pieces
+        self.now = self.has_pieces or trains
+        if trains:
+            self.in_training = (self.now, self.has_pieces)
+
+    def end_pass(self) -> None:
+        """Leave what the last pass with gradients split: an evaluation may stand between it and its backward."""
+        self.now, self.has_pieces = self.in_training
 
     def attention(self) -> AbstractContextManager[Any]:
         """Return what must be active while a block computes."""
@@ -85,9 +102,8 @@ class BlockForward:
             msg = f"{script_line()}: {type(self.block).__name__} is given no sequence that could be split"
             raise ShardingError(msg, hint="leave cp_size out")
         length, ranks = hidden.size(SEQUENCE), self.sequences.axis.size() if self.sequences else 1
-        if self.first and length % ranks:
-            msg = f"{script_line()}: sequences of {length} cannot be divided by {ranks} ranks (cp_size)"
-            raise ShardingError(msg, hint=f"use lengths that {ranks} divides: pad, or cut the data otherwise")
+        if self.first:
+            check_length(length, ranks)
         return length
 
 

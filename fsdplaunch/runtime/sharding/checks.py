@@ -1,6 +1,6 @@
 """What must hold before a model is sharded, and what must hold after."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -40,6 +40,19 @@ def check_model(model: nn.Module, version: int) -> None:
         if isinstance(param, DTensor):
             msg = f"{name} is sharded already, but not all of {type(model).__name__} is"
             raise ShardingError(msg, hint="give prepare the model before anything of it is sharded")
+
+
+def check_dense(model: nn.Module, ignored: Collection[nn.Module]) -> None:
+    """Refuse tables whose gradients are sparse: FSDP divides dense ones only, and fails in the first backward.
+
+    Raises:
+        ShardingError: There is one that is trained and not ignored.
+    """
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    for name, module in model.named_modules():
+        if isinstance(module, tables) and module.sparse and module.weight.requires_grad and module not in ignored:
+            msg = f"{clean_name(name) or type(model).__name__} has sparse gradients, which FSDP cannot divide"
+            raise ShardingError(msg, hint="build it with sparse=False, and train it with Adam, not SparseAdam")
 
 
 def check_same_values(entries: Sequence[ModelTensor], mesh: DeviceMesh, device: torch.device) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
 )
 
 from fsdplaunch.runtime.sharding.checks import naming
-from fsdplaunch.runtime.sharding.gradient_placement import place_gradients
+from fsdplaunch.runtime.sharding.gradient_hooks import place_gradients
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts
 from fsdplaunch.runtime.sharding.materialize import Materializer
 from fsdplaunch.runtime.sharding.mesh import data_mesh

@@ -64,6 +64,12 @@ def name_of(param: torch.Tensor) -> str | None:
     return None if origin is None else origin.name
 
 
+def sharded_home(param: torch.Tensor) -> nn.Module | None:
+    """Return the sharded model that a full parameter was part of, if it is alive; None for any other tensor."""
+    origin: FullParameter | None = getattr(param, _ORIGIN, None)
+    return None if origin is None else origin.model
+
+
 def repoint(optimizer: Optimizer, known: Mapping[int, str]) -> None:
     """Exchange an optimizer's parameters, and the state it has for them, for the sharded ones, in place.
 

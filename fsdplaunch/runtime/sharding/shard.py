@@ -25,7 +25,8 @@ from fsdplaunch.runtime.inspection.parameter_names import named_parameters, tied
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin
 from fsdplaunch.runtime.sharding import fsdp1, fsdp2
-from fsdplaunch.runtime.sharding.checks import check_model, check_same_values, check_sharded_model
+from fsdplaunch.runtime.sharding.checks import check_dense, check_model, check_same_values, check_sharded_model
+from fsdplaunch.runtime.sharding.gradient_hooks import carrying_hooks
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts, find_ignored
 from fsdplaunch.runtime.sharding.materialize import Materializer
 from fsdplaunch.runtime.sharding.mesh import SHARD, is_fake, make_context_mesh, make_mesh
@@ -137,6 +138,7 @@ def shard_model(
     methods = forward_methods(model, settings)
     tied, total = tied_names(model), sum(param.numel() for param in model.parameters())
     out = find_ignored(model, settings)
+    check_dense(model, out.below())
     home = note_full_parameters(dict(named_parameters(model)))
     converted = convert(model, settings, out)
     units = _planned(model, settings, out)
@@ -147,9 +149,16 @@ def shard_model(
         units = checkpoint_blocks(model, units, settings, place.device)
     compile_blocks(units, settings)
     shard = fsdp1.shard if settings.version == 1 else fsdp2.shard
-    sharded = shard(
-        model, units, settings=settings, mesh=place.mesh, materializer=materializer, out=out, device=place.device
-    )
+    with carrying_hooks(model):
+        sharded = shard(
+            model,
+            units,
+            settings=settings,
+            mesh=place.mesh,
+            materializer=materializer,
+            out=out,
+            device=place.device,
+        )
     materializer.fill(sharded)
     home.model = weakref.ref(sharded)
     compile_model(model, settings)

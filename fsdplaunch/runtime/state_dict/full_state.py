@@ -7,6 +7,7 @@ rank's flat shards; the wrapper has to be asked instead, so wrappers are remembe
 import functools
 import weakref
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -16,10 +17,12 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer, gathered
+from fsdplaunch.runtime.auto.state.late_tensors import LateTensors
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, named_parameters
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.rank import rank
 from fsdplaunch.runtime.saving.flat_param_layout import flat_layout
+from fsdplaunch.runtime.state_dict.late_units import late_units
 from fsdplaunch.runtime.state_dict.state_dict_type import state_dict_type
 
 State = dict[str, Any]
@@ -100,7 +103,9 @@ def _gathered_state(model: nn.Module, gathering: ShardGatherer) -> State:
         msg = f"{gathering.call} was called on rank 0 only, and what FSDP1 has sharded is gathered by all ranks"
         raise CheckpointError(msg, hint="take it out of `if is_main_process:`; rank 0 alone writes all the same")
     options = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    with state_dict_type(owner, "full_state_dict", options):
+    late = gathering.late
+    by_unit = late_units(owner, late, keep=gathering.keep) if isinstance(late, LateTensors) else nullcontext()
+    with state_dict_type(owner, "full_state_dict", options), by_unit:
         state = _below(owner.state_dict(), model, owner)
     return gathered(state, gathering)
 

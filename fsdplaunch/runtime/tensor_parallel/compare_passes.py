@@ -14,6 +14,8 @@ from fsdplaunch.runtime.sharding.blocks import class_name
 from fsdplaunch.runtime.torch_internals.wrappers import eagerly
 
 _FP32, _TF32, _LOW_PRECISION = 1e-3, 1e-2, 0.2
+_ALIGNMENT = "multiple of 16 bytes"
+"""What torch's grouped matrix product says of a part whose rows are shorter, or not of that length."""
 _AT_ONCE = 2**22
 """How many numbers are compared at once: in double precision all logits of a batch would be gigabytes."""
 
@@ -66,11 +68,17 @@ class FirstPass:
             raise
         except (RuntimeError, ValueError, IndexError) as error:
             msg = f"{script_line()}: {class_name(model)} cannot compute with {self.what}: {error}"
-            raise ShardingError(msg, hint=self.hint) from error
+            raise ShardingError(msg, hint=self._hint_for(error)) from error
         tolerance = _tolerance(model, self.computes_in)
         if len(full) != len(split) or any(map(_differ, full, split, repeat(tolerance))):
             msg = f"{script_line()}: {class_name(model)} computes something else with {self.what}"
             raise ShardingError(msg, hint=self.hint)
+
+    def _hint_for(self, error: Exception) -> str:
+        """Return what to do about an error of torch; kernels for experts want parts of whole 16 bytes."""
+        if _ALIGNMENT not in str(error):
+            return self.hint
+        return 'use smaller groups (tp_size), or experts_implementation: "eager" in the model\'s configuration'
 
 
 @contextmanager

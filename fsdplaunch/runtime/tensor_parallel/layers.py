@@ -1,7 +1,7 @@
 """How one rank's part of a split layer's parameters is cut, and what a forward sees of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,16 +54,18 @@ class Cut:
             and every rank computes with its own rows.
         summands: Whether ranks compute their own activations with what every rank keeps, so that its gradients are
             summands; otherwise all compute the same.
+        placement: What DTensor calls it. It is made here: torch.compile takes a dimension that differs from one
+            layer to the next for a variable, of which no placement can be made.
     """
 
     dim: int | None = None
     packed: int = 1
     summands: bool = True
+    placement: Placement = field(init=False)
 
-    @property
-    def placement(self) -> Placement:
-        """Return what DTensor calls it."""
-        return Replicate() if self.dim is None or self.packed > 1 else Shard(self.dim)
+    def __post_init__(self) -> None:
+        placement = Replicate() if self.dim is None or self.packed > 1 else Shard(self.dim)
+        object.__setattr__(self, "placement", placement)
 
     def split(self, full: torch.Tensor, axis: DeviceMesh) -> DTensor:
         """Return a full tensor, equal on all ranks, as one of which this rank has a part in its own memory."""

@@ -75,6 +75,16 @@ def flat_parameter(unit: nn.Module) -> FlatParameter | None:
     )
 
 
+def show_unsharded_parameters(unit: Any) -> None:
+    """Let an FSDP1 unit that is not sharded (NO_SHARD) hold its parameters as such after a pass; all versions.
+
+    Torch leaves tensors in their places where all of them are frozen and no input has a gradient.
+    """
+    handle = unit._handle
+    if handle is not None and unit._use_orig_params and not handle.uses_sharded_strategy:
+        handle._use_sharded_views()
+
+
 def is_flat_parameter(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a flat parameter of FSDP1; all versions."""
     return bool(getattr(tensor, "_is_flat_param", False))

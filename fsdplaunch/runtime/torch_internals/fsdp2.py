@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,14 @@ def prefetches_forward(module: nn.Module) -> bool:
 
 def is_in_pass(module: nn.Module) -> bool:
     """Return whether an FSDP2 unit computes with gathered parameters, forward or in backward; all versions."""
-    return bool(module._get_fsdp_state()._training_state.name != "IDLE")  # type: ignore[operator]
+    return pass_look(module)()
+
+
+def pass_look(module: Any) -> Callable[[], bool]:
+    """Return what tells at any later time whether a unit is in a pass, at the least cost; all versions."""
+    state = module._get_fsdp_state()
+    idle = type(state._training_state).IDLE
+    return lambda: state._training_state is not idle
 
 
 def full_size(fsdp_param: Any) -> torch.Size:
@@ -113,6 +121,19 @@ def unsharded_parameters(group: Any) -> list[tuple[torch.Tensor, bool]]:
         for each in found
         if hasattr(each, "_unsharded_param")
     ]
+
+
+def group_refs(unit: Any) -> list[weakref.ref[Any]]:
+    """Return the parameter groups of an FSDP2 unit, held weakly; all versions."""
+    return [weakref.ref(group) for group in param_groups(unit)]
+
+
+def gathered_now(ref: weakref.ref[Any]) -> list[tuple[Any, Any]]:
+    """List the parameters of a group, each with its shard, if they are gathered now; all versions."""
+    group = ref()
+    if group is None or not group.is_unsharded:
+        return []
+    return [(param._unsharded_param, param.sharded_param) for param in group.fsdp_params]
 
 
 def gathered_parameters(module: Any) -> list[tuple[Any, Any]]:

@@ -46,3 +46,10 @@ def gather_for_scripting(function: Callable[..., Any], instead: Callable[..., An
 def change_count(tensor: torch.Tensor) -> int:
     """Return how often a tensor, or another one with its storage, was changed in place; all versions."""
     return int(tensor._version)
+
+
+def gradient_hooks(tensor: Any) -> tuple[list[Any], list[Any]]:
+    """Return what was registered at a tensor for its gradient before and after it is added up; all versions."""
+    tables = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
+    before, after = (list(table.values()) if table else [] for table in tables)
+    return before, after

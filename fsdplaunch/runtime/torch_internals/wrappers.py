@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,12 @@ WRAPPER_ATTRIBUTES = frozenset({"_checkpoint_wrapped_module", COMPILED_ATTRIBUTE
 def compiled_module(module: nn.Module) -> nn.Module | None:
     """Return the module that torch.compile's wrapper holds; None for any other module; all versions."""
     return module._modules.get(COMPILED_ATTRIBUTE)
+
+
+def is_compiled(module: nn.Module, modules: Iterable[nn.Module]) -> bool:
+    """Return whether a module is compiled, in place or inside of one of these wrappers; all versions."""
+    in_place = getattr(module, "_compiled_call_impl", None) is not None
+    return in_place or any(compiled_module(each) is module for each in modules)
 
 
 def checkpointed_module(module: nn.Module) -> nn.Module | None:

@@ -1,5 +1,7 @@
 """Optimizers that look at whole tensors, with a closure or without, through a checkpoint of theirs."""
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -90,3 +92,82 @@ for moved in (True, False):
         optimizer.step()
     with torch.no_grad():
         print(f"{'two' if moved else 'mistaken'}: {F.mse_loss(model(inputs), wanted).item():.6f}")
+
+
+def backward(x, y, *, between=lambda: None):
+    loss = F.mse_loss(model(x), y)
+    between()
+    loss.backward()
+
+
+def clear():
+    for number, p in enumerate(model.parameters()):
+        if number == 0:
+            del p.grad
+        elif number % 2 and p.grad is not None:
+            p.grad.detach_()
+            p.grad.zero_()
+        else:
+            p.grad = None
+
+
+def look(x, y):
+    optimizer.zero_grad()
+    backward(x, y)
+    F.mse_loss(model(x), y)  # with gradients, and no backward follows
+    optimizer.step()
+    model(x)
+    for p in model.parameters():
+        p.data.clamp_(-0.4, 0.4)
+
+
+def accumulate(x, y):
+    if next(turns) % 2:
+        optimizer.zero_grad()
+    backward(x, y)
+    optimizer.step()
+
+
+def give(x, y):
+    gradients = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
+    fast = {name: p - 0.5 * g for (name, p), g in zip(model.named_parameters(), gradients)}
+    optimizer.zero_grad()
+    F.mse_loss(torch.func.functional_call(model, fast, (x,)), y).backward()
+    optimizer.step()
+
+
+def write(x, y):
+    optimizer.zero_grad()
+    backward(x, y)
+    model[2].weight.grad[1:] = 0
+    optimizer.step()
+    model[0].bias.data[2:5].fill_(0.1)
+    model[0].weight.data[model[0].weight.data.abs() < 0.1] = 0
+    model(x)
+    with torch.no_grad():
+        model[2].weight.mul_(0.9)
+    model[2].bias.requires_grad = False
+
+
+def clamp(gradient):
+    return gradient.clamp(-0.05, 0.05)
+
+
+turns = itertools.count()
+STEPS = {"cleared between": lambda x, y: (backward(x, y, between=clear), optimizer.step()), "looked at": look}
+for name, step in (STEPS | {"hooked": accumulate, "given": give, "written": write}).items():
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    if name == "hooked":
+        model[0].weight.register_hook(clamp)
+    model.to("cpu")
+    print(f"tried {name}: {model(inputs).sum().item():.6f}")
+    model.apply(lambda part: isinstance(part, nn.Linear) and nn.init.eye_(part.weight))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if name == "hooked":
+        model[2].weight.register_hook(clamp)
+    for x, y in DataLoader(TensorDataset(inputs, wanted), batch_size=8):
+        step(x, y)
+    scripted = torch.jit.script(model)
+    with torch.no_grad():
+        print(f"{name}: {F.mse_loss(model(inputs), wanted).item():.6f} {scripted(inputs).sum().item():.6f}")

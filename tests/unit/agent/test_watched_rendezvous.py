@@ -1,4 +1,4 @@
-"""Waiting for the other nodes ends within moments once a node has gone, or the run is over."""
+"""The rendezvous of elastic runs: waiting ends once a node has gone or the run is over; a store for workers."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from torch.distributed.elastic.utils import store as store_util
 from fsdplaunch.agent.rendezvous import Membership
 from fsdplaunch.agent.signed_state import WatchedRendezvous
 from fsdplaunch.run_dir import MEMBERSHIP, write_json
-from fsdplaunch.runtime.collectives.stores import HashStore
+from fsdplaunch.runtime.collectives.stores import HashStore, TCPStore
 
 
 class Handler:
@@ -21,12 +21,11 @@ class Handler:
 
     use_agent_store = False
 
-    def __init__(self) -> None:
-        self.closed = False
+    def __init__(self, rank: int = 0, store: Any = None) -> None:
+        self.closed, self.rank, self.store = False, rank, store or HashStore()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        store: Any = HashStore()
-        return RendezvousInfo(store, 0, 2, RendezvousStoreInfo("127.0.0.1", 1))
+        return RendezvousInfo(self.store, self.rank, 2, RendezvousStoreInfo("127.0.0.1", 1))
 
     def num_nodes_waiting(self) -> int:
         return 3
@@ -76,7 +75,20 @@ def test_store_waits_as_torchs_does_where_nobody_has_gone(group):
     assert found.store.get("k") == b"v"
     with pytest.raises(RendezvousError, match="did not come within 0 s"):
         found.store.wait(["never"], timedelta(seconds=0.1))
-    assert (found.rank, found.world_size, found.bootstrap_store_info.master_port) == (0, 2, 1)
+    assert (found.rank, found.world_size) == (0, 2)
     watched.set_closed()
     assert (watched.is_closed(), watched.num_nodes_waiting(), watched.get_backend()) == (True, 3, "c10d")
-    assert (watched.get_run_id(), watched.shutdown(), watched.use_agent_store) == ("r", True, False)
+    assert (watched.get_run_id(), watched.shutdown(), watched.use_agent_store) == ("r", True, True)
+
+
+def test_workers_of_all_nodes_get_the_port_of_a_store_that_is_there_in_each_attempt():
+    first = Handler()
+    ends = [WatchedRendezvous(handler, lambda: None) for handler in (first, Handler(1, first.store))]
+    for attempt in range(2):
+        first.store.set("fsdplaunch/workers-port", "1")  # of an attempt before; torch's store has none
+        places = [end.next_rendezvous().bootstrap_store_info for end in ends]
+        assert places[0] == places[1]
+        assert places[0].master_port != 1
+        client = TCPStore(places[1].master_addr, places[1].master_port, None, False, timedelta(seconds=5))
+        assert not client.check(["attempt"])  # of the attempt before
+        client.set("attempt", str(attempt))

@@ -16,6 +16,7 @@ class LocalBatches:
         current: Rows of the share that a model's running or last pass got; 0 where it got none.
         shared_passes: Passes since the last backward that got a share.
         alike_passes: Passes since the last backward that got something else, such as noise for all rows.
+        backwards: How many have begun.
         whole_sum: Whether the last loss was a sum over the batch.
         single: Numbers drawn one by one since the last backward, by the script's line.
         divided: Whether a loader gave this rank its share of something.
@@ -27,6 +28,7 @@ class LocalBatches:
     current: int = 0
     shared_passes: int = 0
     alike_passes: int = 0
+    backwards: int = 0
     whole_sum: bool = False
     single: dict[str, int] = field(default_factory=dict)
     divided: bool = False
@@ -60,6 +62,7 @@ class LocalBatches:
     def leave(self) -> None:
         """Note that a backward has begun, which the passes so far belong to."""
         self.shared_passes = self.alike_passes = 0
+        self.backwards += 1
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -214,13 +214,19 @@ def set_random_states(states: dict[str, Any]) -> None:
 @contextmanager
 def drawing_alike_in_evaluation(streams: RngStreams, models: Iterable[nn.Module]) -> Iterator[None]:
     """Notice when `model.eval()` and `model.train()` turn all sharded models to evaluation, or one to training."""
+    inside = False
 
     def turn(original: Any) -> Any:
         def train(self: nn.Module, mode: bool = True) -> Any:
-            result = original(self, mode)
-            if streams.diverged:
+            nonlocal inside
+            if inside or not streams.diverged:
+                return original(self, mode)
+            inside = True  # it calls itself for every module below
+            try:
+                return original(self, mode)
+            finally:
+                inside = False
                 streams.evaluate(now=not any(model.training for model in list(models)))
-            return result
 
         return train
 

@@ -16,13 +16,14 @@ class SameRows:
 
     def __init__(self, hook_context: HookContext) -> None:
         self.hook_context = hook_context
-        self.alone = hook_context.data.size == 1  # all split layers together, and are to have the same
+        if hook_context.data.size == 1:  # all split layers together, and are to have the same
+            hook_context.batches.compares = False
         self.left = 1 if hook_context.keeps_batch else 2
 
     def check(self) -> None:
         """Compare over ranks what the last pass was given, and print once that it is the same. Collective."""
         batches = self.hook_context.batches
-        if self.alone or not batches.compares or batches.fingerprint is None:
+        if not batches.compares or batches.fingerprint is None:
             return
         self.left -= 1
         if batches.divided or not self.left:

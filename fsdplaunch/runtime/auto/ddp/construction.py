@@ -30,7 +30,6 @@ from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.sharding.optimizer_params import waits_for_shards
 from fsdplaunch.runtime.sharding.shard import is_sharded
-from fsdplaunch.runtime.torch_internals.wrappers import untraced
 
 _LOSSLESS = (
     "allreduce_hook",
@@ -172,9 +171,9 @@ def _forward(original: Any) -> Any:
         ours: Forward | None = self.__dict__.get("fsdplaunch_forward")
         if ours is None:
             return original(self, *inputs, **kwargs)
-        untraced(ours.begin)(self)
+        ours.before(self)
         output = self.module(*inputs, **kwargs)
-        untraced(ours.end)(self)
+        ours.after(self)
         return output
 
     return forward

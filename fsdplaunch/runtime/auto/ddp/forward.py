@@ -15,6 +15,7 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.api.gradients import set_gradient_sync
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.rank0.passes import check_turn
+from fsdplaunch.runtime.torch_internals.wrappers import untraced
 
 
 class Forward:
@@ -30,6 +31,7 @@ class Forward:
         self.syncs = True
         self.buffers = [each for each in model.buffers() if each.numel()] if buffers else []
         self.joins = False
+        self.before, self.after = untraced(self.begin), untraced(self.end)  # made once: that takes long
 
     def begin(self, ddp: Any) -> None:
         """Do what comes before a pass.

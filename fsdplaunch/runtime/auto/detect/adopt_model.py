@@ -21,6 +21,7 @@ from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.inspection.units import restore_classes
 from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin, ambient_plugin
 from fsdplaunch.runtime.sharding.blocks import class_name, find_blocks
+from fsdplaunch.runtime.sharding.optimizer_params import sharded_home
 from fsdplaunch.runtime.sharding.shard import is_sharded
 from fsdplaunch.runtime.torch_internals.wrappers import untraced
 
@@ -69,6 +70,7 @@ def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None
         line,
         begin_pass=untraced(passes.begin),
         begin_training=hook_context.streams.diverge,
+        trains=lambda: bool(hook_context.batches.backwards or hook_context.optimizers),
         enter=hook_context.batches.enter,
         leave=mark_outputs if hook_context.keeps_batch else _ignore,
     )
@@ -87,6 +89,7 @@ def _ignore(_output: Any) -> None:
 def _check_unsharded(model: nn.Module, hook_context: HookContext, line: str) -> None:
     """Refuse a model of which a submodule was sharded before, because the script moved it by itself."""
     params = dict(named_parameters(model))
+    _check_unshared(model, params, hook_context, line)
     sharded = [name for name, param in params.items() if isinstance(param, DTensor)]
     if not sharded:
         return
@@ -98,6 +101,26 @@ def _check_unsharded(model: nn.Module, hook_context: HookContext, line: str) -> 
             raise ShardingError(msg, hint=hint)
     late = next(name for name in params if name not in sharded)
     raise late_parameter(model, late, line)
+
+
+def _check_unshared(model: nn.Module, params: dict[str, Any], hook_context: HookContext, line: str) -> None:
+    """Refuse a model that has trained parameters of another one, which is sharded: each would train its own.
+
+    Raises:
+        ShardingError: It has one.
+    """
+    inside = set(model.modules())
+    owners = {id(param): other for other in hook_context.models for param in other.parameters()}
+    for name, param in params.items():
+        owner = owners.get(id(param)) or sharded_home(param)
+        if param.requires_grad and owner is not None and owner not in inside:
+            earlier = hook_context.models.get(owner, "another line")
+            msg = (
+                f"{line}: {name} of {class_name(model)} is one of {original_name(owner)} as well, which was"
+                f" sharded at {earlier}: they would be trained apart"
+            )
+            hint = "make both parts of one module whose forward calls them, or give that one to fsdplaunch.prepare"
+            raise ShardingError(msg, hint=hint)
 
 
 def _plugin(model: nn.Module, hook_context: HookContext) -> FullyShardedDataParallelPlugin:

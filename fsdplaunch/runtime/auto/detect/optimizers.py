@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model
+from fsdplaunch.runtime.auto.detect.shared_parameters import tell_of_others
 from fsdplaunch.runtime.auto.model.full_step import step_on_full_tensors
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
@@ -86,7 +87,7 @@ def regroup(optimizer: Optimizer, hook_context: HookContext, *, now: bool = Fals
         _keep_unsharded(bare)
     repoint(optimizer, known_parameters() | {id(param): "" for param in bare})
     if not now:
-        _tell_of_others(optimizer, hook_context)
+        tell_of_others(optimizer, hook_context)
         if roots:
             hook_context.exchanging[optimizer] = script_line()
     _step_over_mixtures(optimizer)
@@ -110,25 +111,6 @@ def _keep_unsharded(bare: list[Any]) -> None:
         messages.say(
             f"{script_line()}: {count} parameters of no module stay unsharded, their gradients are averaged"
         )
-
-
-def _tell_of_others(optimizer: Optimizer, hook_context: HookContext) -> None:
-    """Print that parameters are given to a second optimizer, where those of the first were exchanged for shards.
-
-    A script that leaves out by `id()` or `is` what the first has compares shards with what it noted before.
-    """
-    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for other, line in hook_context.exchanging.items():
-        shared = sum(id(param) in own for group in other.param_groups for param in group["params"])
-        told = f"shared {id(optimizer)} {id(other)}"
-        if shared and other is not optimizer and told not in hook_context.printed:
-            hook_context.printed.add(told)
-            messages.say(
-                f"{script_line()}: {type(optimizer).__name__} gets {shared} parameters that"
-                f" {type(other).__name__} has as well: they were exchanged for shards at {line}, and are no longer"
-                " what id() and `is` said of them before\n"
-                '  try  if it was to get others, move the model to its device before: model.to("cpu")'
-            )
 
 
 def _trains_shards(optimizer: Optimizer) -> bool:

@@ -27,6 +27,10 @@ _NOTES = {
         "fsdplaunch: an operation got bf16 and fp32 together. BatchNorm on the CPU is one: FSDP2 makes weights "
         "bf16, its statistics stay fp32.\nSet mixed_precision: no, or fsdp_version: 1, which keeps it in fp32"
     ),
+    "_chunk_cat expects non-empty tensor": (
+        "fsdplaunch: a parameter without elements has a gradient, which FSDP2 cannot divide.\nLeave it out of the "
+        "computation, or freeze it: requires_grad=False"
+    ),
     "Found dtype Float but expected BFloat16": (
         "fsdplaunch: a loss got the model's output in bf16 and targets in fp32, of which this torch makes no "
         "gradient.\nSet precision.output: fp32 for outputs in fp32, or give both to the loss in one dtype"

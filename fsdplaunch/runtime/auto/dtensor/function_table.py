@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor import shard_handlers as handlers
-from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0
+from fsdplaunch.runtime.auto.dtensor import shard_parts, updates
+from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0, full_by_all_or_rank0
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.torch_internals.dtensor import finishing_results, knows_operator, operator_handlers
@@ -61,8 +63,10 @@ _LOSS_OPERATORS = (
 )
 _MIXING = ("add", "sub", "mul", "div", "lerp")
 """How `average * decay + parameter * (1 - decay)` is computed, where the average is no shard."""
-_AVERAGING = (*(f"{name}_" for name in _MIXING), "addcmul_", "addcdiv_")
-"""How it is updated in place; `torch._foreach_lerp_` and the like do so for many."""
+_AVERAGING = (*(f"{name}_" for name in _MIXING), "copy_", "addcmul_", "addcdiv_")
+"""How it is updated in place."""
+_UPDATING = (*_AVERAGING, *(f"_foreach_{name}" for name in _AVERAGING))
+"""The same, and `torch._foreach_lerp_` and the like, which do so for many."""
 _COLLECTIVES = (
     *("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_", "_allgather_base_", "gather_"),
     *("reduce_scatter_", "_reduce_scatter_base_", "scatter_", "alltoall_"),
@@ -80,12 +84,19 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
         for name, handler in _methods(hook_context).items():
             method = _handled(getattr(torch.Tensor, name), handler, ours)
             stack.enter_context(replaced(DTensor, name, lambda _, method=method: method))  # type: ignore[misc]
+        for name in _UPDATES:
+            updating = updates.update(getattr(torch.Tensor, name), ours)
+            stack.enter_context(replaced(DTensor, name, lambda _, method=updating: method))  # type: ignore[misc]
+        reduce = by_all_or_rank0(handlers.reduce)
         for owner, name in _FUNCTIONS:
-            stack.enter_context(replaced(owner, name, lambda function: _function(function, ours)))
+            stack.enter_context(replaced(owner, name, lambda function: _function(function, reduce, ours)))
         draw_like = partial(handlers.draw_like, hook_context.streams)
         for name in _LIKE:
             stack.enter_context(replaced(torch, name, lambda function: _handled(function, draw_like, ours)))
-        stack.enter_context(replaced(DTensor, "data", lambda _: property(data.__get__, set_data)))
+        get_data = _handled(data.__get__, shard_parts.counted_data, ours)
+        stack.enter_context(replaced(torch, "eye", lambda function: _function(function, updates.make_into, ours)))
+        stack.enter_context(replaced(DTensor, "data", lambda _: property(get_data, set_data)))
+        stack.enter_context(replaced(DTensor, "full_tensor", full_by_all_or_rank0))
         set_plain = _handled(data.__set__, handlers.full_data, ours)
         stack.enter_context(replaced(nn.Parameter, "data", lambda _: property(data.__get__, set_plain)))
         stack.enter_context(_handling_operators(ours))
@@ -98,9 +109,11 @@ def _methods(hook_context: HookContext) -> dict[str, Handler]:
         **dict.fromkeys(_READS, by_all_or_rank0(handlers.gather)),
         **dict.fromkeys(_REDUCTIONS, by_all_or_rank0(handlers.reduce)),
         **dict.fromkeys(_ADDITIONS, handlers.add),
-        **dict.fromkeys(_UPDATES, handlers.update),
         **dict.fromkeys(_NEW, handlers.make_new),
         **dict.fromkeys(_DRAWS, partial(handlers.draw, hook_context.streams)),
+        **dict.fromkeys(shard_parts.PARTS, shard_parts.part),
+        **dict.fromkeys(shard_parts.WRITES, shard_parts.write),
+        "__setitem__": shard_parts.set_items,
     }
 
 
@@ -112,10 +125,14 @@ def _handled(func: Any, handler: Handler, ownership: Ownership) -> Any:
     return compute
 
 
-def _function(func: Any, ownership: Ownership) -> Any:
-    instead = _handled(func, by_all_or_rank0(handlers.reduce), ownership)
-    gather_for_scripting(func, instead)
-    return instead
+def _function(func: Any, handler: Handler, ownership: Ownership) -> Any:
+    @wraps(func)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        shards = ownership.ours and any(isinstance(value, DTensor) for value in (*args, *kwargs.values()))
+        return handler(func, args, kwargs) if shards else func(*args, **kwargs)
+
+    gather_for_scripting(func, compute)
+    return compute
 
 
 @contextmanager
@@ -130,20 +147,46 @@ def _handling_operators(ownership: Ownership) -> Iterator[None]:
         (_EXTREME_OPERATORS, handlers.replicate_empty),
         (("mean",), handlers.replicate_unequal),
         (_MIXING, handlers.combine_mixed(read)),
+        (_UPDATING, handlers.update_mixed(read)),
         (("_foreach_copy_",), handlers.copy_each),
-        (("copy_", *_AVERAGING, *(f"_foreach_{name}" for name in _AVERAGING)), handlers.update_mixed(read)),
     ):
         table.update(dict.fromkeys(_overloads(names), _operator(handler, ownership, table)))
     table.update(dict.fromkeys(_overloads(_COLLECTIVES, torch.ops.c10d), _refused))
+    mixing = {op: table[op] for op in (*_overloads(_MIXING), *_overloads(_UPDATING))}
     fill = torch.ops.aten.masked_fill_.Scalar
     if not knows_operator(fill):
         table[fill] = _operator(handlers.fill, ownership, table)
     try:
-        with finishing_results(lambda result: handlers.finish(result) if ownership.ours else result):
+        with (
+            finishing_results(lambda result: handlers.finish(result) if ownership.ours else result),
+            _without_in_steps(mixing, table),
+        ):
             yield
     finally:
         table.clear()
         table.update(kept)
+
+
+@contextmanager
+def _without_in_steps(mixing: dict[Any, Any], table: dict[Any, Any]) -> Iterator[None]:
+    """Take handlers out of the table while torch's own optimizers step: they compute with shards alone, and often.
+
+    A step with a closure computes what the script does in it.
+    """
+
+    def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
+        given = any(each is not None for each in (*args[1:], *kwargs.values()))
+        if not given and type(optimizer).__module__.startswith("torch.optim."):
+            for operator in mixing:
+                table.pop(operator, None)
+
+    def end(*_: Any) -> None:
+        table.update(mixing)
+
+    with ExitStack() as stack:
+        stack.callback(register_optimizer_step_pre_hook(begin).remove)
+        stack.callback(register_optimizer_step_post_hook(end).remove)
+        yield
 
 
 def _overloads(names: Iterable[str], library: Any = torch.ops.aten) -> list[Any]:

@@ -1,19 +1,25 @@
 """Reads of shards by the script: by all ranks, or by rank 0 alone, as in `if rank == 0: print(p.norm())`."""
 
+import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.auto.script_line import calling_lines, is_user_file
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer
 from fsdplaunch.runtime.auto.state.rank0.position import Position
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
+from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
 from fsdplaunch.runtime.torch_internals.tensors import tree_map
 
 _together: set[str] = set()
-"""The script's lines that all ranks were seen to reach together; asked once, as a read may stand in every step."""
+"""The script's lines that all ranks were seen to reach together; asked once, as a read may stand in every step.
+
+With those that led to them: a function that all ranks have called may be called by rank 0 alone elsewhere.
+"""
 _alone_at: tuple[Any, ...] | None = None
 """The line at which rank 0 was seen to read alone, and how far it was: its next shards are read so, too."""
 
@@ -28,20 +34,41 @@ def by_all_or_rank0(compute: Callable[[Any, Any, Any], Any]) -> Callable[[Any, A
     """
 
     def read(func: Any, args: Any, kwargs: Any) -> Any:
-        shards = any(isinstance(value, DTensor) for value in (*args, *kwargs.values()))
-        saves = None if torch.compiler.is_compiling() or not shards else rank0_saves()
+        saves = None if torch.compiler.is_compiling() else rank0_saves()
         if saves is None:
             return compute(func, args, kwargs)
-        line = script_line()
+        line = calling_lines()
         if line in _together:
             return compute(func, args, kwargs)
-        gathering = ShardGatherer(f"{func.__name__}() of a shard", keep=True)
+        gathering = ShardGatherer(f"{func.__name__}() of a shard", keep=True, at=line)
         if not _come_together(gathering, line, saves.position):
             return _alone(gathering, func, args, kwargs)
         _together.add(line)
         return compute(func, args, kwargs)
 
     return read
+
+
+def full_by_all_or_rank0(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `full_tensor` that a script may also call on rank 0 alone, whoever has sharded the tensor.
+
+    Args:
+        gather: Torch's; collective. Libraries keep it as it is: they call it where all ranks come.
+    """
+
+    def full_tensor(full: torch.Tensor, **_: Any) -> torch.Tensor:
+        return full
+
+    read = by_all_or_rank0(lambda _, args, kwargs: gather(*args, **kwargs))
+
+    @wraps(gather)
+    def gather_or_fetch(tensor: DTensor, **kwargs: Any) -> Any:
+        by_script = is_user_file(sys._getframe(1).f_code.co_filename)
+        if not by_script or rank0_saves() is None or not is_over_all_ranks(tensor):
+            return gather(tensor, **kwargs)
+        return read(full_tensor, (tensor,), kwargs)
+
+    return gather_or_fetch
 
 
 def _come_together(gathering: ShardGatherer, line: str, position: Position) -> bool:

@@ -41,18 +41,6 @@ def add(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def update(func: Any, args: Any, kwargs: Any) -> Any:
-    """Bring operands to the placement of the shard they update.
-
-    torch replicates a parameter of fewer rows than ranks to compute with it, and refuses to add that to a shard.
-    """
-    shard, *operands = args
-    for operand in operands:  # optimizers come here for every parameter: look before anything is made anew
-        if isinstance(operand, DTensor) and operand.placements != shard.placements:
-            return func(shard, *(_placed_like(shard, each) for each in operands), **kwargs)
-    return func(*args, **kwargs)
-
-
 def update_mixed(read: Handler) -> Handler:
     """Return a handler of updates in place: a plain tensor gets full operands, a shard those of its own part.
 
@@ -102,7 +90,7 @@ def _made_like(target: Any, source: Any) -> Any:
     """Return a tensor, sharded or plain, as another one is."""
     if not isinstance(target, DTensor):
         return _full(source)
-    return _placed_like(target, split_like(source, target) if _is_plain_of(target.shape, source) else source)
+    return placed_like(target, split_like(source, target) if _is_plain_of(target.shape, source) else source)
 
 
 def full_data(func: Any, args: Any, _kwargs: Any) -> None:
@@ -126,7 +114,7 @@ def draw(streams: RngStreams, func: Any, args: Any, kwargs: Any) -> Any:
         func(full, *limits, **kwargs)
     with torch.no_grad():
         shard.copy_(distribute_tensor(full, shard.device_mesh, shard.placements))
-    return shard
+    return shard  # copying has written it into what it is a part of
 
 
 def draw_like(streams: RngStreams, func: Any, args: Any, kwargs: Any) -> Any:
@@ -159,7 +147,7 @@ def assign_data(models: Iterable[nn.Module], func: Any, args: Any, _kwargs: Any)
     if holder is None:
         func(param, value)
         return
-    shard = _placed_like(param, value) if isinstance(value, DTensor) else cut_to_shard(value, param)
+    shard = placed_like(param, value) if isinstance(value, DTensor) else cut_to_shard(value, param)
     local = shard.to_local().to(param.to_local().device, param.dtype)
     put_shard(holder, param, local.detach().contiguous())
 
@@ -233,7 +221,8 @@ def _is_replicated(value: DTensor) -> bool:
     return all(placement.is_replicate() for placement in value.placements)
 
 
-def _placed_like(shard: DTensor, value: Any) -> Any:
+def placed_like(shard: Any, value: Any) -> Any:
+    """Return a tensor like a shard, placed as that is; any other value itself."""
     if not isinstance(value, DTensor) or value.placements == shard.placements or value.shape != shard.shape:
         return value
     return value.redistribute(shard.device_mesh, shard.placements)

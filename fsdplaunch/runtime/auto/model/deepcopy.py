@@ -6,13 +6,16 @@ Needed because torch refuses to copy or to pickle a sharded module, and averages
 import copy
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer
 from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
@@ -29,7 +32,27 @@ def allow_deepcopy(model: nn.Module, attach: Callable[[nn.Module, nn.Module], No
         model: Sharded. Its copy is another sharded model; that of a module inside has full parameters.
         attach: Makes a copy behave as the script expects of a model; given the copy, and what it is a copy of.
     """
-    for module in model.modules():
+    _allow(model, model.modules(), attach)
+
+
+def allow_deepcopy_of_units(model: nn.Module) -> None:
+    """Let `copy.deepcopy` copy a model that the script has prepared, and its units; others torch copies itself.
+
+    Torch cannot pickle units either, which is said where a script tries to.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.__dict__["__reduce_ex__"] = _refuse_pickling
+    _allow(model, units, lambda copied, _: allow_deepcopy_of_units(copied))
+
+
+def _refuse_pickling(_protocol: int) -> Any:
+    msg = f"{script_line()} pickles a model that prepare has sharded"
+    raise CheckpointError(msg, hint='save its state_dict() under fsdplaunch.state_dict_type(model, "full")')
+
+
+def _allow(model: nn.Module, modules: Iterable[nn.Module], attach: Callable[[nn.Module, nn.Module], None]) -> None:
+    for module in modules:
         copy_one = functools.partial(_copied, attach=attach) if module is model else _full_copy
         module.__dict__["__deepcopy__"] = _method(weakref.ref(module), copy_one)
 
@@ -68,7 +91,8 @@ def _copied(model: Any, memo: dict[int, Any], attach: Callable[[nn.Module, nn.Mo
         return copied
     plugin = copy.copy(prepared.plugin)
     plugin.param_init_fn = _zeros
-    place = ShardTarget(mesh=prepared.mesh, device=shard.own_device(prepared.mesh))
+    context = None if prepared.sequences is None else prepared.sequences.axis
+    place = ShardTarget(mesh=prepared.mesh, device=shard.own_device(prepared.mesh), context=context)
     shard_model(copied, plugin, place)
     values = dict(named_parameters(model))
     with torch.no_grad():

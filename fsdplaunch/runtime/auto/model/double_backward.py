@@ -5,8 +5,9 @@ none: gradients would be lost without a word. The model's pass is computed again
 gathered by operations that have gradients themselves.
 """
 
+import inspect
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -46,8 +47,15 @@ class ModelPass:
 
 def may_be_differentiated_twice(args: Any, kwargs: Any) -> bool:
     """Return whether a pass is given anything that gradients can be asked for."""
-    given = tree_leaves((args, kwargs))
-    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in given)
+    return any(
+        value.requires_grad if isinstance(value, torch.Tensor) else _holds_gradients(value)
+        for value in (*args, *kwargs.values())
+    )
+
+
+def _holds_gradients(value: Any) -> bool:
+    leaves = () if value is None or isinstance(value, int | float | str) else tree_leaves(value)
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 def keep_pass(made: ModelPass, output: Any) -> None:
@@ -163,7 +171,7 @@ def _recomputed(made: ModelPass) -> list[Any]:
     model: Any = made.model()
     reshard(model)
     dtype = root_mixed_precision(model).param_dtype
-    names: Any = {name: _gathered(param, dtype) for name, param in model.named_parameters(remove_duplicate=False)}
+    names: Any = full_parameters(dict(model.named_parameters(remove_duplicate=False)), dtype)
     names |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     args, kwargs = tree_map(lambda value: _cast(value, dtype), (made.args, made.kwargs))
     now = torch.get_rng_state()
@@ -172,9 +180,21 @@ def _recomputed(made: ModelPass) -> list[Any]:
         with ExitStack() as stack:
             for module in model.modules():
                 stack.enter_context(as_before(module))
-            return list(tree_leaves(torch.func.functional_call(model, names, args, kwargs)))
+            call = inspect.unwrap(torch.func.functional_call)
+            return list(tree_leaves(call(model, names, args, kwargs)))
     finally:
         torch.set_rng_state(now)
+
+
+def full_parameters(params: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Return full parameters that have gradients of any order, each once, whatever its names. Collective.
+
+    Args:
+        params: Sharded or not, by name.
+        dtype: That a pass computes in; None for their own.
+    """
+    once = {id(param): _gathered(param, dtype) for param in {id(each): each for each in params.values()}.values()}
+    return {name: once[id(param)] for name, param in params.items()}
 
 
 def _gathered(param: Any, dtype: torch.dtype | None) -> torch.Tensor:

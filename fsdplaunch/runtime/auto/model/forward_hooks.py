@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.model.double_backward import ModelPass, keep_pass, may_be_differentiated_twice
+from fsdplaunch.runtime.auto.model.gathered_view import view_of
 from fsdplaunch.runtime.auto.model.inner_calls import gather_around_parts
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
-from fsdplaunch.runtime.torch_internals.fsdp2 import is_in_pass
+from fsdplaunch.runtime.torch_internals.fsdp2 import pass_look
 from fsdplaunch.runtime.torch_internals.tensors import tree_map
 
 _CHANGES = ("set", "load", "update", "init", "reset", "copy", "tie", "freeze", "save", "to", "register")
@@ -38,6 +39,7 @@ class ForwardHooks:
         *,
         begin_pass: Callable[[nn.Module], None],
         begin_training: Callable[[], None],
+        trains: Callable[[], bool],
         enter: Callable[[Iterable[Any]], None],
         leave: Callable[[Any], None],
     ) -> None:
@@ -60,6 +62,7 @@ class ForwardHooks:
         for name in _computing_methods(model):
             self._gather_around(model, name)
         gather_around_parts(model, begin_pass, lambda: self.checked)
+        self.view = view_of(model, trains)
 
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Begin a pass; return other arguments where some are shards, such as a state made like a parameter."""
@@ -70,6 +73,8 @@ class ForwardHooks:
             self.begin_training = None
         if self.depth == 0:
             self.begin_pass(model)
+            if not torch.compiler.is_compiling():
+                self.view.enter(model)
         if not self.depth and model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.noted([*args, *kwargs.values()])
             self.rng_state = torch.get_rng_state() if may_be_differentiated_twice(args, kwargs) else None
@@ -106,6 +111,8 @@ class ForwardHooks:
         """Reshard where no backward pass will: what the script looks at next are the shards again."""
         if not torch.is_grad_enabled():
             model.reshard()
+        elif not torch.compiler.is_compiling():
+            self.view.leave(model)
 
     def _gather_around(self, model: nn.Module, name: str) -> None:
         """Gather parameters around a method as around forward, where the script calls it itself, with tensors."""
@@ -175,12 +182,12 @@ def call_for_forward(unit: nn.Module) -> None:
     if "forward" in unit.__dict__:  # the script's own way for this module
         return
     kind: Any = original_class(unit)
-    plain, of = kind.forward, weakref.ref(unit)
+    plain, of, in_pass = kind.forward, weakref.ref(unit), pass_look(unit)
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         module: Any = of()
-        if torch.compiler.is_compiling() or is_in_pass(module):
+        if torch.compiler.is_compiling() or in_pass():
             return plain(module, *args, **kwargs)
         return module(*args, **kwargs)
 

@@ -14,6 +14,14 @@ from torch import nn
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.torch_internals.fsdp2 import is_in_pass
 
+_inside: "weakref.WeakKeyDictionary[nn.Module, list[nn.Module]]" = weakref.WeakKeyDictionary()
+"""For each model the part of it that was called by itself and computes now, with parameters gathered around it."""
+
+
+def computes_in_part(model: nn.Module) -> bool:
+    """Return whether a model's parameters are gathered around a part of it that the script has called."""
+    return bool(_inside.get(model))
+
 
 def gather_around_parts(
     model: nn.Module, begin_pass: Callable[[nn.Module], None], begun: Callable[[], bool]
@@ -27,7 +35,8 @@ def gather_around_parts(
     """
     if not is_unit(model):
         return
-    held, inside = weakref.ref(model), list[nn.Module]()
+    held = weakref.ref(model)
+    inside = _inside.setdefault(model, [])
 
     def enter(part: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or inside or not begun():

@@ -19,14 +19,17 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.sharding.blocks import class_name
-from fsdplaunch.runtime.sharding.gradient_placement import place_gradients
+from fsdplaunch.runtime.sharding.gradient_hooks import add_hook, place_gradients
 from fsdplaunch.runtime.torch_internals.fsdp2 import gathered_parameters
 from fsdplaunch.runtime.torch_internals.modules import MOVE_METHOD
 
 
 @contextmanager
 def keeping_hooks(hook_context: HookContext) -> Iterator[None]:
-    """Connect hooks again after a sharded model was moved; let none be moved to where other processes train it."""
+    """Connect hooks again after a sharded model was moved; let none be moved to where other processes train it.
+
+    What the script registers at shards is called with the gradients that torch sets, which calls none itself.
+    """
 
     def move(original: Any) -> Any:
         def move_and_reconnect(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +46,19 @@ def keeping_hooks(hook_context: HookContext) -> Iterator[None]:
 
         return move_and_reconnect
 
-    with replaced(FSDPModule, MOVE_METHOD, move), replaced(nn.Module, "share_memory", _sharing):
+    def register(original: Any) -> Any:
+        def register_hook(tensor: Any, hook: Any) -> Any:
+            own = str(getattr(hook, "__module__", "")).startswith(("fsdplaunch.", "torch."))
+            shards = hook_context.ownership.ours and isinstance(tensor, nn.Parameter)
+            return add_hook(tensor, hook) if shards and not own else original(tensor, hook)
+
+        return register_hook
+
+    with (
+        replaced(FSDPModule, MOVE_METHOD, move),
+        replaced(nn.Module, "share_memory", _sharing),
+        replaced(DTensor, "register_hook", register),
+    ):
         yield
 
 

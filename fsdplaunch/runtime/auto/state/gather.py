@@ -23,6 +23,9 @@ from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier
 from fsdplaunch.runtime.collectives.rank_group import raise_on_all_ranks
 from fsdplaunch.runtime.torch_internals.tensors import storage_identity
 
+_TOGETHER = (
+    "let all ranks make this call; under FSDP2 rank 0 alone can, from the first step of the model's optimizer on"
+)
 _ALIKE = (
     "save on all ranks or on rank 0: decide by a number equal on all ranks, such as a loss on validation data or"
     " one averaged by torch.distributed.all_reduce"
@@ -40,9 +43,9 @@ class ShardGatherer:
         late: What gathers them when they are needed; None where they are wanted at once.
     """
 
-    def __init__(self, call: str, *, keep: bool) -> None:
+    def __init__(self, call: str, *, keep: bool, at: str | None = None) -> None:
         self.keep = keep
-        self.call = f"{call} at {script_line()}"
+        self.call = f"{call} at {at or script_line()}"
         self.count = 0
         self.together = True
         self.late: LateStorages | None = None
@@ -195,7 +198,7 @@ def _meet(call: str) -> bool:
     saves = rank0_saves()
     if saves is not None:
         return saves.meet(call, _ALIKE)
-    monitored_barrier(call, _ALIKE)
+    monitored_barrier(call, _TOGETHER)
     return True
 
 

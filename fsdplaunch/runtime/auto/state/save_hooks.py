@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.atomic_file import atomic_file
@@ -33,9 +34,10 @@ from fsdplaunch.runtime.auto.state.gather import (
 )
 from fsdplaunch.runtime.auto.state.late_storages import LateStorages
 from fsdplaunch.runtime.auto.state.opened_files import write_in_turn
-from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
+from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
 from fsdplaunch.runtime.auto.state.safe_files import saving_safetensors
 from fsdplaunch.runtime.auto.state.saved_paths import note_saved, path_of
+from fsdplaunch.runtime.auto.state.saving_threads import beside_training
 
 _SPOOLED_BYTES = 64 << 20
 """What is held in memory before it goes to a temporary file."""
@@ -82,14 +84,14 @@ def _torch_save(save: Any, hook_context: HookContext) -> Any:
 
 
 def _saving_alone(obj: Any) -> ShardGatherer | None:
-    """Return what gathers for rank 0, where it alone saves what accelerate has sharded; None elsewhere.
+    """Return what gathers for rank 0, where it alone saves what others have sharded; None elsewhere.
 
-    Where all ranks save, each may mean to write its own shards.
+    Where all ranks save, or each from a thread of its own, they may mean to write their own shards.
 
     Raises:
-        CheckpointError: Only other ranks save.
+        CheckpointError: Only some ranks save, or rank 0 does before the others can hand over their shards.
     """
-    if rank0_saves() is None or not _has_shards(obj):
+    if not dist.is_initialized() or not _has_shards(obj) or beside_training():
         return None
     gathering = ShardGatherer("torch.save", keep=True)
     gathering.meet()
@@ -197,10 +199,11 @@ def _tell_of_shards(obj: Any, hook_context: HookContext) -> None:
 
 
 def _has_shards(obj: Any, depth: int = 5) -> bool:
-    """Return whether there is a sharded tensor in nested mappings."""
-    if depth and isinstance(obj, Mapping):
-        return any(_has_shards(value, depth - 1) for value in obj.values())
-    return isinstance(obj, DTensor)
+    """Return whether there is a tensor of which every rank has a part, in nested mappings and lists."""
+    if depth and isinstance(obj, Mapping | list | tuple):
+        values = obj.values() if isinstance(obj, Mapping) else obj
+        return any(_has_shards(value, depth - 1) for value in values)
+    return isinstance(obj, DTensor) and is_over_all_ranks(obj)
 
 
 def _hint(hook_context: HookContext) -> None:

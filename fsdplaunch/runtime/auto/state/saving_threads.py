@@ -21,6 +21,11 @@ _WAITING = {"join", "result", "select", "shutdown"}
 _QUEUES = ("/queue.py", "/connection.py")
 
 
+def beside_training() -> bool:
+    """Return whether this is another thread than the main one, and that one goes on."""
+    return threading.current_thread() is not threading.main_thread() and not _main_waits()
+
+
 def await_main_thread(call: str) -> None:
     """Wait until the main thread waits, where another one calls this.
 

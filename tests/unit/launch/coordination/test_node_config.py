@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from fsdplaunch.cli.launch import multi_node
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config, LaunchSection
 from fsdplaunch.errors import MachineError
 from fsdplaunch.launch.coordination import join
 from fsdplaunch.launch.coordination.interfaces import RunAssignment
 from fsdplaunch.launch.coordination.node_config import agreed_config, provisional_config
-from fsdplaunch.launch.coordination.placement import find_placement
+from fsdplaunch.launch.coordination.placement import NodePlacement, find_placement
 from fsdplaunch.launch.coordination.run_secrets import SecretSource
 from fsdplaunch.launch.coordination.socket_interfaces import interface_variables
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan
@@ -75,8 +76,19 @@ def test_lost_node_is_dropped_by_torch_when_it_counts_as_lost_here():
 
 def test_name_that_means_loopback_is_no_address_for_others(monkeypatch):
     monkeypatch.setattr(join.network, "resolve", lambda _host: ["127.0.1.1"])
-    config = Config(num_machines=2, main_process_ip="me", launch=LaunchSection(local_address=None))
-    mine = join.NodeSpec(
+    mine = node_spec("me")
+    assert join.listening_host(mine) == ""  # the others mean another address by that name: all serve
+    assert join.own_address(mine) == join.network.own_address() != "127.0.1.1"
+
+
+def test_nodes_that_all_are_this_machine_meet_where_only_it_can_reach_them():
+    mine = node_spec("127.0.0.1")
+    assert (join.listening_host(mine), join.own_address(mine)) == ("127.0.0.1", "127.0.0.1")
+
+
+def node_spec(host: str) -> join.NodeSpec:
+    config = Config(num_machines=2, main_process_ip=host, launch=LaunchSection(local_address=None))
+    return join.NodeSpec(
         config=config,
         place=find_placement(config, {}),
         target=LaunchTarget(name="t.py"),
@@ -84,8 +96,19 @@ def test_name_that_means_loopback_is_no_address_for_others(monkeypatch):
         run_id="r7",
         secret=SecretSource("ab" * 32, Path("/nonexistent")),
     )
-    assert join.listening_host(mine) == ""  # the others mean another address by that name: all serve
-    assert join.own_address(mine) == join.network.own_address() != "127.0.1.1"
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "words"),
+    [
+        (2, 2, "the other node"),
+        (4, 4, "each of the 3 other nodes"),
+        (1, 2, "another node"),
+        (2, 4, "each of up to 3 other nodes"),
+    ],
+)
+def test_node_0_says_how_many_others_there_may_be(least, most, words):
+    assert multi_node.other_nodes(NodePlacement(least=least, most=most)) == words
 
 
 def test_dry_run_knows_where_the_nodes_will_meet():

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.auto.script_line import calling_lines, script_line
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
 
 _HINT = (
@@ -50,15 +50,16 @@ class Passes:
             CheckpointError: Only other ranks do.
         """
         if model.training != self.training:
+            check_all_ranks(f"{self.name} in {'training' if model.training else 'evaluation'}")
             self.training = model.training
-            check_all_ranks(f"{self.name} in {'training' if self.training else 'evaluation'}")
         elif self.training and not torch.is_grad_enabled():
-            self._meet_without_gradients(script_line())
+            self._meet_without_gradients(calling_lines())
 
-    def _meet_without_gradients(self, line: str) -> None:
-        if line not in self.without_gradients:
-            check_all_ranks(f"{self.name} without gradients")
-            self.without_gradients.add(line)
+    def _meet_without_gradients(self, lines: str) -> None:
+        if lines not in self.without_gradients:
+            called = lines.partition(", ")[2]
+            check_all_ranks(f"{self.name} without gradients" + (f" ({called})" if called else ""))
+            self.without_gradients.add(lines)
 
 
 _passes: "weakref.WeakKeyDictionary[nn.Module, Passes]" = weakref.WeakKeyDictionary()

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.context import HookContext
@@ -87,6 +88,11 @@ def is_copy(name: ShardName) -> bool:
 def counted_changes(name: ShardName, tensor: Any) -> int:
     """Return `changes`; 0 for a copy, whose name tells of them."""
     return 0 if is_copy(name) else changes(tensor)
+
+
+def is_over_all_ranks(tensor: DTensor) -> bool:
+    """Return whether every rank of the run has a part of a tensor, or a replica of one."""
+    return tensor.device_mesh.size() == dist.get_world_size()
 
 
 def shard_ranks(tensor: DTensor, rank: int) -> list[int]:

@@ -1,0 +1,118 @@
+"""Let what a script writes into a part of a shard, `p.data[0] = 1` or `bias[n:2 * n].fill_(1)`, be in the shard.
+
+Needed because torch gathers what is cut along the sharded dimension: a part of a tensor is a view in one process,
+and a copy here, and what is written into it is lost without a word. Writing by index it refuses.
+"""
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
+from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
+from fsdplaunch.runtime.torch_internals.tensors import storage_identity, tree_map
+
+PARTS = ("__getitem__", "narrow", "select", "chunk", "split", "unbind", "view", "flatten", "reshape")
+"""What gives parts of a tensor, or the same elements in another shape."""
+WRITES = (
+    *("fill_", "zero_", "masked_fill_", "clamp_", "clamp_min_", "clamp_max_", "neg_", "abs_", "sqrt_", "pow_"),
+    *("exp_", "round_", "sign_"),
+)
+"""What writes into a tensor, beside the updates of optimizers and random numbers."""
+_PART = "fsdplaunch_part"
+
+
+def part(func: Any, args: Any, kwargs: Any) -> Any:
+    """Remember of what tensor without a gradient a part was taken, and how."""
+    result = func(*args, **kwargs)
+    shard, *rest = args
+    if not torch.compiler.is_compiling():
+        several = isinstance(result, tuple | list)
+        for position, each in enumerate(result if several else (result,)):
+            if type(each) is DTensor and each.grad_fn is None and each is not shard:
+                place = position if several else None
+                each.__dict__[_PART] = _Part(each, shard, partial(_taken, func, rest, kwargs, place))
+    return result
+
+
+def _taken(func: Any, rest: Any, kwargs: Any, place: int | None, full: torch.Tensor) -> Any:
+    result = func(full, *rest, **kwargs)
+    return result if place is None else result[place]
+
+
+class _Part:
+    """How a part of a tensor was taken.
+
+    Args:
+        of: The part. A deep copy of it, which gets what it remembers, is no part any more.
+        source: What it was taken of.
+        take: By this function, which gives the part of a plain tensor.
+    """
+
+    def __init__(self, of: Any, source: Any, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.of, self.source, self.take = weakref.ref(of), source, take
+
+    def __deepcopy__(self, memo: Any) -> "_Part":
+        """Return itself: what a part was taken of is not copied with it."""
+        return self
+
+    def write_back(self, written: Any) -> None:
+        """Put a part that was written to into the tensor that it was taken of. Collective where it is a copy."""
+        if storage_identity(local_tensor(written)) != storage_identity(local_tensor(self.source)):
+            full = _full(self.source)
+            self.take(full).copy_(_full(written))
+            self.source.copy_(cut_to_shard(full, self.source))
+        written_back(self.source)
+
+
+@torch.no_grad()
+def written_back(tensor: Any) -> None:
+    """Put what was written into a tensor into those that it is a part of."""
+    taken: _Part | None = tensor.__dict__.get(_PART)
+    if taken is not None and taken.of() is tensor:
+        taken.write_back(tensor)
+
+
+def write(func: Any, args: Any, kwargs: Any) -> Any:
+    """Write into a tensor that may be a part of a shard."""
+    result = func(*args, **kwargs)
+    written_back(args[0])
+    return result
+
+
+@torch.no_grad()
+def set_items(_func: Any, args: Any, _kwargs: Any) -> None:
+    """Write into the elements of a shard that an index or a mask names. Collective."""
+    shard, index, value = args
+    full = _full(shard)
+    full[tree_map(_full, index)] = _full(value)
+    shard.copy_(cut_to_shard(full, shard))
+    written_back(shard)
+
+
+def counted_data(func: Any, args: Any, _kwargs: Any) -> Any:
+    """Return the values of a parameter so that changes of them count as changes of it, which torch's do not.
+
+    What was gathered of the values before would be computed with otherwise.
+    """
+    (param,) = args
+    values = _DETACH(param) if isinstance(param, nn.Parameter) else func(param)
+    if _PART in param.__dict__:
+        values.__dict__[_PART] = _Part(values, param, _DETACH)
+    return values
+
+
+_DETACH = torch.Tensor.detach
+"""Torch's own, whatever stands in its place."""
+
+
+def _full(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    detached: Any = value.detach()
+    return torch.clone(detached.full_tensor())

@@ -1,0 +1,147 @@
+"""Show the script the shards of a model outside of its passes, also where FSDP2 keeps parameters gathered.
+
+Needed because the outermost unit stays gathered from a pass to its backward. What a script does there by
+`model.parameters()`, clear gradients or change values, would be done to tensors that are thrown away; and a pass
+that no backward follows would leave parameters gathered that an optimizer changes meanwhile: the next pass would
+compute with the old ones.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.auto.model.inner_calls import computes_in_part
+from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.inspection.units import is_unit, reshard
+from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
+from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
+from fsdplaunch.runtime.torch_internals.fsdp2 import gathered_now, group_refs, pass_look
+from fsdplaunch.runtime.torch_internals.tensors import change_count
+
+
+class GatheredView:
+    """What one sharded model has gathered between its passes.
+
+    Args:
+        model: Sharded, a unit itself.
+        trains: Return whether anything trains yet: a pass before that is a try, which no backward follows.
+    """
+
+    def __init__(self, model: nn.Module, trains: Callable[[], bool]) -> None:
+        self.trains = trains
+        self.groups = [ref for unit in model.modules() if is_unit(unit) for ref in group_refs(unit)]
+        self.in_pass = pass_look(model) if is_unit(model) else _never
+        self.kept: list[weakref.ref[Any]] = []
+        self.changes: list[tuple[int, bool]] = []
+        self.shown: list[tuple[int, bool]] = []
+
+    def leave(self, model: nn.Module) -> None:
+        """Note after a pass with gradients what stays gathered, and of which values."""
+        if not self.trains():
+            reshard(model)
+            self.kept = []
+            return
+        self.kept = [ref for ref in self.groups if gathered_now(ref)]
+        self.changes = self._changes()
+        self.shown = [(change_count(gathered), gathered.requires_grad) for gathered, _ in self.pairs()]
+
+    def enter(self, model: nn.Module) -> None:
+        """Give back before a pass what was gathered of values that have changed since.
+
+        Raises:
+            ShardingError: Both the shards and what was gathered have changed.
+        """
+        pairs = [] if not self.kept or self.in_pass() else self.pairs()
+        if not pairs:
+            return
+        changed = self._changes() != self.changes
+        written = [(change_count(gathered), gathered.requires_grad) for gathered, _ in pairs]
+        if written != self.shown:
+            if changed and [count for count, _ in written] != [count for count, _ in self.shown]:
+                raise _changed_twice(model)
+            self._take_over(pairs)
+        if changed or self._changes() != self.changes:
+            reshard(model)
+
+    @torch.no_grad()
+    def _take_over(self, pairs: list[tuple[Any, Any]]) -> None:
+        """Do to the shards what the script did to gathered parameters, which it has as attributes."""
+        for (gathered, shard), (changes, trained) in zip(pairs, self.shown, strict=False):
+            if change_count(gathered) != changes:
+                shard.copy_(cut_to_shard(gathered.detach(), shard))
+            if gathered.requires_grad != trained:
+                shard.requires_grad_(gathered.requires_grad)
+
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """Return the parameters that are still gathered, each with its shard."""
+        return [pair for ref in self.kept for pair in gathered_now(ref)]
+
+    def _changes(self) -> list[tuple[int, bool]]:
+        """Return what tells values, and what is frozen, from those of an earlier time."""
+        shards = (shard for _, shard in self.pairs())
+        return [(change_count(shard) + change_count(local_tensor(shard)), shard.requires_grad) for shard in shards]
+
+
+def _changed_twice(model: nn.Module) -> ShardingError:
+    msg = (
+        f"{script_line()}: parameters of {type(model).__name__} were changed as its attributes after a pass"
+        " without a backward, and their shards by an optimizer or a loop"
+    )
+    hint = "change them by model.parameters(), or make that pass under torch.no_grad()"
+    return ShardingError(msg, hint=hint)
+
+
+def _never() -> bool:
+    return False
+
+
+_views: "weakref.WeakKeyDictionary[nn.Module, GatheredView]" = weakref.WeakKeyDictionary()
+
+
+def view_of(model: nn.Module, trains: Callable[[], bool]) -> GatheredView:
+    """Return what shows the script the shards of a model that was just sharded."""
+    return _views.setdefault(model, GatheredView(model, trains))
+
+
+@contextmanager
+def showing_shards() -> Iterator[None]:
+    """Let `parameters` and `named_parameters` give shards outside of passes, and `apply` change them."""
+
+    def listing(original: Any) -> Any:
+        def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+            shards = {} if torch.compiler.is_compiling() else _shards(_open())
+            for name, param in original(self, *args, **kwargs):
+                yield name, shards.get(id(param), param)
+
+        return named_parameters
+
+    def applying(original: Any) -> Any:
+        def apply(self: nn.Module, function: Any) -> Any:
+            for model in list(_open()):
+                reshard(model)
+            return original(self, function)
+
+        return apply
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(nn.Module, "named_parameters", listing))
+        stack.enter_context(replaced(nn.Module, "apply", applying))
+        yield
+
+
+def _open() -> Iterator[nn.Module]:
+    """Yield the models that are not in a pass and have something gathered."""
+    for model, view in list(_views.items()):
+        if view.kept and not view.in_pass() and not computes_in_part(model):
+            yield model
+
+
+def _shards(models: Iterable[nn.Module]) -> Mapping[int, Any]:
+    """Return the shards of what models have gathered, by the ids of what is gathered."""
+    return {id(gathered): shard for model in models for gathered, shard in _views[model].pairs()}

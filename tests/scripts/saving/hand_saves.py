@@ -1,0 +1,106 @@
+"""Shard by hand, with both versions, and let rank 0 alone save by every call that people write."""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+
+from fsdplaunch.runtime.collectives import hang_detector, monitored_barrier
+
+monitored_barrier.NOTICE_SECONDS, monitored_barrier.CONFIRM_SECONDS = 0.3, 0.3
+hang_detector.STILL_SECONDS, hang_detector.PERIOD_SECONDS = 0.3, 0.1
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+
+
+def build():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 8)) for _ in range(2)))
+
+
+model, flat, frozen = build(), FullyShardedDataParallel(build(), use_orig_params=True), build()
+for block in model:
+    fully_shard(block)
+fully_shard(model)
+for value in frozen[0].parameters():
+    value.requires_grad_(False)
+whole = {"use_orig_params": True, "sharding_strategy": ShardingStrategy.NO_SHARD}
+frozen[0] = FullyShardedDataParallel(frozen[0], **whole)
+frozen = FullyShardedDataParallel(frozen, **whole)
+trained = [value for each in (model, flat, frozen) for value in each.parameters() if value.requires_grad]
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+others = torch.optim.SGD([value for value in trained if not hasattr(value, "full_tensor")], lr=1e-2)
+options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def step():
+    for each in (model, flat, frozen):
+        each(torch.randn(4, 8)).pow(2).mean().backward()
+    for each in (optimizer, others):
+        each.step()
+        each.zero_grad()
+
+
+def refused(name, call):
+    """Let rank 0 alone make a call that needs all ranks; the others go on."""
+    if rank == 0:
+        began = time.monotonic()
+        try:
+            call()
+        except (RuntimeError, ValueError) as error:
+            print(name, "at once:" if time.monotonic() - began < 20 else "late:", error)
+    step()
+
+
+def evaluate():
+    model.eval()
+    try:
+        model(torch.ones(1, 8))
+    finally:
+        model.train()
+
+
+refused("early", lambda: torch.save(model.state_dict(), "never.pt"))
+refused("FSDP1", lambda: torch.save(flat.state_dict(), "never.pt"))
+refused("FSDP1's optimizer", lambda: FullyShardedDataParallel.optim_state_dict(flat, others))
+refused("shards", lambda: dcp.save({"model": model.state_dict()}, checkpoint_id="never"))
+refused("evaluation", evaluate)
+if rank == 0:
+    both = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save([both], "both.pt")
+    save_file(model.state_dict(), "file.safetensors")
+    torch.save({name: value.full_tensor().cpu() for name, value in model.state_dict().items()}, "gathered.pt")
+    torch.save(get_model_state_dict(model, options=options), "dcp.pt")
+    torch.save(get_optimizer_state_dict(model, optimizer, options=options), "dcp-optimizer.pt")
+    torch.save(get_state_dict(model, optimizer, options=options), "dcp-both.pt")
+    print("not sharded:", len(frozen.state_dict()))
+full, of_optimizer = get_state_dict(model, optimizer, options=options)
+torch.save(model.state_dict(), f"own-{rank}.pt")  # each rank its shards
+dcp.save({"model": model.state_dict()}, checkpoint_id="sharded")
+if rank == 0:
+    [both] = torch.load("both.pt")
+    for found in (
+        both["model"],
+        load_file("file.safetensors"),
+        torch.load("gathered.pt"),
+        torch.load("dcp.pt"),
+        torch.load("dcp-both.pt")[0],
+    ):
+        assert found.keys() == full.keys()
+        assert all(type(found[name]) is torch.Tensor and torch.equal(found[name], full[name]) for name in full)
+    for found in (torch.load("dcp-optimizer.pt"), torch.load("dcp-both.pt")[1]):
+        for number, (name, state) in enumerate(of_optimizer["state"].items()):
+            assert torch.equal(found["state"][name]["exp_avg"], state["exp_avg"])
+            assert torch.equal(both["optimizer"]["state"][number]["exp_avg"], state["exp_avg"])
+    print("compared", len(full), len(of_optimizer["state"]))
