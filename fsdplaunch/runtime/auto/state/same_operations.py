@@ -14,11 +14,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
 from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.state import file_operations
 from fsdplaunch.runtime.collectives.hang_detector import store
 
 _DONE = {
@@ -32,6 +34,7 @@ _DONE = {
 }
 """What an operation fails with where it has been done."""
 
+_ONCE = file_operations.__name__
 _RECENT_SECONDS = 2.0
 """How long ago a folder must have changed for another rank to be at it."""
 _PATIENCE_SECONDS = 1.0
@@ -105,7 +108,11 @@ class _Operation:
 
 def _by_libraries() -> bool:
     """Return whether torch or this package does it, whose files are each rank's own."""
-    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(("torch.", "fsdplaunch."))
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == _ONCE:
+        frame = frame.f_back  # what stands before this one
+    module = "" if frame is None else str(frame.f_globals.get("__name__", ""))
+    return module.startswith(("torch.", "fsdplaunch."))
 
 
 def _just_changed(path: str) -> bool:
