@@ -682,19 +682,25 @@ def through_accelerate(version: int) -> tuple[bool, bool, int, list[float]]:
 
     changed = ((PartialState, "_prepare_backend"), (FullyShardedDataParallelPlugin, "__post_init__"))
     with ExitStack() as stack:  # the ranks run other tests after this one
-        for owner, name in (*changed, (Accelerator, "prepare_model")):
+        for owner, name in (*changed, (Accelerator, "prepare_model"), (Accelerator, "_prepare_cp")):
             stack.enter_context(mock.patch.object(owner, name, getattr(owner, name)))
         return _through_accelerate(version)
 
 
 def _through_accelerate(version: int) -> tuple[bool, bool, int, list[float]]:
     from accelerate import Accelerator
+    from accelerate.parallelism_config import ParallelismConfig
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     from fsdplaunch.runtime.compat.accelerate_cpu import adapt_accelerate_to_cpu
 
     adapt_accelerate_to_cpu()
+    split = SimpleNamespace(parallelism_config=ParallelismConfig(cp_size=2))
+    with pytest.raises(
+        ShardingError, match=r"cp_size 2.* by torch's ring attention, which has no kernel for the CPU"
+    ):
+        Accelerator._prepare_cp(split)  # type: ignore[arg-type]
     AcceleratorState._reset_state(True)
     ours = plugin(fsdp_version=version, transformer_cls_names_to_wrap=["Block"])
     try:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.compat.import_hook import once_imported
 
@@ -84,6 +85,21 @@ def _adapt_accelerator(accelerator: Any) -> None:
         return _with_what_torch_can(plugin, model, lambda: prepare(self, model, *args, **kwargs))
 
     accelerator.Accelerator.prepare_model = prepare_on_cpu
+    if hasattr(accelerator.Accelerator, "_prepare_cp"):  # 1.10 and newer
+        accelerator.Accelerator._prepare_cp = _refuse_split_sequences
+
+
+def _refuse_split_sequences(self: Any, *_prepared: Any) -> Any:
+    """Refuse what torch cannot compute: it splits the sequences of accelerate's scripts.
+
+    Raises:
+        ShardingError: Always.
+    """
+    size = self.parallelism_config.cp_size
+    msg = (
+        f"accelerate splits sequences (cp_size {size}) by torch's ring attention, which has no kernel for the CPU"
+    )
+    raise ShardingError(msg, hint="run it on GPUs; fsdplaunch.prepare splits sequences on the CPU, too")
 
 
 def _with_what_torch_can(plugin: Any, model: Any, prepare: Callable[[], Any]) -> Any:
@@ -101,14 +117,9 @@ def _with_what_torch_can(plugin: Any, model: Any, prepare: Callable[[], Any]) ->
 
 
 def _send_from_rank_0(model: Any) -> None:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    from fsdplaunch.runtime.sharding.materialize import Materializer
+    from fsdplaunch.runtime.compat.fsdp1_cpu import send_from_rank_0  # imports torch
 
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    Materializer(model, mesh=mesh, device=torch.device("cpu"), master=None).materialize(model)
+    if not any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        send_from_rank_0(model)

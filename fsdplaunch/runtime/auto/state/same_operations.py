@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -34,11 +35,11 @@ _DONE = {
 }
 """What an operation fails with where it has been done."""
 
-_ONCE = file_operations.__name__
-_RECENT_SECONDS = 2.0
-"""How long ago a folder must have changed for another rank to be at it."""
-_PATIENCE_SECONDS = 1.0
-"""How long that rank may take to say so."""
+_DONE_ONCE = 1 << 32
+"""What one that has been done adds to its count; one that is under way adds 1 as long."""
+_PATIENCE_SECONDS = 60.0
+"""How long another rank's that is under way is waited for."""
+_FOLDER_MAKERS = (os.makedirs.__code__, Path.mkdir.__code__)
 
 
 @contextmanager
@@ -59,8 +60,7 @@ class _Operation:
 
     def __init__(self, name: str, code: int) -> None:
         self.name, self.code = name, code
-        self.own: Counter[str] = Counter()
-        self.taken: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
         self.process = os.getpid()
 
     def replace(self, original: Any) -> Any:
@@ -68,57 +68,70 @@ class _Operation:
 
         @functools.wraps(original)
         def operate(*args: Any, **kwargs: Any) -> Any:
-            if os.getpid() != self.process or not dist.is_initialized() or _by_libraries():
+            if os.getpid() != self.process or not dist.is_initialized() or _by_libraries() or _may_exist():
                 return original(*args, **kwargs)
             key = self._key(args, kwargs)
+            if key is None:
+                return original(*args, **kwargs)
+            _count(key, 1)
             try:
                 done = original(*args, **kwargs)
-            except OSError as error:
-                if key is None or error.errno != self.code or not self._done_elsewhere(key, args, kwargs):
+            except BaseException as error:
+                _count(key, -1)
+                if getattr(error, "errno", None) != self.code or not _done_elsewhere(key):
                     raise
                 return None
-            if key is not None:
-                self.own[key] += 1
-                store().add(key, 1)
+            _count(key, _DONE_ONCE - 1)
             return done
 
         return operate
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Return where ranks of a run meet that do the same; None where it is told from an open folder."""
+        """Return where ranks meet whose call this is; None where the path is told from an open folder."""
         given = [*args, *(kwargs[name] for name in ("src", "dst", "path") if name in kwargs)]
         paths = [os.fsdecode(each) for each in given if isinstance(each, str | bytes | os.PathLike)]
         if not paths or any(value is not None for name, value in kwargs.items() if name.endswith("dir_fd")):
             return None
         absolute = "\0".join(os.path.abspath(path) for path in paths)  # noqa: PTH100
-        return f"fsdplaunch/files/{self.name}/{hashlib.sha256(absolute.encode()).hexdigest()[:24]}"
+        self.calls[absolute] += 1
+        digest = hashlib.sha256(absolute.encode()).hexdigest()[:24]
+        return f"fsdplaunch/files/{self.name}/{digest}/{self.calls[absolute]}"
 
-    def _done_elsewhere(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether another rank has done it once more than this one has taken it for done."""
-        path = os.fsdecode(args[0] if args else kwargs.get("path", kwargs.get("src", "")))
-        path = os.fsdecode(args[1]) if self.name == "symlink" and len(args) > 1 else path
-        until = time.monotonic() + (_PATIENCE_SECONDS if _just_changed(path) else 0)
-        while store().add(key, 0) - self.own[key] <= self.taken[key]:
-            if time.monotonic() >= until:
-                return False
-            time.sleep(0.01)
-        self.taken[key] += 1
-        return True
+
+def _done_elsewhere(key: str) -> bool:
+    """Return whether another rank has done it.
+
+    Each is counted before it begins, so there is nothing to wait for where none is under way.
+    """
+    until = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        done, under_way = divmod(_count(key, 0), _DONE_ONCE)
+        if done or not under_way or time.monotonic() >= until:
+            return bool(done)
+        time.sleep(0.01)
+
+
+def _count(key: str, amount: int) -> int:
+    """Return what a count has come to; 0 where the run's store has ended with its rank."""
+    try:
+        return int(store().add(key, amount))
+    except RuntimeError:
+        return 0
 
 
 def _by_libraries() -> bool:
     """Return whether torch or this package does it, whose files are each rank's own."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") == _ONCE:
-        frame = frame.f_back  # what stands before this one
-    module = "" if frame is None else str(frame.f_globals.get("__name__", ""))
-    return module.startswith(("torch.", "fsdplaunch."))
+    while frame is not None and _module(frame) == file_operations.__name__:  # stands between the script and this
+        frame = frame.f_back
+    return frame is not None and _module(frame).startswith(("torch.", "fsdplaunch."))
 
 
-def _just_changed(path: str) -> bool:
-    """Return whether something was made in, or taken out of, a path's folder a moment ago."""
-    try:
-        changed = os.stat(os.path.dirname(os.path.abspath(path))).st_mtime  # noqa: PTH100, PTH116, PTH120
-    except OSError:
-        return False
-    return abs(time.time() - changed) < _RECENT_SECONDS
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _may_exist() -> bool:
+    """Return whether a folder is made that may be there: its caller takes the failure for done, at once."""
+    caller = sys._getframe(2)
+    return caller.f_code in _FOLDER_MAKERS and bool(caller.f_locals.get("exist_ok"))

@@ -1,0 +1,67 @@
+"""When a rank asks the others whether they have done what fails here."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from fsdplaunch.runtime.auto.state import same_operations
+from fsdplaunch.runtime.auto.state.same_operations import counting_for_all
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the keys that this rank asked the run's store for."""
+    store = dist.HashStore()
+    keys: list[str] = []
+
+    class Recorded:
+        def add(self, key: str, amount: int) -> int:
+            keys.append(key)
+            return store.add(key, amount)
+
+    monkeypatch.setattr(same_operations, "store", Recorded)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    return keys
+
+
+def test_a_folder_that_may_be_there_asks_nobody(asked: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "out" / "images"
+    folder.mkdir(parents=True)
+    with counting_for_all(2):
+        os.makedirs(folder, exist_ok=True)  # noqa: PTH103  (what scripts call)
+        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+    assert asked == []
+
+
+def test_a_folder_that_must_not_be_there_counts_where_another_rank_made_it(
+    asked: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    with counting_for_all(2):
+        folder.mkdir()
+    with counting_for_all(2):  # the other rank, which has made none
+        folder.mkdir()
+        with pytest.raises(FileExistsError):
+            folder.mkdir()
+    assert len(set(asked)) == 2  # each call that may be another rank's
+
+
+def test_what_another_rank_is_doing_is_waited_for(asked: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    with ThreadPoolExecutor(1) as other, counting_for_all(2):
+        folder.mkdir()
+        key, store = asked[0], same_operations.store()
+        store.add(key, 1 - (1 << 32))  # made, and yet to be counted
+        waiting = other.submit(_another_rank_makes, folder)
+        assert not wait([waiting], timeout=0.3).done
+        store.add(key, (1 << 32) - 1)
+        assert waiting.result(timeout=20) is None
+
+
+def _another_rank_makes(folder: Path) -> None:
+    with counting_for_all(2):
+        folder.mkdir()
