@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.ddp.forward import Forward
+from fsdplaunch.runtime.auto.ddp.forward import Forward, clearing_local_gradients
 from fsdplaunch.runtime.auto.ddp.unused_parameters import agree_on_unused
 from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model
 from fsdplaunch.runtime.auto.detect.optimizers import regroup
@@ -64,6 +64,7 @@ def sharding_replicas(hook_context: HookContext) -> Iterator[None]:
         replaced(DistributedDataParallel, "__init__", build),
         replaced(DistributedDataParallel, "forward", _forward),
         replaced(DistributedDataParallel, "join", _join),
+        clearing_local_gradients(),
         replaced(DistributedDataParallel, "register_comm_hook", _register_comm_hook),
     ):
         yield
