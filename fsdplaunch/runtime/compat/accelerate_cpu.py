@@ -117,14 +117,9 @@ def _with_what_torch_can(plugin: Any, model: Any, prepare: Callable[[], Any]) ->
 
 
 def _send_from_rank_0(model: Any) -> None:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    from fsdplaunch.runtime.sharding.materialize import Materializer
+    from fsdplaunch.runtime.compat.fsdp1_cpu import send_from_rank_0  # imports torch
 
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    Materializer(model, mesh=mesh, device=torch.device("cpu"), master=None).materialize(model)
+    if not any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        send_from_rank_0(model)

@@ -79,7 +79,7 @@ def _gathered_or_fetched(get: Callable[..., Any]) -> Callable[..., Any]:
         gathering.meet()
         if gathering.together:
             return get(model, *args, options=options, **kwargs)
-        parts = dataclasses.replace(options, full_state_dict=False, cpu_offload=False)
+        parts = dataclasses.replace(options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
         with gathering.finish(f"gather for {get.__name__}"):
             return tree_map(gathering.full_or_own, get(model, *args, options=parts, **kwargs))
 

@@ -1,4 +1,4 @@
-"""Keep torch's FSDP1 from crashing the interpreter on a CPU.
+"""Let torch's FSDP1 shard on a CPU, and keep it from crashing the interpreter there.
 
 Up to torch 2.13, gathering full parameters with `offload_to_cpu=True` kills the process with SIGSEGV where the
 parameters are in host memory already: the copy that "moves" them shares the storage that is freed right after. The
@@ -11,6 +11,8 @@ import inspect
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from fsdplaunch.probe.torch_version import parse
 
@@ -50,20 +52,52 @@ def take_out_offload_to_cpu() -> None:
 
 
 def shard_on_cpu() -> None:
-    """Let a script write `FSDP(model)` as it does for a GPU: on a CPU torch wants to be told the device."""
+    """Let scripts and libraries call `FSDP(model, ...)` on a CPU as they do for a GPU.
+
+    There torch wants to be told the device, and refuses two options: values are sent from rank 0 here
+    (`sync_module_states`), and offloading has nothing to do.
+    """
     from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
 
     construct = Wrapper.__init__
     signature = inspect.signature(construct)
 
     @functools.wraps(construct)
-    def construct_on_cpu(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind_partial(self, *args, **kwargs).arguments
+    def construct_on_cpu(*args: Any, **kwargs: Any) -> None:
+        call = signature.bind(*args, **kwargs)
+        given = call.arguments
         if given.get("device_id") is None and given.get("device_mesh") is None:
-            kwargs["device_id"] = torch.device("cpu")
-        construct(self, *args, **kwargs)
+            given["device_id"] = torch.device("cpu")
+        given.pop("cpu_offload", None)
+        if given.get("sync_module_states") and _is_of_all(given.get("process_group")):
+            send_from_rank_0(given["module"])
+            given["sync_module_states"] = False
+        construct(*call.args, **call.kwargs)
 
     Wrapper.__init__ = construct_on_cpu  # type: ignore[method-assign]
+
+
+def _is_of_all(group: Any) -> bool:
+    return group is None or (not isinstance(group, tuple) and dist.get_world_size(group) == dist.get_world_size())
+
+
+def send_from_rank_0(model: nn.Module) -> None:
+    """Overwrite a model's values with rank 0's, but for what FSDP1 has wrapped already. Collective."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from fsdplaunch.runtime.sharding.materialize import Materializer
+
+    wrappers = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+    if wrappers:
+        wrapped = {part for wrapper in wrappers for part in wrapper.modules()}
+        for part in model.modules():
+            if part not in wrapped:
+                for value in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+                    dist.broadcast(value.data, 0)
+        return
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    Materializer(model, mesh=mesh, device=torch.device("cpu"), master=None).materialize(model)
 
 
 def _staying(config: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     get_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 from fsdplaunch.runtime.collectives import hang_detector, monitored_barrier
 
@@ -29,7 +29,18 @@ def build():
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 8)) for _ in range(2)))
 
 
-model, flat, frozen = build(), FullyShardedDataParallel(build(), use_orig_params=True), build()
+model, frozen = build(), build()
+torch.manual_seed(rank)
+flat = build()
+flat[1] = FullyShardedDataParallel(flat[1], use_orig_params=True, sync_module_states=True)
+flat = FullyShardedDataParallel(
+    flat, use_orig_params=True, sync_module_states=True, cpu_offload=CPUOffload(offload_params=True)
+)
+with FullyShardedDataParallel.summon_full_params(flat):
+    first = torch.cat([value.detach().flatten() for value in flat.parameters()])
+firsts = [torch.empty_like(first) for _ in range(2)]
+dist.all_gather(firsts, first)
+assert torch.equal(*firsts)
 for block in model:
     fully_shard(block)
 fully_shard(model)
@@ -41,7 +52,7 @@ frozen = FullyShardedDataParallel(frozen, **whole)
 trained = [value for each in (model, flat, frozen) for value in each.parameters() if value.requires_grad]
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 others = torch.optim.SGD([value for value in trained if not hasattr(value, "full_tensor")], lr=1e-2)
-options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)  # as accelerate
 
 
 def step():
