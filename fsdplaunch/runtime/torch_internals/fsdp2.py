@@ -128,6 +128,14 @@ def group_refs(unit: Any) -> list[weakref.ref[Any]]:
     return [weakref.ref(group) for group in param_groups(unit)]
 
 
+def drop_local_gradients(ref: weakref.ref[Any], shards: set[int]) -> None:
+    """Forget what passes without averaging have added up on this rank for shards, given by id; all versions."""
+    group = ref()
+    for param in () if group is None else group.fsdp_params:
+        if id(param.sharded_param) in shards and hasattr(param, "_unsharded_param"):
+            param._unsharded_param.grad = param.unsharded_accumulated_grad = None
+
+
 def gathered_now(ref: weakref.ref[Any]) -> list[tuple[Any, Any]]:
     """List the parameters of a group, each with its shard, if they are gathered now; all versions."""
     group = ref()

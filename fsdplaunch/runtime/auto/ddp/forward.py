@@ -3,18 +3,24 @@
 As torch's wrapper does: gradients are averaged or only added up, decided when a pass begins; buffers are rank 0's.
 """
 
-from collections.abc import Iterator
+import functools
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.api.gradients import set_gradient_sync
+from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.rank0.passes import check_turn
+from fsdplaunch.runtime.inspection.units import is_unit
+from fsdplaunch.runtime.torch_internals.fsdp2 import drop_local_gradients, group_refs
 from fsdplaunch.runtime.torch_internals.wrappers import untraced
 
 
@@ -30,7 +36,9 @@ class Forward:
         self.model = model
         self.syncs = True
         self.buffers = [each for each in model.buffers() if each.numel()] if buffers else []
-        self.joins = False
+        self.joins = self.accumulates = False
+        self.groups = [ref for unit in model.modules() if is_unit(unit) for ref in group_refs(unit)]
+        _forwards.add(self)
         self.before, self.after = untraced(self.begin), untraced(self.end)  # made once: that takes long
 
     def begin(self, ddp: Any) -> None:
@@ -43,6 +51,7 @@ class Forward:
             _check_all_go_on(going_on=True)
         if ddp.require_backward_grad_sync != self.syncs:
             self.syncs = bool(ddp.require_backward_grad_sync)
+            self.accumulates = True
             set_gradient_sync(self.model, on=self.syncs)
         if ddp.require_forward_param_sync and self.buffers:
             check_turn(self.model)
@@ -80,6 +89,45 @@ class Forward:
         finally:
             self.joins = False
         _check_all_go_on(going_on=False)
+
+
+_forwards: "weakref.WeakSet[Forward]" = weakref.WeakSet()
+
+
+@contextmanager
+def clearing_local_gradients() -> Iterator[None]:
+    """Let `zero_grad` clear what passes inside of `no_sync` have added up, as under torch's wrapper.
+
+    Needed because FSDP2 keeps that beside the gradients of the shards, until a pass averages it.
+    """
+
+    def of_optimizer(original: Any) -> Any:
+        @functools.wraps(original)
+        def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+            original(self, set_to_none)
+            _clear(param for group in self.param_groups for param in group["params"])
+
+        return zero_grad
+
+    def of_module(original: Any) -> Any:
+        @functools.wraps(original)
+        def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+            original(self, set_to_none)
+            _clear(self.parameters())
+
+        return zero_grad
+
+    with replaced(Optimizer, "zero_grad", of_optimizer), replaced(nn.Module, "zero_grad", of_module):
+        yield
+
+
+def _clear(params: Iterable[Any]) -> None:
+    """Clear what was added up for these shards by models that have ever added up."""
+    accumulating = [each for each in _forwards if each.accumulates]
+    shards = {id(param) for param in params} if accumulating else set()
+    for forward in accumulating:
+        for ref in forward.groups:
+            drop_local_gradients(ref, shards)
 
 
 def _check_all_go_on(*, going_on: bool) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
@@ -89,6 +90,7 @@ def _ignore(_output: Any) -> None:
 def _check_unsharded(model: nn.Module, hook_context: HookContext, line: str) -> None:
     """Refuse a model of which a submodule was sharded before, because the script moved it by itself."""
     params = dict(named_parameters(model))
+    _check_shapes(model, params, line)
     _check_unshared(model, params, hook_context, line)
     sharded = [name for name, param in params.items() if isinstance(param, DTensor)]
     if not sharded:
@@ -101,6 +103,18 @@ def _check_unsharded(model: nn.Module, hook_context: HookContext, line: str) -> 
             raise ShardingError(msg, hint=hint)
     late = next(name for name in params if name not in sharded)
     raise late_parameter(model, late, line)
+
+
+def _check_shapes(model: nn.Module, params: dict[str, Any], line: str) -> None:
+    """Refuse a model of lazy modules that has not computed yet.
+
+    Raises:
+        ShardingError: A parameter has no shape.
+    """
+    lazy = next((name for name, param in params.items() if is_lazy(param)), None)
+    if lazy is not None:
+        msg = f"{line}: {lazy} of {class_name(model)} has no shape before the model's first pass"
+        raise ShardingError(msg, hint="compute one batch with the model before, or call fsdplaunch.prepare then")
 
 
 def _check_unshared(model: nn.Module, params: dict[str, Any], hook_context: HookContext, line: str) -> None:

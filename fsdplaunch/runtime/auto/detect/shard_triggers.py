@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model
@@ -32,8 +33,9 @@ def is_due(module: nn.Module, device: torch.device | None, hook_context: HookCon
         return False
     if is_sharded(module) or isinstance(module, DistributedDataParallel) or hook_context.ownership.only_replicas:
         return False
-    if not any(param.requires_grad for param in module.parameters()):
-        return False
+    params = list(module.parameters())
+    if not any(param.requires_grad for param in params) or any(is_lazy(param) for param in params):
+        return False  # lazy ones get their shapes in a first pass
     return not _inside_a_constructor() and hook_context.module_registry.is_root(unwrapped(module))
 
 

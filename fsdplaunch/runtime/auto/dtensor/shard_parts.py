@@ -28,13 +28,13 @@ _PART = "fsdplaunch_part"
 
 
 def part(func: Any, args: Any, kwargs: Any) -> Any:
-    """Remember of what tensor without a gradient a part was taken, and how."""
+    """Remember of what tensor a part was taken, and how."""
     result = func(*args, **kwargs)
     shard, *rest = args
     if not torch.compiler.is_compiling():
         several = isinstance(result, tuple | list)
         for position, each in enumerate(result if several else (result,)):
-            if type(each) is DTensor and each.grad_fn is None and each is not shard:
+            if type(each) is DTensor and each is not shard:
                 place = position if several else None
                 each.__dict__[_PART] = _Part(each, shard, partial(_taken, func, rest, kwargs, place))
     return result

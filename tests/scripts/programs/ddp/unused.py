@@ -35,6 +35,9 @@ for step in range(5):
     with ddp.no_sync():
         loss = scale(ddp(torch.randn(4, 8), step % 2)).pow(2).mean()
         loss.backward()
+    if step == 3:  # what was added up is dropped
+        optimizer.zero_grad()
+        ddp.module.body.zero_grad()
     loss = scale(ddp(torch.randn(4, 8), rank % 2 + 1)).pow(2).mean()
     loss.backward()
     dist.all_reduce(scale.weight.grad)
