@@ -82,6 +82,16 @@ for epoch in range(2):
     with tempfile.NamedTemporaryFile(dir="out", delete=False) as part:
         torch.save(state, part)
     os.replace(part.name, "out/best.pt")
+    with tempfile.NamedTemporaryFile(dir="out", delete=False) as part:
+        torch.save({"epoch": epoch}, part)
+    os.replace(part.name, "out/epoch.bin")
+    number, part = tempfile.mkstemp(dir="out")
+    os.close(number)
+    torch.save({"epoch": epoch}, part)
+    os.replace(part, "out/number.bin")
+    with open("out/meta.part", "wb") as file:
+        torch.save({"epoch": epoch}, file)
+    os.replace("out/meta.part", "out/meta.bin")
     shutil.copy("out/last.pt", "out/copy.pt")
     if os.path.islink("out/latest"):
         os.remove("out/latest")
@@ -151,6 +161,7 @@ def test_what_a_script_does_with_saved_files_is_done_once(forks: Forks, tmp_path
     states = [torch.load(file)["0.weight"] for file in done.folder.rglob("*") if file.suffix == ".pt"]
     first = torch.load(done.folder / "out/first.pt")["0.weight"]
     assert len(states) == 6
+    assert [torch.load(file) for file in done.folder.rglob("*.bin")] == [{"epoch": 1}] * 3
     assert sum(torch.equal(state, first) for state in states) == 1  # of the first epoch; the others of the last
 
 

@@ -8,6 +8,33 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Adafactor
 
+
+class Stacked(torch.optim.Optimizer):
+    """Of the shape of nanochat's Muon: parameters in one stack, state that is made as plain tensors."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.dim() > 1]
+            gradients, stack = torch.stack([param.grad for param in params]), torch.stack(params)
+            state = self.state[params[0]]
+            if not state:
+                state["momentum"], state["rows"] = torch.zeros(stack.shape), torch.zeros(*stack.shape[:-1], 1)
+            state["momentum"].lerp_(gradients, 0.5)
+            update = gradients.lerp(state["momentum"], 0.5)
+            update = update / (update.norm(dim=(-2, -1), keepdim=True) + 1e-6)
+            update = 1.5 * update - 0.5 * update @ update.mT @ update
+            mean = update.square().mean(dim=-1, keepdim=True)
+            state["rows"].lerp_(mean, 0.5)
+            size = state["rows"].clamp_min(1e-10).rsqrt()
+            update = update * (size * (mean * size.square()).sum(dim=(-2, -1), keepdim=True).sqrt() * 0.1)
+            stack.sub_(group["lr"] * update + 0.01 * stack * (update * stack >= 0))
+            torch._foreach_copy_(params, list(stack.unbind(0)))
+
+
 torch.manual_seed(0)
 inputs, wanted = torch.randn(32, 4), torch.randn(32, 3)
 OPTIMIZERS = {
@@ -15,6 +42,7 @@ OPTIMIZERS = {
     "line search": lambda params: torch.optim.LBFGS(params, lr=0.5, max_iter=5, line_search_fn="strong_wolfe"),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
     "transformers": lambda params: Adafactor(params, lr=1e-2, relative_step=False),
+    "stacked": lambda params: Stacked([param for param in params if param.shape == (7, 7)]),
     "rprop": lambda params: torch.optim.Rprop(params, lr=1e-2),
     "adamax": lambda params: torch.optim.Adamax(params, lr=1e-2),
     "radam": lambda params: torch.optim.RAdam(params, lr=1e-2),
@@ -22,11 +50,12 @@ OPTIMIZERS = {
 }
 for name, build in OPTIMIZERS.items():
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3)).to("cpu")
+    model = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 7), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3)).to("cpu")
     optimizer = build(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
     def step():
-        if name == "transformers":  # computes closures without gradients
+        if name in ("transformers", "stacked"):  # computes closures without gradients, has none
             closure()
             optimizer.step()
         else:
@@ -41,6 +70,7 @@ for name, build in OPTIMIZERS.items():
             return loss
 
         step()
+        scheduler.step()
     torch.save(optimizer.state_dict(), f"{name.replace(' ', '_')}.pt")
     optimizer.load_state_dict(torch.load(f"{name.replace(' ', '_')}.pt"))
     step()

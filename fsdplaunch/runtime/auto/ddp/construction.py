@@ -38,6 +38,7 @@ _LOSSLESS = (
     "powerSGD_hook",
     "batched_powerSGD_hook",
 )
+_WRAPPING = ("fp16_compress_wrapper_hook", "bf16_compress_wrapper_hook")
 """Torch's hooks for communication: they make it cheaper, and mean to compute the same."""
 
 
@@ -190,14 +191,21 @@ def _join(original: Any) -> Any:
     return join
 
 
+def _only_compresses(hook: Any) -> bool:
+    """Return whether a hook for communication is torch's and means to compute the same; also in a wrapper."""
+    name, torchs = getattr(hook, "__name__", ""), str(getattr(hook, "__module__", "")).startswith("torch.")
+    if torchs and name in _WRAPPING:
+        return _only_compresses(inspect.getclosurevars(hook).nonlocals.get("hook"))
+    return torchs and name in _LOSSLESS
+
+
 def _register_comm_hook(original: Any) -> Any:
     def register_comm_hook(self: Any, state: Any, hook: Any) -> None:
         if "fsdplaunch_forward" not in self.__dict__:
             original(self, state, hook)
             return
         name = getattr(hook, "__name__", type(hook).__name__)
-        torchs = str(getattr(hook, "__module__", "")).startswith("torch.")
-        if not torchs or name not in _LOSSLESS:
+        if not _only_compresses(hook):
             msg = f"{script_line()} registers {name}, which changes how gradients are averaged"
             hint = "leave it out; precision.reduce sets the dtype that gradients are averaged in"
             raise ShardingError(msg, hint=hint)

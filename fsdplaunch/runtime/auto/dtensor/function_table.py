@@ -148,6 +148,7 @@ def _handling_operators(ownership: Ownership) -> Iterator[None]:
         (("mean",), handlers.replicate_unequal),
         (_MIXING, handlers.combine_mixed(read)),
         (_UPDATING, handlers.update_mixed(read)),
+        (("_foreach_copy_",), handlers.copy_each),
     ):
         table.update(dict.fromkeys(_overloads(names), _operator(handler, ownership, table)))
     table.update(dict.fromkeys(_overloads(_COLLECTIVES, torch.ops.c10d), _refused))

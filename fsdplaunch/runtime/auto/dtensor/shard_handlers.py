@@ -80,6 +80,19 @@ def mix(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
+def copy_each(_func: Any, args: Any, kwargs: Any) -> None:
+    """Copy one tensor after the other: torch cannot copy many to shards at once, as optimizers of a stack do."""
+    for target, source in zip(args[0], args[1], strict=True):
+        target.copy_(_made_like(target, source), **kwargs)
+
+
+def _made_like(target: Any, source: Any) -> Any:
+    """Return a tensor, sharded or plain, as another one is."""
+    if not isinstance(target, DTensor):
+        return _full(source)
+    return placed_like(target, split_like(source, target) if _is_plain_of(target.shape, source) else source)
+
+
 def full_data(func: Any, args: Any, _kwargs: Any) -> None:
     """Give a plain parameter the full tensor where it is assigned a shard, which torch takes and crashes with."""
     param, value = args

@@ -5,12 +5,14 @@ or that are something else for each shard.
 """
 
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
 from fsdplaunch.config.environment import decode
@@ -27,8 +29,10 @@ _FACTORING = frozenset({"Adafactor", "Rprop", "Shampoo", "DistributedShampoo", "
 def step_on_full_tensors(optimizer: Optimizer, whole_sum: Callable[[], bool]) -> None:
     """Let an optimizer that needs full tensors have them, and print what that costs.
 
+    What stands for `step` is a method, for schedulers look behind it.
+
     Args:
-        optimizer: Just built, with shards in its groups; any other kind is left alone.
+        optimizer: Just built, with shards in its groups.
         whole_sum: Tells whether the last loss was a sum over the batch.
     """
     name = type(optimizer).__name__
@@ -37,11 +41,21 @@ def step_on_full_tensors(optimizer: Optimizer, whole_sum: Callable[[], bool]) ->
     if isinstance(optimizer, torch.optim.LBFGS):
         own[LBFGS_GATHERS] = lambda: _flat_gradient(_params(optimizer))
         own[LBFGS_ADDS] = lambda size, update: _add_flat(_params(optimizer), size, update)
-        own["step"] = lambda closure: step(_averaged(closure, whole_sum))
+        own["step"] = MethodType(lambda _, closure: step(_averaged(closure, whole_sum)), optimizer)
         messages.say(f"{script_line()}: {name} keeps full gradients on every rank")
     elif name in _FACTORING:
-        own["step"] = lambda closure=None: _step_one_by_one(optimizer, step, closure)
+        own["step"] = MethodType(lambda _, closure=None: _step_one_by_one(optimizer, step, closure), optimizer)
         messages.say(f"{script_line()}: {name} needs full tensors: each parameter is gathered for its step")
+    elif not type(optimizer).__module__.startswith("torch."):
+        own["step"] = MethodType(lambda _, *closure: _step_with_plain_state(step, closure), optimizer)
+
+
+def _step_with_plain_state(step: Any, closure: tuple[Any, ...]) -> Any:
+    """Step with an optimizer of the script's own; its state may be plain tensors, which all ranks have alike."""
+    if closure:
+        return step(*closure)  # the model's passes are none of this
+    with implicit_replication():
+        return step()
 
 
 def _params(optimizer: Optimizer) -> list[Any]:

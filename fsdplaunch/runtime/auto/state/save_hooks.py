@@ -33,6 +33,7 @@ from fsdplaunch.runtime.auto.state.gather import (
     pickling_full_tensors,
 )
 from fsdplaunch.runtime.auto.state.late_storages import LateStorages
+from fsdplaunch.runtime.auto.state.opened_files import write_in_turn
 from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
 from fsdplaunch.runtime.auto.state.safe_files import saving_safetensors
 from fsdplaunch.runtime.auto.state.saved_paths import note_saved, path_of
@@ -74,6 +75,8 @@ def _torch_save(save: Any, hook_context: HookContext) -> Any:
             raise failure
         elif not gathering.keep and hook_context.ownership.ranked:
             save(obj, f, *args, **kwargs)  # a file of this rank's own
+        elif hook_context.size > 1 and not everywhere and not _is_path(f):
+            write_in_turn(lambda: save(obj, f, *args, **kwargs), f, rank=hook_context.rank)
         elif not gathering.keep and _is_path(f):
             _write_if_missing(save, obj, Path(os.fspath(f)), args, kwargs)
 
@@ -151,11 +154,14 @@ def _write_complete(write: Callable[[Any], None], f: Any) -> None:
 
 def _write_if_missing(save: Any, obj: Any, path: Path, args: Any, kwargs: Any) -> None:
     """Write something without shards unless it is there: rank 0's stays, no rank waits or reads half a file."""
-    if path.exists():
+    if path.exists() and path.stat().st_size:
         return
     part = _part(path)
     try:
         save(obj, part, *args, **kwargs)
+        if path.exists() and not path.stat().st_size:  # of tempfile.mkstemp
+            part.replace(path)
+            return
         with contextlib.suppress(FileExistsError):
             os.link(part, path)
     finally:

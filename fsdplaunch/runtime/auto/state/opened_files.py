@@ -1,0 +1,48 @@
+"""Write what holds no shards to files that the script has opened: every rank does, one after the other.
+
+A rank that opens a file of the same name later than another empties it, and a temporary file of its own may be
+renamed to where rank 0's was: a rank that wrote nothing would leave an empty file. Nothing here is collective, for
+rank 0 may save alone.
+"""
+
+import contextlib
+import io
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.collectives.hang_detector import store
+
+_PATIENCE_SECONDS = 1.0
+"""How late the rank before may be; one that saves alone waits so long."""
+_saves: Counter[str] = Counter()
+"""How often each line of the script has saved."""
+
+
+def write_in_turn(write: Callable[[], None], f: Any, *, rank: int) -> None:
+    """Write after the rank before has done so at the same line, as often as this one.
+
+    Args:
+        write: Writes to the file.
+        f: The file, opened by the script.
+        rank: This one; rank 0 has written.
+    """
+    line = script_line()
+    _saves[line] += 1
+    key = f"fsdplaunch/opened/{line}/{_saves[line]}"
+    if rank:
+        _wait_for(f"{key}/{rank - 1}")
+        write()
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        f.flush()
+    if rank and isinstance(f, io.BufferedWriter):
+        f.truncate()  # what the rank before wrote may be longer
+    store().set(f"{key}/{rank}", "")
+
+
+def _wait_for(key: str) -> None:
+    until = time.monotonic() + _PATIENCE_SECONDS
+    while not store().check([key]) and time.monotonic() < until:
+        time.sleep(0.002)
