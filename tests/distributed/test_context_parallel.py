@@ -169,7 +169,7 @@ def compiled_passes() -> float:
     alone, model = models.built("plain"), models.built("plain")
     model, optimizer = fsdplaunch.prepare(model, models.adamw(model))
     losses = models.train(alone, models.adamw(alone), steps=2)
-    split = models.train(torch.compile(model, backend="aot_eager"), optimizer, steps=2)
+    split = models.train(torch.compile(model, backend="eager"), optimizer, steps=2)
     return max(abs(one - other) for one, other in zip(losses, split, strict=True))
 
 

@@ -188,7 +188,7 @@ def test_what_cannot_be_done_names_the_line(
     [
         "torch.histogram(model.weight.detach(), bins=4)",
         "nn.utils.parameters_to_vector(model.parameters())",
-        "torch.ones(3, 4) + model.weight",
+        "torch.ones(4) + model.weight",
     ],
 )
 def test_what_torch_cannot_do_with_shards_is_explained_below_the_line(

@@ -38,8 +38,9 @@ _LOSSLESS = (
     "powerSGD_hook",
     "batched_powerSGD_hook",
 )
-_WRAPPING = ("fp16_compress_wrapper_hook", "bf16_compress_wrapper_hook")
 """Torch's hooks for communication: they make it cheaper, and mean to compute the same."""
+_WRAPPING = ("fp16_compress_wrapper_hook", "bf16_compress_wrapper_hook")
+"""What its wrappers of such a hook are called."""
 
 
 @contextmanager
