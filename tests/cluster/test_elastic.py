@@ -56,7 +56,7 @@ def test_host_whose_link_is_cut_is_dropped_and_one_that_returns_joins(three: Lab
         for run in runs:
             if run.poll() is None:
                 run.kill()
-    assert [code for code, _, _ in ends] == [75, 75, 75], ends
+    assert [code for code, _, _ in ends] == [75, 75, 75], "\n".join(err for _, _, err in ends)
     steps, worlds, wrong = zip(*starts()[whole - 1 :], strict=True)
     assert worlds == (3, 2, 3)
     assert (
