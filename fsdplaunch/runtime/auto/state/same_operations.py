@@ -40,6 +40,7 @@ _DONE_ONCE = 1 << 32
 _PATIENCE_SECONDS = 60.0
 """How long another rank's that is under way is waited for."""
 _FOLDER_MAKERS = (os.makedirs.__code__, Path.mkdir.__code__)
+"""What makes a folder that may be there, if told so."""
 
 
 @contextmanager
@@ -94,7 +95,7 @@ class _Operation:
             return None
         absolute = "\0".join(os.path.abspath(path) for path in paths)  # noqa: PTH100
         self.calls[absolute] += 1
-        digest = hashlib.sha256(absolute.encode()).hexdigest()[:24]
+        digest = hashlib.sha256(os.fsencode(absolute)).hexdigest()[:24]
         return f"fsdplaunch/files/{self.name}/{digest}/{self.calls[absolute]}"
 
 

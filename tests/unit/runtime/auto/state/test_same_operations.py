@@ -50,6 +50,13 @@ def test_a_folder_that_must_not_be_there_counts_where_another_rank_made_it(
     assert len(set(asked)) == 2  # each call that may be another rank's
 
 
+def test_a_name_that_is_no_text_is_made_as_well(asked: list[str], tmp_path: Path) -> None:
+    with counting_for_all(2):
+        (tmp_path / os.fsdecode(b"caf\xe9")).mkdir()
+    assert [os.fsencode(path.name) for path in tmp_path.iterdir()] == [b"caf\xe9"]
+    assert len(asked) == 2
+
+
 def test_what_another_rank_is_doing_is_waited_for(asked: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "out"
     with ThreadPoolExecutor(1) as other, counting_for_all(2):
