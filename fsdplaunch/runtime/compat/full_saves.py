@@ -57,9 +57,7 @@ def _saving_full(save: Callable[..., Any]) -> Callable[..., Any]:
             return save(self, *args, **kwargs)
         call = signature.bind(self, *args, **kwargs)
         given = _given_state(call)
-        if given is None and (known := known_state(self)) is not None:
-            given = known
-            _give_state(call, known)
+        given = known_state(self) if given is None else given  # which is what its state_dict() is, too
         if given is None or any(isinstance(value, DTensor) for value in given.values()):
             return _gather_and_save(save, self, given, call)
         check_shapes(given, self, "save_pretrained")
