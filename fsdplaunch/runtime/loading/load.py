@@ -24,7 +24,7 @@ from fsdplaunch.runtime.loading.local_shards import LocalShard, local_shards
 from fsdplaunch.runtime.loading.match_names import RequestedTensor
 from fsdplaunch.runtime.loading.pretrained import Pretrained
 from fsdplaunch.runtime.sharding.blocks import class_name
-from fsdplaunch.runtime.sharding.materialize import model_tensors
+from fsdplaunch.runtime.inspection.model_tensors import model_tensors
 from fsdplaunch.runtime.sharding.mesh import groups_from_first
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.torch_internals.modules import IncompatibleKeys
