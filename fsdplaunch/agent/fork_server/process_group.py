@@ -11,8 +11,10 @@ def kill_worker(pid: int) -> None:
     One that was forked a moment ago leads no group yet, and has started nothing.
     """
     with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
-    kill_group(pid)
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            os.kill(pid, signal.SIGKILL)
 
 
 def kill_group(leader: int) -> None:
