@@ -24,7 +24,7 @@ class AgentRecord:
         self.error: str | None = None
 
     def write(self, code: int) -> None:
-        """Write everything that is known by now; where the disk is full, the exit status alone says how it ended."""
+        """Write everything that is known by now; on a full disk the exit status alone says how it ended."""
         try:
             write_json(self._path, self._content(code))
         except OSError:

@@ -73,7 +73,9 @@ def launch_over_ssh(request: LaunchRequest, out: Output) -> int:
     handoff.write_folder(plan, {})
     names = [host.name for host in hosts]
     write_job(handoff.run_dir, route="ssh", hosts=names)
-    running = SshSessions(_printer_of_hosts(hosts, out), needed=node_range(placed)[0], beat_seconds=silence / SILENCES)
+    running = SshSessions(
+        _printer_of_hosts(hosts, out), needed=node_range(placed)[0], beat_seconds=silence / SILENCES
+    )
     out.say(f"fsdplaunch run {handoff.run_id} over ssh on {', '.join(names)}")
     return _run(running, sessions, placed, python, out)
 

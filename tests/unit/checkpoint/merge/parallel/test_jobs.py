@@ -146,7 +146,7 @@ def have_no_process():
 @pytest.mark.parametrize(("then", "error"), [(interrupt, KeyboardInterrupt), (have_no_process, BlockingIOError)])
 def test_what_comes_while_processes_begin_ends_those_begun(monkeypatch, then, error):
     before, mask, fork, begun = children(), signal.pthread_sigmask(signal.SIG_BLOCK, ()), os.fork, []
-    files = len(os.listdir("/proc/self/fd"))
+    files = len(list(Path("/proc/self/fd").iterdir()))
 
     def fork_and_then():
         if begun:
@@ -159,7 +159,7 @@ def test_what_comes_while_processes_begin_ends_those_begun(monkeypatch, then, er
         run_jobs([0, 1], lambda *_: signal.pause(), ProgressMeter("copy", 100, None))
     assert begun
     assert (children(), signal.pthread_sigmask(signal.SIG_BLOCK, ())) == (before, mask)
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
 
 
 @pytest.mark.parametrize("options", [{"jobs": 0}, {"jobs": 257}, {"jobs": 2, "safe_serialization": False}])
