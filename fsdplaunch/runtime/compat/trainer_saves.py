@@ -10,6 +10,8 @@ from fsdplaunch.runtime.auto.state.late_files import late_gatherer, writing_late
 from fsdplaunch.runtime.rank import rank
 from fsdplaunch.runtime.state_dict.full_state import full_state, holds_shards
 
+_WRITING = "write what save_model was given"
+
 
 def adapt_trainer(trainer: Any) -> None:
     """Let the Trainer save the model where it was told to keep checkpoints as shards: when asked, and at the end.
@@ -64,14 +66,18 @@ def _one_by_one(trainer: Any, save: Callable[..., Any]) -> Iterator[None]:
     """
     gathering = late_gatherer("save_model", keep=rank() == 0)
     get_state = trainer.accelerator.get_state_dict
+    due: list[bool] = []  # not empty while what was gathered is to be written
 
     def gather(model: Any, *args: Any, **kwargs: Any) -> Any:
         if not holds_shards(model):
             return get_state(model, *args, **kwargs)
-        return full_state(model, "save_model", gathering)
+        state = full_state(model, "save_model", gathering)
+        due.append(True)
+        return state
 
     def write(*args: Any, **kwargs: Any) -> Any:
-        with writing_late(gathering, "write what save_model was given"):
+        due.clear()
+        with writing_late(gathering, _WRITING):
             return save(trainer, *args, **kwargs)
 
     with ExitStack() as stack:
@@ -79,3 +85,6 @@ def _one_by_one(trainer: Any, save: Callable[..., Any]) -> Iterator[None]:
             stack.enter_context(own_attribute(trainer.accelerator, "get_state_dict", gather))
             stack.enter_context(own_attribute(trainer, "_save", write))
         yield
+        if due and not gathering.keep:  # until transformers 4 only rank 0 comes to `_save`, which needs the others
+            with writing_late(gathering, _WRITING):
+                pass
