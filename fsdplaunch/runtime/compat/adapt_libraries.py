@@ -11,6 +11,7 @@ from fsdplaunch.runtime.compat.fsdp1_calls import answer_fsdp1_calls
 from fsdplaunch.runtime.compat.fsdp1_cpu import shard_on_cpu, take_out_offload_to_cpu
 from fsdplaunch.runtime.compat.fsdp1_gathering import gather_with_all_ranks
 from fsdplaunch.runtime.compat.full_saves import save_full_weights
+from fsdplaunch.runtime.compat.lightning_cpu import adapt_lightning_to_cpu
 from fsdplaunch.runtime.compat.zero_grad import clear_gradients_of_shards
 
 
@@ -29,6 +30,7 @@ def adapt_libraries(config: Config, *, on_cpu: bool) -> None:
         divide_batches_of_accelerate()
     if on_cpu:
         adapt_accelerate_to_cpu()
+        adapt_lightning_to_cpu()
         take_out_offload_to_cpu()
         shard_on_cpu()
     answer_fsdp1_calls()
