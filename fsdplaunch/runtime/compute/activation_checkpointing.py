@@ -1,6 +1,5 @@
 """Activation checkpointing: each block keeps its input only and computes the rest again in backward."""
 
-
 import torch
 from torch import nn
 
