@@ -1,5 +1,7 @@
 """Activation checkpointing: each block keeps its input only and computes the rest again in backward."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -54,7 +56,7 @@ def _wrapped(block: nn.Module, *, offload: bool) -> nn.Module:
 
 def keep_no_cache(model: nn.Module) -> None:
     """Turn off the key-value cache of transformers models: computing a block twice would append to it twice."""
-    configs = [vars(module).get("config") for module in model.modules()]
+    configs: list[Any] = [vars(module).get("config") for module in model.modules()]
     cached = [config for config in configs if getattr(config, "use_cache", False) is True]
     for config in cached:
         config.use_cache = False
