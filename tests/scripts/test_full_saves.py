@@ -125,7 +125,7 @@ def test_trainer_leaves_a_model_that_loads_whatever_its_checkpoints_are(forks, t
     if "alone" in special:
         folders[out / "alone"] = trained
     for folder, state in folders.items():
-        loaded = LlamaForCausalLM.from_pretrained(folder)
+        loaded = LlamaForCausalLM.from_pretrained(folder, dtype="auto")
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
         assert_equal(loaded.state_dict(), state)
         if "own saves" in special:
