@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.errors import LaunchError
-from fsdplaunch.run_dir import read_json
-
-PLAIN = "plain.json"
+from fsdplaunch.run_dir import COMPARED_PLAIN, read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +52,15 @@ class RunFacts:
     parameters: Mapping[str, float | None]
 
 
-def read_run(folder: Path, workers: int) -> RunFacts | None:
+def read_run(folder: Path, workers: int, alone: str = COMPARED_PLAIN) -> RunFacts | None:
     """Return what a run computed; None when not all of its processes wrote a record with a step.
 
     Args:
         folder: Of the comparison.
-        workers: How many took part; 0 for the plain process.
+        workers: How many took part; 0 for one plain process.
+        alone: The file of that process.
     """
-    names = [f"rank{rank}.json" for rank in range(workers)] or [PLAIN]
+    names = [f"rank{rank}.json" for rank in range(workers)] or [alone]
     records = [read_json(folder / name) for name in names]
     if not all(record.get("steps") for record in records):
         return None
