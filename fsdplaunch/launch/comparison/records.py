@@ -44,12 +44,14 @@ class RunFacts:
         start: The norm of each parameter before the first step.
         layers: Layers that compute something else with another batch.
         parameters: How far each final parameter is from the plain run's; None where that has no such parameter.
+        told: What the run said to differ from one process.
     """
 
     steps: Sequence[StepFacts]
     start: Mapping[str, float]
     layers: Sequence[str]
     parameters: Mapping[str, float | None]
+    told: Sequence[str] = ()
 
 
 def read_run(folder: Path, workers: int, alone: str = COMPARED_PLAIN) -> RunFacts | None:
@@ -72,6 +74,7 @@ def read_run(folder: Path, workers: int, alone: str = COMPARED_PLAIN) -> RunFact
         steps=[_step(parts) for parts in zip(*(record["steps"] for record in records), strict=True)],
         start=_norms([record["start"] for record in records]),
         layers=records[0]["layers"],
+        told=records[0].get("told", ()),
         parameters=records[0].get("parameters", {}),
     )
 

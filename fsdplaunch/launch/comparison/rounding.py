@@ -12,7 +12,7 @@ _FACTOR = 10.0
 _FLOOR = 4e-6
 """Some thirty times the rounding of fp32: below it no difference is asked for its cause."""
 _ID = "rounding"
-_OPEN = ("randomness", "batch-norm", "gradients", "unequal-means")
+_OPEN = ("told", "randomness", "batch-norm", "gradients", "unequal-means")
 
 
 def is_equal(verdict: Verdict, cause: Cause | None) -> bool:

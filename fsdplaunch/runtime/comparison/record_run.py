@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 
 from fsdplaunch.config.environment import COMPARE_CHANGED, COMPARE_DIR, REHEARSAL_STEPS
 from fsdplaunch.run_dir import COMPARED_CHANGED, COMPARED_PLAIN, write_json
+from fsdplaunch.runtime.auto.data.rng_streams import RngStreams
+from fsdplaunch.runtime.auto.data.unseeded import SEED, seeding_from
 from fsdplaunch.runtime.check_run import stop_after
 from fsdplaunch.runtime.comparison.last_digits import LastDigits
 from fsdplaunch.runtime.comparison.recorder import Recorder
@@ -27,9 +29,6 @@ from fsdplaunch.runtime.rank import rank, rank_variable
 from fsdplaunch.runtime.script import parse_target, run_target
 
 PARAMETERS = "parameters.safetensors"
-SEED = 0
-"""Given to scripts that set none: both runs must begin alike."""
-
 _recorders: list[Recorder] = []
 
 
@@ -102,12 +101,13 @@ def _distance(value: torch.Tensor, plain: torch.Tensor) -> float | None:
 
 
 def main(argv: list[str]) -> None:
-    """Run and record the plain process."""
-    record(int(os.environ[REHEARSAL_STEPS]))
-    try:
-        run_target(parse_target(argv))
-    finally:
-        finish()
+    """Run and record the plain process; the workers' own set-up seeds what a script of theirs leaves to chance."""
+    with seeding_from(RngStreams(rank=0, kept=True), SEED):
+        record(int(os.environ[REHEARSAL_STEPS]))
+        try:
+            run_target(parse_target(argv))
+        finally:
+            finish()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.model.loss_scale import WEIGHT
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.comparison.named_models import NamedModels, sum_of_squares
@@ -73,6 +74,7 @@ class Recorder:
             "steps": [{name: getattr(step, name) for name in Step.__slots__} for step in self.steps],
             "start": self.start,
             "layers": self.layers,
+            "told": messages.unequal,
         }
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -133,7 +133,7 @@ class LossScale:
         mixes = (seen and self._mixes_inside(loss, found, rows)) or mixes
         facts = from_all((mixes, fixed_rows(loss, rows)))
         if any(fact != (False, facts[0][1]) for fact in facts):
-            messages.say(
+            messages.say_unequal(
                 f"{line}: the loss compares rows of the batch with each other: each rank compares its own {rows}"
                 " only, which is not what one process computes"
             )
@@ -143,7 +143,7 @@ class LossScale:
                 " has several axes and parameters are in the loss; one that does is not that of one process"
             )
         elif rows == 1 and may_compare_rows(loss, found, inside=bool(self.hook_context.inner_marks)):
-            messages.say(
+            messages.say_unequal(
                 f"{line}: each rank has one row of the batch: a loss that compares rows with each other would not"
                 " be that of one process, and with one row it cannot be seen"
             )
@@ -166,7 +166,7 @@ class LossScale:
             messages.say(f"{line}: the loss is a sum over the batch: its gradients are added up over ranks")
         if unknown or not found:
             what = ", ".join(dict.fromkeys(unknown)) or "its graph does not show it"
-            messages.say(
+            messages.say_unequal(
                 f"{line}: the loss is no plain sum or mean over the batch ({what}): gradients are averaged"
                 " over ranks, which need not be those of one process (launch.loss_reduction sets it)"
             )
