@@ -17,7 +17,8 @@ from fsdplaunch.worker_status import BEGIN_HIDDEN, END_HIDDEN, MARKED
 
 EXIT_INTERRUPTED = 130
 _MOST_OF_STACK = 64 * 2**10
-_OURS = "fsdplaunch: "
+NOTE = "fsdplaunch: "
+"""How a note begins that this package adds to another's error."""
 STUCK_SECONDS = 30.0
 """How long a failed worker's threads and exit handlers may take before the process is ended."""
 
@@ -39,7 +40,7 @@ def conclude(failure: BaseException) -> int:
     text = "".join(traceback.format_exception(type(failure), failure, lines))
     short = isinstance(failure, LaunchError) and lines is None
     words = text_of(failure)
-    record(words if short else f"{type(failure).__name__}: {words}{_noted(failure)}", "" if short else text)
+    record(words if short else f"{type(failure).__name__}: {words}{_advice(failure)}", "" if short else text)
     with _for_the_file():
         if short:
             sys.stderr.write(f"error: {printable(words)}\n")
@@ -49,11 +50,12 @@ def conclude(failure: BaseException) -> int:
     return EXIT_FAILED
 
 
-def _noted(failure: BaseException) -> str:
-    """Return what this package noted on another's error, as the hint that the launcher's report shows."""
-    notes = [str(note) for note in getattr(failure, "__notes__", ())]
-    ours = [note.removeprefix(_OURS) for note in notes if note.startswith(_OURS)]
-    return f"\nhint: {' '.join(ours[0].split())}" if ours else ""
+def _advice(failure: BaseException) -> str:
+    """Return what this package has noted at another's error, as the hint that the launcher's report prints."""
+    notes = [
+        str(note).removeprefix(NOTE) for note in getattr(failure, "__notes__", ()) if str(note).startswith(NOTE)
+    ]
+    return "\nhint: " + " ".join(notes).replace("\n", " ") if notes else ""
 
 
 @contextmanager

@@ -1,25 +1,25 @@
-"""What is recorded of an error that ended a script."""
+"""What a failed worker leaves for the launcher's report."""
 
-import faulthandler
 import json
+from pathlib import Path
 
-from fsdplaunch.runtime.auto.dtensor.error_notes import explaining_mixtures
-from fsdplaunch.runtime.failure import conclude
+import pytest
+
+from fsdplaunch.runtime import failure
 
 
-def test_what_was_noted_on_torchs_error_is_the_hint_of_the_report(tmp_path, monkeypatch):
-    path = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    try:
-        with explaining_mixtures():
-            raise RuntimeError("aten.cat.default got mixed torch.Tensor and DTensor")
-    except RuntimeError as error:
-        assert conclude(error) == 1
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-    message, _, hint = json.loads(path.read_text())["message"]["message"].partition("\nhint: ")
-    assert message == "RuntimeError: aten.cat.default got mixed torch.Tensor and DTensor"
-    assert hint.startswith(
-        "a sharded parameter is a full tensor only while its model computes. Compute this in the"
+def test_note_of_this_package_at_torchs_error_is_the_hint_of_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setattr(failure.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    error = RuntimeError("got mixed torch.Tensor and DTensor")
+    error.add_note("the script's own")
+    error.add_note("fsdplaunch: a sharded parameter is a full tensor only while its model computes.\nShard it")
+    assert failure.conclude(error) == 1
+    message = json.loads(file.read_text())["message"]["message"]
+    assert message == (
+        "RuntimeError: got mixed torch.Tensor and DTensor"
+        "\nhint: a sharded parameter is a full tensor only while its model computes. Shard it"
     )
-    assert "\n" not in hint
