@@ -52,6 +52,13 @@ def unscale_operator() -> Any:
     return torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
+def known_operators() -> list[Any]:
+    """Return the operators that DTensor computes; all versions, in two or three tables."""
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    tables = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
+    return list(dict.fromkeys(op for table in tables for op in getattr(propagator, table, ())))
+
+
 def knows_operator(operator: Any) -> bool:
     """Return whether DTensor computes an operator by itself.
 

@@ -58,7 +58,7 @@ class Amount(NamedTuple):
 
     Attributes:
         value: 0 where the script multiplies or divides by 0.
-        kind: "weight" of all elements of a mean of log-likelihoods; "divisor" of the script's; "factor" for the
+        kind: "weight" of all elements of a mean, or their number; "divisor" of the script's; "factor" for the
             inverse of what the script multiplies by.
     """
 
@@ -134,7 +134,7 @@ class _Search:
         if name == "Mean" or (name in _LOSSES and how == 1):
             multiplied = any(factor.value in self.sizes and factor.value > 1 for factor in factors)
             kind, weight = "unknown" if multiplied else "mean", total_weight(chosen)
-            amounts: tuple[Amount, ...] = () if weight is None else (Amount(weight, "weight"),)
+            amounts: tuple[Amount, ...] = (Amount(_elements(chosen) if weight is None else weight, "weight"),)
         else:
             kind, amounts = self._divided(shape, factors), tuple(_amount(factor) for factor in factors)
         return BatchReduction(node=chosen, outer=node, kind=kind, shape=shape, amounts=amounts, name=name)
@@ -171,6 +171,13 @@ class _Search:
                 found = below
             waiting += [each for each, _ in below.next_functions]
         return found
+
+
+def _elements(node: Any) -> float:
+    """Return over how many elements a mean is: script and rank may have selected them, `loss[mask].mean()`."""
+    shape = reduced_shape(node)
+    dims = reduced_dims(node) if kind_of(node) == "Mean" else range(len(shape))
+    return float(math.prod(shape[dim] for dim in dims))
 
 
 def is_count(number: float) -> bool:
