@@ -88,10 +88,11 @@ def write_whole(op: Any, args: Any, kwargs: Any) -> Any:
     rest, kwargs = tree_map(full_copy, (rest, kwargs))
     if not isinstance(shard, DTensor):
         return op(shard, *rest, **kwargs)
-    full = full_copy(shard)
+    written: Any = shard
+    full = full_copy(written)
     op(full, *rest, **kwargs)
-    shard.copy_(cut_to_shard(full, shard))
-    return shard
+    written.copy_(cut_to_shard(full, written))
+    return written
 
 
 @torch.no_grad()

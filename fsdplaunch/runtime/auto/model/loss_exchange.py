@@ -150,7 +150,7 @@ def check_passes(losses: Sequence[RankLoss], line: str) -> None:
     if len(set(passes)) > 1:
         more, fewer = passes.index(max(passes)), passes.index(min(passes))
         msg = (
-            f"{line}: rank {more} has begun {max(passes)} passes of its models up to this backward and rank {fewer}"
-            f" {min(passes)}: a backward or a pass was made on some ranks only"
+            f"{line}: rank {more} has begun {max(passes)} passes of its models up to this backward and rank"
+            f" {fewer} {min(passes)}: a backward or a pass was made on some ranks only"
         )
         raise ShardingError(msg, hint=HINT)
