@@ -324,7 +324,7 @@ def test_writes_into_copies_and_passes_without_a_backward_on_some_ranks_are_told
     assert 1 in done.codes
     first, second = done.out[0].splitlines()[:2]
     assert "read-only" in first
-    assert second.startswith("train.py:12: storage() of a sharded tensor")
+    assert second.startswith("train.py:11: storage() of a sharded tensor")
     told = "train.py:19: backward is called on rank 0 only: rank 1 went on without one, to train.py:17"
     assert told in done.err[0]
 

@@ -35,7 +35,8 @@ class LossTerms:
         for term in range(len(self.names)):
             found = [self._of_rank(rank, facts, term) for rank, facts in enumerate(ranks)]
             kinds = next(fact.kinds for fact in found if fact is not None)
-            self.plans.append(plan_reduction(found, kinds))
+            void = all(fact is None or fact.is_void for fact in found)
+            self.plans.append(_needs_nothing() if void else plan_reduction(found, kinds))
 
     def _of_rank(self, rank: int, of_reductions: Sequence[Any], term: int) -> Any:
         found = (each for each, at in zip(of_reductions, self.places[rank], strict=True) if at == term)
@@ -58,7 +59,7 @@ class LossTerms:
 
     def take_for_means(self) -> None:
         """Take all terms for means over equal shares, whose gradients need nothing."""
-        self.plans = [ReductionPlan("mean", (), (), set()) for _ in self.plans]
+        self.plans = [_needs_nothing() for _ in self.plans]
 
     def missing(self) -> dict[int, list[int]]:
         """Return the terms that some ranks do not have, with these ranks."""
@@ -77,6 +78,10 @@ class LossTerms:
     def is_ambiguous(self, term: int) -> bool:
         """Return whether another term has the same operations."""
         return self.names.count(self.names[term]) > 1
+
+
+def _needs_nothing() -> ReductionPlan:
+    return ReductionPlan("mean", (), (), set())
 
 
 def _matched(ranks: Ranks) -> tuple[list[list[int | None]], list[str]]:
