@@ -101,10 +101,15 @@ def test_shards_given_as_a_state_are_refused_with_the_line_before_anything_is_wr
     [
         ({}, ["alone"]),
         (keys(1, "LlamaDecoderLayer") | {"fsdp_config__fsdp_activation_checkpointing": True}, ["best"]),
-        (keys(2, "LlamaDecoderLayer"), ["bf16", "best"]),
-        (keys(1, "LlamaDecoderLayer", "FULL_STATE_DICT"), ["model only"]),
+        (keys(2, "LlamaDecoderLayer"), ["bf16", "best", "older"]),
+        (keys(1, "LlamaDecoderLayer", "FULL_STATE_DICT"), ["model only", "own saves"]),
     ],
-    ids=["built-in, and by rank 0", "FSDP1, best step", "FSDP2, bf16, best step", "FSDP1 full, model only"],
+    ids=[
+        "built-in, and by rank 0",
+        "FSDP1, best step",
+        "FSDP2, bf16, best step, transformers 4",
+        "FSDP1 full, model only, own saves",
+    ],
 )
 def test_trainer_leaves_a_model_that_loads_whatever_its_checkpoints_are(forks, tmp_path, configured, special):
     out = tmp_path / "out"
@@ -120,9 +125,11 @@ def test_trainer_leaves_a_model_that_loads_whatever_its_checkpoints_are(forks, t
     if "alone" in special:
         folders[out / "alone"] = trained
     for folder, state in folders.items():
-        loaded = LlamaForCausalLM.from_pretrained(folder)
+        loaded = LlamaForCausalLM.from_pretrained(folder, dtype="auto")
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
         assert_equal(loaded.state_dict(), state)
+        if "own saves" in special:
+            assert torch.equal(torch.load(folder / "part.pt")["weight"], state["lm_head.weight"])
     sharded = configured.get("fsdp_config__fsdp_state_dict_type") != "FULL_STATE_DICT"
     assert (out / "checkpoint-1" / "model.safetensors").exists() is not sharded
 

@@ -18,7 +18,7 @@ class LocalBatches:
         alike_passes: Passes since the last backward that got something else, such as noise for all rows.
         backwards: How many have begun.
         drawn: How many shares of batches were drawn.
-        whole_sum: Whether the last loss was a sum over the batch.
+        loss_is_sum: Whether the last loss was a sum over the batch.
         single: Numbers drawn one by one since the last backward, by the script's line.
         divided: Whether a loader gave this rank its share of something.
         compares: Whether what passes get is still to be compared over ranks.
@@ -31,7 +31,7 @@ class LocalBatches:
     alike_passes: int = 0
     backwards: int = 0
     drawn: int = 0
-    whole_sum: bool = False
+    loss_is_sum: bool = False
     single: dict[str, int] = field(default_factory=dict)
     divided: bool = False
     compares: bool = True

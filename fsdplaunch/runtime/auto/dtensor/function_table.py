@@ -112,7 +112,7 @@ def _methods(hook_context: HookContext) -> dict[str, Handler]:
         **dict.fromkeys(_NEW, handlers.make_new),
         **dict.fromkeys(_DRAWS, partial(handlers.draw, hook_context.streams)),
         **dict.fromkeys(
-            ("apply_", "map_", "map2_"), shard_writes.write_whole
+            ("apply_", "map_", "map2_"), shard_writes.write_full
         ),  # torch would read what is no storage
         "unbind": shard_parts.unbound,
         "__iter__": by_all_or_rank0(rows),
@@ -185,7 +185,7 @@ def _operators() -> dict[Any, Handler]:
         (_MIXING, mixtures.combine_mixed(read)),
         (_UPDATING, mixtures.update_mixed(read)),
         (("_foreach_copy_",), mixtures.copy_each),
-        (shard_writes.WHOLE_WRITES, shard_writes.write_whole),
+        (shard_writes.FULL_WRITES, shard_writes.write_full),
     ):
         found |= dict.fromkeys(_overloads(names), handler)
     found |= dict.fromkeys(shard_writes.filling_operators(), shard_writes.fill_out)

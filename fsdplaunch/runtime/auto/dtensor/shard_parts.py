@@ -150,7 +150,7 @@ def _part_of(tensor: Any) -> _Part | None:
     return taken if taken is not None and taken.of() is tensor else None
 
 
-def whole_of(tensor: Any) -> Any:
+def origin_of(tensor: Any) -> Any:
     """Return what a part was taken of in the end; any other tensor itself."""
     while (taken := _part_of(tensor)) is not None:
         tensor = taken.source

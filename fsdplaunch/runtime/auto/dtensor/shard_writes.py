@@ -17,7 +17,7 @@ from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals.dtensor import known_operators, local_tensor, with_local_tensor
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves, tree_map
 
-WHOLE_WRITES = (
+FULL_WRITES = (
     *("__setitem__", "index_fill_", "index_add_", "index_copy_", "index_reduce_", "index_put_", "put_", "renorm_"),
     *("scatter_", "scatter_add_", "scatter_reduce_", "masked_scatter_", "fill_diagonal_", "cumsum_", "cumprod_"),
     *("tril_", "triu_", "addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_"),
@@ -82,7 +82,7 @@ def update_placed(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 @torch.no_grad()
-def write_whole(op: Any, args: Any, kwargs: Any) -> Any:
+def write_full(op: Any, args: Any, kwargs: Any) -> Any:
     """Write into elements of a shard that an index, a mask or a place names, in the full tensor. Collective."""
     shard, *rest = args
     rest, kwargs = tree_map(full_copy, (rest, kwargs))

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler
-from fsdplaunch.runtime.auto.dtensor.shard_parts import whole_of
+from fsdplaunch.runtime.auto.dtensor.shard_parts import origin_of
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
 from fsdplaunch.runtime.torch_internals.tensors import storage_identity
@@ -29,7 +29,7 @@ def read_only(read: Handler, hook_context: HookContext) -> Handler:
         array = read(func, args, kwargs)
         tensor = args[0]
         if isinstance(tensor, DTensor) and tensor.device.type == tensor.device_mesh.device_type == "cpu":
-            own = storage_identity(local_tensor(whole_of(tensor)))
+            own = storage_identity(local_tensor(origin_of(tensor)))
             if any(storage_identity(local_tensor(each)) == own for each in _held(hook_context)):
                 array.flags.writeable = False
         return array

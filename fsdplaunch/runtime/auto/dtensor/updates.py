@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor.mixtures import placed_as_updated
-from fsdplaunch.runtime.auto.dtensor.shard_writes import WHOLE_WRITES
+from fsdplaunch.runtime.auto.dtensor.shard_writes import FULL_WRITES
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 
@@ -26,7 +26,7 @@ _OTHERS = frozenset(
 def writing_methods() -> list[str]:
     """Return the names of the methods that write into a tensor, but for those that write into all of it."""
     named = (name for name in dir(torch.Tensor) if name in _OPERATORS or name[-1] == "_" != name[0])
-    return [name for name in named if name not in _OTHERS and name not in WHOLE_WRITES]
+    return [name for name in named if name not in _OTHERS and name not in FULL_WRITES]
 
 
 class WrappedUpdates:

@@ -61,7 +61,7 @@ class LossScale:
             if loss.grad_fn is None or self.reduction == "mean":
                 continue
             if self.reduction == "sum":
-                self.hook_context.batches.whole_sum = True
+                self.hook_context.batches.loss_is_sum = True
                 loss.grad_fn.register_prehook(_times(self.hook_context.data.size))
             else:
                 self._scale(loss)
@@ -79,7 +79,7 @@ class LossScale:
             self.terms[every] = self._planned(line, loss, found)
         terms = self.terms[every]
         by_term = self._followed(line, terms, [each.amounts for each in ranks])
-        context.batches.whole_sum = bool(terms.plans) and all(plan.need == "ranks" for plan in terms.plans)
+        context.batches.loss_is_sum = bool(terms.plans) and all(plan.need == "ranks" for plan in terms.plans)
         self._register(loss, found, terms, by_term)
 
     def _all_ranks(self, line: str, found: list[BatchReduction], amounts: list[float]) -> list[RankLoss]:
