@@ -14,7 +14,13 @@ from fsdplaunch.runtime.auto.dtensor.mixtures import cut_as_updated, placed_as_u
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler, placed_like
 from fsdplaunch.runtime.auto.dtensor.shard_parts import full_copy, is_part, refresh, written_back
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
-from fsdplaunch.runtime.torch_internals.dtensor import known_operators, local_tensor, with_local_tensor
+from fsdplaunch.runtime.torch_internals.dtensor import (
+    filled_arguments,
+    gives_view,
+    known_operators,
+    local_tensor,
+    with_local_tensor,
+)
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves, tree_map
 
 FULL_WRITES = (
@@ -27,7 +33,8 @@ FULL_WRITES = (
 
 def view_operators() -> list[Any]:
     """Return the operators that give views, by their schemas."""
-    return [torch.ops.aten.unfold.default, *filter(_gives_view, _torchs())]
+    refused = torch.ops.aten.as_strided.default  # by torch, with its reason
+    return [torch.ops.aten.unfold.default, *(op for op in _torchs() if gives_view(op) and op is not refused)]
 
 
 def writing_operators() -> list[Any]:
@@ -51,11 +58,6 @@ def _torchs() -> list[Any]:
 
 def _opname(op: Any) -> str:
     return str(op).split(".")[1]
-
-
-def _gives_view(op: Any) -> bool:
-    returned = op._schema.returns if op is not torch.ops.aten.as_strided.default else ()  # torch refuses it
-    return any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
 
 
 def seen_writing(update: Handler) -> Handler:
@@ -101,9 +103,7 @@ def fill_out(op: Any, args: Any, kwargs: Any) -> Any:
 
     What is made of plain tensors alone is full, and cut.
     """
-    names = [
-        each.name for each in op._schema.arguments if isinstance(kwargs.get(each.name), DTensor) and each.is_out
-    ]
+    names = [name for name in filled_arguments(op) if isinstance(kwargs.get(name), DTensor)]
     sharded = [
         each
         for each in tree_leaves((args, [kwargs[name] for name in kwargs if name not in names]))
