@@ -26,7 +26,7 @@ _MOST_PLACED = 2**16
 
 
 def take_part(begun: Callable[[], None], op: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator that gives views, and remember what is a copy here.
+    """Run an operator that gives views, and remember what is a copy here; not of what a model computes.
 
     Args:
         begun: Called where there is a part: what writes into it has to be seen from then on.
@@ -36,7 +36,7 @@ def take_part(begun: Callable[[], None], op: Any, args: Any, kwargs: Any) -> Any
     """
     source, *rest = args
     result = _taken_by(op, source, rest, kwargs)
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and (source.grad_fn is None or is_part(source)):
         several = isinstance(result, tuple | list)
         seen = [_changes(source)]
         for position, each in enumerate(result if several else (result,)):

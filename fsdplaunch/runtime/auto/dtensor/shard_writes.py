@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.dtensor.mixtures import cut_as_updated, placed_as_updated
-from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler, placed_like
+from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler, gather, placed_like
 from fsdplaunch.runtime.auto.dtensor.shard_parts import full_copy, is_part, refresh, written_back
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals.dtensor import (
@@ -101,9 +101,11 @@ def write_full(op: Any, args: Any, kwargs: Any) -> Any:
 def fill_out(op: Any, args: Any, kwargs: Any) -> Any:
     """Compute beside a shard that is given as `out=`, and place the result as that is; torch would not.
 
-    What is made of plain tensors alone is full, and cut.
+    What is made of plain tensors alone is full, and cut. A plain tensor gets the full result.
     """
     names = [name for name in filled_arguments(op) if isinstance(kwargs.get(name), DTensor)]
+    if not names:
+        return gather(op, args, kwargs)
     sharded = [
         each
         for each in tree_leaves((args, [kwargs[name] for name in kwargs if name not in names]))
