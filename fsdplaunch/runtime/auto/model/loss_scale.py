@@ -172,8 +172,8 @@ class LossScale:
         for term, ranks in terms.missing().items():
             what = terms.names[term].partition(" ")[0]
             self._say(
-                f"{line}: {name_ranks(ranks)} has not all terms of the loss ({what}): it counts there as one over"
-                " no rows, which is that of one process if a term is left out where there is nothing to add"
+                f"{line}: a term of the loss ({what}) is missing on {name_ranks(ranks)}: it counts there as one"
+                " over no rows, which is that of one process if it is left out where there is nothing to add"
             )
 
     def _tell_mixing(self, line: str, loss: torch.Tensor, found: list[BatchReduction]) -> None:
