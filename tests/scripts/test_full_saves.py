@@ -162,7 +162,7 @@ def test_rank_0_saves_alone_what_a_script_has_sharded_by_hand_or_is_told_soon(fo
             rf"early at once: torch.save at hand_saves.py:\d+ {alone}",
             rf"FSDP1 at once: state_dict\(\) of a model that FSDP1 has sharded {alone}",
             rf"FSDP1's optimizer at once: FSDP.optim_state_dict {alone}",
-            rf"shards at once: torch.distributed.checkpoint.save {alone}",
+            rf"shards at once: torch.distributed.checkpoint.load {alone}",
             r"evaluation at once: .* calls Sequential in evaluation on rank 0 only: rank 1 is at hand_saves.py:",
             "not sharded: 8",
             "compared 8 8",
@@ -172,6 +172,6 @@ def test_rank_0_saves_alone_what_a_script_has_sharded_by_hand_or_is_told_soon(fo
         assert re.match(says, line), line
     assert {path.name for path in run.folder.iterdir()} == {
         *("both.pt", "file.safetensors", "gathered.pt", "dcp.pt", "dcp-optimizer.pt", "dcp-both.pt"),
-        *("own-0.pt", "own-1.pt", "sharded"),
+        *("own-0.pt", "own-1.pt", "sharded", "alone"),
     }
     assert "hand_saves.py:" in run.err[0] and "torch.save writes each rank's own shards here" in run.err[0]
