@@ -6,6 +6,7 @@ it trains flat parameters, under the parameters' names, as `FSDP.optim_state_dic
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,12 +52,16 @@ def answer_for_rank_0() -> None:
 def _is_rank_0s(optimizer: Optimizer) -> bool:
     """Return whether this is rank 0, and makes a call for a state of FSDP1's that the others do not make."""
     saves = rank0_saves()
-    if saves is None or not any(map(is_in_flat_parameter, trained_by(optimizer))):
+    if saves is None or not _is_main_thread() or not any(map(is_in_flat_parameter, trained_by(optimizer))):
         return False
     if saves.server is not None:
         saves.position.states += 1
         return False
     return saves.calls_alone()
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:

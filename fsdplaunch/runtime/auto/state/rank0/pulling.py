@@ -22,6 +22,7 @@ from fsdplaunch.runtime.auto.state.rank0.shard_names import (
     readable,
     shard_ranks,
 )
+from fsdplaunch.runtime.auto.state.saving_threads import await_main_thread
 from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier, name_ranks
 from fsdplaunch.runtime.torch_internals.process_groups import default_timeout
 
@@ -167,6 +168,7 @@ class Rank0Saves:
         Raises:
             CheckpointError: The model was trained since, another rank's shard is of another moment, or it ended.
         """
+        await_main_thread(f"what {call} returned")
         if self.position.steps != steps:
             msg = f"what {call} returned on rank 0 only is read when the model has been trained further"
             raise CheckpointError(

@@ -40,7 +40,7 @@ def _adapt(module: Any, *, hook_context: HookContext) -> None:
         prepared = prepare(self, *args, **kwargs)
         for each in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
             if isinstance(each, nn.Module):
-                _note(unwrapped(each), hook_context)
+                serve(unwrapped(each), hook_context)
         return prepared
 
     accelerator.prepare = prepare_and_note
@@ -62,7 +62,7 @@ def _note_trained(hook_context: HookContext) -> None:
         if id(param) not in noted and _is_shard(param)
     ]
     for model in hook_context.module_registry.roots_of(params)[0] if params else ():
-        _note(model, hook_context)
+        serve(model, hook_context)
 
 
 def _is_shard(param: Any) -> bool:
@@ -70,7 +70,7 @@ def _is_shard(param: Any) -> bool:
     return is_over_all_ranks(param) if isinstance(param, DTensor) else is_in_flat_parameter(param)
 
 
-def _note(model: nn.Module, hook_context: HookContext) -> None:
+def serve(model: nn.Module, hook_context: HookContext) -> None:
     """Let the ranks hand over their shards of a model. Collective."""
     shards = [param for param in model.parameters() if isinstance(param, DTensor)]
     if model in hook_context.numbers or not (shards or is_divided_over_all(model)):
