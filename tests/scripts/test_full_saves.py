@@ -92,9 +92,9 @@ def test_shards_given_as_a_state_are_refused_with_the_line_before_anything_is_wr
     ("configured", "special"),
     [
         ({}, ["alone"]),
-        (keys(1, "LlamaDecoderLayer") | {"fsdp_config__fsdp_activation_checkpointing": True}, ["best"]),
+        (keys(1, "LlamaDecoderLayer") | {"fsdp_config__fsdp_activation_checkpointing": True}, ["best", "alone"]),
         (keys(2, "LlamaDecoderLayer"), ["bf16", "best"]),
-        (keys(1, "LlamaDecoderLayer", "FULL_STATE_DICT"), ["model only"]),
+        (keys(1, "LlamaDecoderLayer", "FULL_STATE_DICT"), ["model only", "alone"]),
     ],
     ids=["built-in, and by rank 0", "FSDP1, best step", "FSDP2, bf16, best step", "FSDP1 full, model only"],
 )
