@@ -240,7 +240,7 @@ FSDP1 = """
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
 number = int(sys.argv[3])
 strategy = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD)[number % 3]
-how = {"use_orig_params": number % 2 == 0, "sharding_strategy": strategy}
+how = {"use_orig_params": number % 2 == 0, "sharding_strategy": strategy, "device_id": torch.device("cpu")}
 if number % 3 == 2:
     how["device_mesh"] = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
 net = Net()

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import ShardingStrategy, StateDictType
 
 from fsdplaunch.runtime.auto.state.late_tensors import StandingTensors
 from fsdplaunch.runtime.auto.state.rank0.flat_optimizers import answer_for_rank_0, named_state
-from fsdplaunch.runtime.auto.state.rank0.flat_shards import unit_keys
+from fsdplaunch.runtime.auto.state.rank0.flat_shards import unit_key
 from fsdplaunch.runtime.auto.state.rank0.flat_states import (
     HINT,
     FlatSource,
@@ -26,7 +26,7 @@ from fsdplaunch.runtime.auto.state.rank0.flat_states import (
     inside,
     model_state,
 )
-from fsdplaunch.runtime.auto.state.rank0.pulling import Rank0Saves, rank0_saves
+from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
 from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier
 from fsdplaunch.runtime.torch_internals.fsdp1 import divided_over, show_unsharded_parameters
 
@@ -107,12 +107,12 @@ def _meet(call: str, wrapper: Wrapper) -> bool:
     ranks = group if len(group) < dist.get_world_size() else None
     saves = rank0_saves()
     if saves is not None:
-        return saves.meet(call + _which(wrapper, saves), HINT, ranks)
+        return saves.meet(call + _which(wrapper), HINT, ranks)
     monitored_barrier(call, HINT, ranks)
     return True
 
 
-def _which(wrapper: Wrapper, saves: Rank0Saves) -> str:
+def _which(wrapper: Wrapper) -> str:
     """Return which model a call is for, where there are several: rank 0 may be in one, and others in another."""
-    key = unit_keys(saves.hook_context).get(id(wrapper))
+    key = unit_key(wrapper)
     return "" if key is None or key == (0, 0) else f" (model {key[0]}, unit {key[1]})"

@@ -118,7 +118,8 @@ def save(name):
 def same(found, wanted):
     assert type(found) is type(wanted) or isinstance(found, torch.Tensor), (type(found), type(wanted))
     if isinstance(wanted, torch.Tensor):
-        assert type(found) is torch.Tensor and found.dtype is wanted.dtype and torch.equal(found, wanted)
+        assert type(found) is torch.Tensor and found.dtype is wanted.dtype, (type(found), found.dtype)
+        assert torch.equal(found, wanted), (found, wanted)
     else:
         assert found == wanted
 

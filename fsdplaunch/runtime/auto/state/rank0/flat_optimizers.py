@@ -19,7 +19,7 @@ from fsdplaunch.runtime.auto.state.late_tensors import StandingTensors
 from fsdplaunch.runtime.auto.state.rank0.flat_shards import (
     FlatPlace,
     by_trained,
-    places_in,
+    places_in_units,
     state_name,
     state_of,
 )
@@ -77,7 +77,7 @@ class _Reader:
         self.call = call
         self.source = FlatSource(call, StandingTensors())
         context = self.source.saves.hook_context
-        self.places = by_trained(places_in(context))
+        self.places = by_trained(places_in_units())
         numbers = [number for number, each in context.numbered_optimizers() if each is optimizer]
         self.number = numbers[0] if numbers else -1
 

@@ -6,6 +6,7 @@ a rank has a run of elements of a parameter, all of it, or nothing. Its optimize
 
 import itertools
 import json
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,6 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 from torch.optim import Optimizer
 
-from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
 from fsdplaunch.runtime.torch_internals.fsdp1 import FlatParameter, divided_over, flat_parameter
 from fsdplaunch.runtime.torch_internals.tensors import change_count
@@ -150,23 +150,33 @@ def _ranks(group: list[int], begin: int, end: int, part: int) -> tuple[int, ...]
     return tuple(group[begin // part : (end - 1) // part + 1]) if begin < end else ()
 
 
-def places_in(hook_context: HookContext) -> dict[Key, FlatPlace]:
-    """Return the places of all parameters in models that have numbers, by their names."""
-    return {
-        place.key: place
-        for model, number in list(hook_context.numbers.items())
-        for unit_number, unit in enumerate(fsdp1_wrappers(model))
-        for place in places_of(unit, (number, unit_number))
-    }
+def number_units(model: nn.Module, number: int) -> None:
+    """Give each wrapper of a model a name that stays, whoever takes wrappers out of the model for a while.
+
+    Args:
+        model: Sharded by FSDP1, or not.
+        number: The model's, the same on all ranks.
+    """
+    for unit_number, unit in enumerate(fsdp1_wrappers(model)):
+        _units[unit] = number, unit_number
+        flat = flat_parameter(unit)
+        for tensor in () if flat is None else (flat.tensor, *flat.params):  # ranks begin in ways of their own
+            _begun[id(tensor)] = change_count(tensor)
 
 
-def unit_keys(hook_context: HookContext) -> dict[int, tuple[int, int]]:
-    """Return the numbers of each unit's model and its own, by the unit's id."""
-    return {
-        id(unit): (number, unit_number)
-        for model, number in list(hook_context.numbers.items())
-        for unit_number, unit in enumerate(fsdp1_wrappers(model))
-    }
+def unit_key(unit: nn.Module) -> tuple[int, int] | None:
+    """Return the numbers of a wrapper's model and its own; None where ranks know no such wrapper."""
+    return _units.get(unit)
+
+
+def places_in_units() -> dict[Key, FlatPlace]:
+    """Return the places of all parameters in wrappers that have names, by the parameters' own."""
+    return {place.key: place for unit, key in list(_units.items()) for place in places_of(unit, key)}
+
+
+_units: "weakref.WeakKeyDictionary[nn.Module, tuple[int, int]]" = weakref.WeakKeyDictionary()
+_begun: dict[int, int] = {}
+"""Changes that count no more, by the id of what is changed: models, which stay until the script ends."""
 
 
 def by_trained(places: dict[Key, FlatPlace]) -> dict[int, list[FlatPlace]]:
@@ -233,17 +243,6 @@ def is_divided_over_all(model: nn.Module) -> bool:
     strategies: set[Any] = {unit.sharding_strategy for unit in units}
     over_all = all(divided_over(unit) == dist.get_world_size() for unit in units)
     return over_all and bool(strategies - {ShardingStrategy.NO_SHARD})
-
-
-def count_flat_changes_from_now(model: nn.Module) -> None:
-    """Forget how often what lies in flat parameters was changed, by what ranks do differently at first."""
-    for flat in filter(None, map(flat_parameter, fsdp1_wrappers(model))):
-        for tensor in (flat.tensor, *flat.params):
-            _begun[id(tensor)] = change_count(tensor)
-
-
-_begun: dict[int, int] = {}
-"""Changes that count no more, by the id of what is changed: models, which stay until the script ends."""
 
 
 def _changes(tensor: torch.Tensor) -> int:

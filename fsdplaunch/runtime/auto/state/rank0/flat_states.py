@@ -22,7 +22,7 @@ from fsdplaunch.runtime.auto.state.rank0.flat_shards import (
     FlatShard,
     parameter_name,
     places_of,
-    unit_keys,
+    unit_key,
 )
 from fsdplaunch.runtime.auto.state.rank0.pulling import Rank0Saves, rank0_saves
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, joined
@@ -63,7 +63,6 @@ class FlatSource:
             raise AssertionError
         self.saves: Rank0Saves = saves
         self.call = call
-        self.keys = unit_keys(saves.hook_context)
         self._late = late
         self._steps = saves.position.steps
 
@@ -73,8 +72,9 @@ class FlatSource:
         Raises:
             CheckpointError: The ranks have no name for the unit: nothing has trained its model yet.
         """
-        if id(unit) in self.keys:
-            return places_of(unit, self.keys[id(unit)])
+        key = unit_key(unit)
+        if key is not None:
+            return places_of(unit, key)
         if flat_parameter(unit) is None:
             return []
         raise alone(self.call, HINT)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as optimizers
 
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.state.rank0.flat_shards import count_flat_changes_from_now, is_divided_over_all
+from fsdplaunch.runtime.auto.state.rank0.flat_shards import is_divided_over_all, number_units
 from fsdplaunch.runtime.auto.state.rank0.passes import Passes, note_passes
 from fsdplaunch.runtime.auto.state.rank0.pulling import open_once
 from fsdplaunch.runtime.auto.state.rank0.shard_names import count_changes_from_now, is_over_all_ranks
@@ -77,8 +77,8 @@ def serve(model: nn.Module, hook_context: HookContext) -> None:
         return
     for shard in shards:  # rank 0 had the values when they were divided, the others received them
         count_changes_from_now(shard)
-    count_flat_changes_from_now(model)
     hook_context.number_model(model)
+    number_units(model, hook_context.numbers[model])
     open_once(hook_context)
     if is_compiled(model, hook_context.module_registry.alive()):
         return  # a hook would have it compiled again

@@ -19,7 +19,7 @@ from fsdplaunch.runtime.auto.state.rank0.flat_shards import (
     Key,
     described,
     find_flat,
-    places_in,
+    places_in_units,
     state_of,
 )
 from fsdplaunch.runtime.auto.state.rank0.position import Position
@@ -128,7 +128,7 @@ class Server:
 
     def _places(self) -> dict[Key, FlatPlace]:
         if not self.places:
-            self.places = places_in(self.hook_context)
+            self.places = places_in_units()
         return self.places
 
     def _send_kept(self, request: dict[str, Any]) -> None:
