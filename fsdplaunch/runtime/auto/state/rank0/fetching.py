@@ -6,10 +6,19 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.auto.state.rank0.connection import Connection
 from fsdplaunch.runtime.auto.state.rank0.flat_shards import FlatShard
-from fsdplaunch.runtime.auto.state.rank0.shard_names import counted_changes, empty_full, extent, on_host
+from fsdplaunch.runtime.auto.state.rank0.shard_names import (
+    counted_changes,
+    empty_full,
+    extent,
+    on_host,
+    readable,
+)
 from fsdplaunch.runtime.torch_internals.process_groups import default_timeout
+
+_KNOWN = "save the model's state_dict() and the optimizer's, or have every rank make this call"
 
 
 class OtherShardError(Exception):
@@ -75,3 +84,31 @@ def _part(full: torch.Tensor, shape: Any, offset: Any) -> torch.Tensor:
     for axis, (length, start) in enumerate(zip(shape, offset, strict=True)):
         full = full.narrow(axis, start if length else 0, length)
     return full
+
+
+def unknown_tensor(shape: torch.Size, call: str) -> CheckpointError:
+    """Return the error of a tensor of which the other ranks have no shard by name."""
+    known = "is neither a parameter nor optimizer state as they are now, nor a copy that every rank made"
+    what = f"a tensor of shape {tuple(shape)} in it {known}"
+    msg = f"{call} was called on rank 0 only, and {what}: other ranks cannot tell their shard"
+    return CheckpointError(msg, hint=_KNOWN)
+
+
+def before_backward(call: str) -> CheckpointError:
+    """Return the error of a save while some parameters are gathered for a backward."""
+    msg = f"{call} was called on rank 0 only, between a pass of a model and its backward"
+    return CheckpointError(msg, hint="save after loss.backward(), or on all ranks")
+
+
+def changed_shard(name: str, call: str, rank: int, where: str) -> CheckpointError:
+    """Return the error of a tensor of which another rank has the shard of another moment.
+
+    Args:
+        name: By which ranks know it.
+        call: The script's.
+        rank: The other.
+        where: The line at which that is.
+    """
+    what = f"{readable(name)} was changed on rank {rank} since, which is at {where}"
+    msg = f"{call} was called on rank 0 only, and {what}"
+    return CheckpointError(msg, hint="change weights for a save and back on rank 0 only, or save on all ranks")

@@ -11,7 +11,13 @@ from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.state.rank0.connection import connect
 from fsdplaunch.runtime.auto.state.rank0.copies import Copy, copied_from, named_copies
-from fsdplaunch.runtime.auto.state.rank0.fetching import OtherShardError, fetch
+from fsdplaunch.runtime.auto.state.rank0.fetching import (
+    OtherShardError,
+    before_backward,
+    changed_shard,
+    fetch,
+    unknown_tensor,
+)
 from fsdplaunch.runtime.auto.state.rank0.flat_shards import FlatShard
 from fsdplaunch.runtime.auto.state.rank0.position import Position
 from fsdplaunch.runtime.auto.state.rank0.serving import Server
@@ -19,7 +25,6 @@ from fsdplaunch.runtime.auto.state.rank0.shard_names import (
     identity,
     is_copy,
     named_shards,
-    readable,
     shard_ranks,
 )
 from fsdplaunch.runtime.auto.state.saving_threads import await_main_thread
@@ -27,7 +32,6 @@ from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier, 
 from fsdplaunch.runtime.torch_internals.process_groups import default_timeout
 
 _ALONE_HINT = "save what state_dict() returned before anything that all ranks do"
-_KNOWN = "save the model's state_dict() and the optimizer's, or have every rank make this call"
 
 
 class Rank0Saves:
@@ -128,7 +132,7 @@ class Rank0Saves:
         copy = self._copy_of_now(tensor)
         name, shard = self.names.get(identity(tensor if copy is None else copy.source), (None, None))
         if name is None or shard is None:
-            raise _unknown(tensor, call)
+            raise unknown_tensor(tensor.shape, call)
         full = self._pull(name, shard, call)
         return full if copy is None else copy.again(full)
 
@@ -153,8 +157,10 @@ class Rank0Saves:
             return fetch(name, shard, asked, self.position.steps)
         except OtherShardError as error:
             if is_copy(name):
-                raise _unknown(torch.empty(shard.shape, device="meta"), call) from None
-            raise self._changed(error.rank, name, call) from None
+                raise unknown_tensor(shard.shape, call) from None
+            if self.hook_context.batches.await_backward():
+                raise before_backward(call) from None
+            raise changed_shard(name, call, error.rank, self.where[error.rank]) from None
 
     def flat(self, name: str, shard: FlatShard, call: str, steps: int) -> torch.Tensor:
         """Return a full tensor of what FSDP1 has divided, as `full` does.
@@ -191,20 +197,8 @@ class Rank0Saves:
 
     def kept(self, rank: int, optimizer: int, place: tuple[int, int, int]) -> dict[str, Any]:
         """Return what another rank's optimizer keeps of a parameter in a flat one; see `described`."""
-        connection = self.connections[rank]
-        connection.send({"kind": "kept", "optimizer": optimizer, "place": place})
-        kept: dict[str, Any] = connection.receive(default_timeout())["kept"]
-        return kept
-
-    def _changed(self, rank: int, name: str, call: str) -> CheckpointError:
-        if self.hook_context.batches.await_backward():
-            msg = f"{call} was called on rank 0 only, between a pass of a model and its backward"
-            return CheckpointError(msg, hint="save after loss.backward(), or on all ranks")
-        msg = (
-            f"{call} was called on rank 0 only, and {readable(name)} was changed on rank {rank} since, which"
-            f" is at {self.where[rank]}"
-        )
-        return CheckpointError(msg, hint="change weights for a save and back on rank 0 only, or save on all ranks")
+        answer = self._ask({"kind": "kept", "optimizer": optimizer, "place": place}, [rank])[rank]
+        return dict(answer["kept"])
 
     def done(self) -> None:
         """Let the other ranks forget what they looked up for a save."""
@@ -222,13 +216,6 @@ class Rank0Saves:
             connection.wait_until_closed(default_timeout())  # rank 0 may have the store that the others need
         if self.server is not None:
             self.server.thread.join()
-
-
-def _unknown(tensor: torch.Tensor, call: str) -> CheckpointError:
-    what = f"a tensor of shape {tuple(tensor.shape)}"
-    known = "is neither a parameter nor optimizer state as they are now, nor a copy that every rank made"
-    msg = f"{call} was called on rank 0 only, and {what} in it {known}: other ranks cannot tell their shard"
-    return CheckpointError(msg, hint=_KNOWN)
 
 
 _opened: list[Rank0Saves] = []
