@@ -1,5 +1,6 @@
 """Train with accelerate, and save by every call that its users write; the reference is gathered before by hand."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -23,8 +24,11 @@ size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "in
 torch.manual_seed(0)
 accelerator = Accelerator()
 model = BertForSequenceClassification(BertConfig(vocab_size=64, max_position_embeddings=32, **size))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-model, optimizer = accelerator.prepare(model, optimizer)
+if os.environ["FSDP_VERSION"] == "1":  # its flat parameters are trained by optimizers that are built on them
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+else:
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 for _ in range(2):
     rows = torch.randint(0, 64, (4, 8))
     loss = model(input_ids=rows, labels=torch.tensor([0, 1, 0, 1])).loss
