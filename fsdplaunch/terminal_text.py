@@ -57,15 +57,15 @@ class TerminalFilter:
         found = _MAY_GO_ON.search(data)
         end = found.start() if found else len(data)
         self._rest = data[end:]
-        return _STEERS.sub(_tamed, data[:end])
+        return _STEERS.sub(_harmless, data[:end])
 
     def end(self) -> bytes:
         """Return what was held back, at the end of the output."""
         rest, self._rest = self._rest, b""
-        return _STEERS.sub(_tamed, rest)
+        return _STEERS.sub(_harmless, rest)
 
 
-def _tamed(found: re.Match[bytes]) -> bytes:
+def _harmless(found: re.Match[bytes]) -> bytes:
     return found[1] or b"".join(b"\\x%02x" % byte for byte in found[0])
 
 

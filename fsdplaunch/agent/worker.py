@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.agent.fork_server.client import EndedWorker
+from fsdplaunch.agent.fork_server.process_group import kill_worker
 from fsdplaunch.launch.report.root_cause import signal_name
 from fsdplaunch.run_dir import error_file, rank_folder, rank_log, read_tail
 from fsdplaunch.worker_status import read_heartbeat
@@ -35,10 +36,10 @@ class Worker:
         if self.ended is not None:
             return
         self.sent.append(number)
-        with suppress(ProcessLookupError):
-            if number == signal.SIGKILL:
-                os.killpg(self.pid, number)
-            else:
+        if number == signal.SIGKILL:
+            kill_worker(self.pid)
+        else:
+            with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def describe(self, run_dir: Path, attempt: int) -> dict[str, Any]:

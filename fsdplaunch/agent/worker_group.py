@@ -7,10 +7,10 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from fsdplaunch.agent.fork_server.client import ForkServer
+from fsdplaunch.agent.fork_server.process_group import kill_group
 from fsdplaunch.agent.output import OutputRelay, OutputStream, open_log, open_way
 from fsdplaunch.agent.output_filter import OutputFilter
 from fsdplaunch.agent.stop_request import StopRequest
@@ -65,7 +65,7 @@ class WorkerGroup:
         for local_rank in sorted(variables):
             worker = self._start_one(local_rank, dict(variables[local_rank]), cold)
             self.workers.append(worker)
-            if self.stop.number is not None:  # it came while this worker was not yet known
+            if self.stop.number is not None and not worker.sent:  # it came while this worker was not yet known
                 worker.send(self.stop.number)
         self._watchdog.watch({worker.rank: worker.pid for worker in self.workers})
 
@@ -203,8 +203,7 @@ class WorkerGroup:
     def _sweep(self) -> None:
         """Kill what failed workers have left behind, such as their data loaders: they hold memory and GPUs."""
         for worker in self.workers:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(worker.pid, signal.SIGKILL)
+            kill_group(worker.pid)
 
     def _record(self) -> dict[str, Any]:
         workers = [worker.describe(self.spec.run_dir, self._attempt) for worker in self.workers]

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.checkpoint.crc32 import crc32
+from fsdplaunch.checkpoint.index_file import INDEX_NAME, MAX_INDEX_BYTES
 from fsdplaunch.checkpoint.regular_file import read_regular
 from fsdplaunch.json_text import parse_json
 
 MANIFEST_NAME = "fsdplaunch.json"
 MAX_JSON = 64 * 2**20
-_INDEX = ".metadata"
-_MAX_INDEX = 256 * 2**20
 
 
 def manifest_path(folder: Path) -> Path:
@@ -112,14 +111,14 @@ def _find_gap(folder: Path, manifest: Mapping[str, Any] | None) -> str | None:
 
 def _is_index(name: str) -> bool:
     folder, _, file = name.partition("/")
-    return file == _INDEX and folder not in ("", "..")
+    return file == INDEX_NAME and folder not in ("", "..")
 
 
 def _find_damaged_index(folder: Path, manifest: Mapping[str, Any]) -> str | None:
     known = manifest.get("crc32")
     for name, crc in known.items() if isinstance(known, dict) else ():
         try:
-            if _is_index(name) and crc32(read_regular(folder / name, _MAX_INDEX), 0) != crc:
+            if _is_index(name) and crc32(read_regular(folder / name, MAX_INDEX_BYTES), 0) != crc:
                 return f"{name} does not match its checksum"
         except ValueError as problem:  # also a name that can be none of a file
             return f"{name}: {problem}"
@@ -128,7 +127,7 @@ def _find_damaged_index(folder: Path, manifest: Mapping[str, Any]) -> str | None
 
 def _find_foreign_gap(folder: Path) -> str | None:
     sharded = [*folder.glob("pytorch_model_fsdp_*/"), *folder.glob("optimizer_*/")]
-    unfinished = sorted(path.name for path in sharded if not (path / ".metadata").exists())
+    unfinished = sorted(path.name for path in sharded if not (path / INDEX_NAME).exists())
     if unfinished:
         return f"{unfinished[0]} has no index: its save did not finish"
     return None if looks_like_checkpoint(folder) else "there is no model in it"
@@ -138,6 +137,6 @@ def looks_like_checkpoint(folder: Path) -> bool:
     """Say whether a folder itself, not one below it, holds a model in one of the layouts accelerate writes."""
     if (folder / MANIFEST_NAME).exists() or (folder / "pytorch_model_fsdp.bin").exists():
         return True
-    return (folder / "pytorch_model_fsdp_0" / ".metadata").exists() or any(
+    return (folder / "pytorch_model_fsdp_0" / INDEX_NAME).exists() or any(
         folder.glob("pytorch_model_fsdp_rank*.bin")
     )

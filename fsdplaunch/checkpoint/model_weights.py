@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdplaunch.checkpoint.dtypes import Dtype
+from fsdplaunch.checkpoint.index_file import INDEX_NAME
 from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
 from fsdplaunch.checkpoint.readers.hf_shards import SHARD_FILE
 from fsdplaunch.checkpoint.safetensors_format import HeaderEntry, check_data, read_header, read_weight_map
@@ -97,7 +98,7 @@ def find_weight_files(where: Path) -> WeightFiles:
 
 def _nothing(where: Path, names: list[str]) -> CheckpointError:
     children = [path.name for path in where.iterdir() if path.is_dir()]
-    is_checkpoint = ".metadata" in names or any(SHARD_FILE.fullmatch(name) for name in names)
+    is_checkpoint = INDEX_NAME in names or any(SHARD_FILE.fullmatch(name) for name in names)
     if is_checkpoint or any(
         name.startswith(("pytorch_model_fsdp", "checkpoint-")) for name in [*children, *names]
     ):

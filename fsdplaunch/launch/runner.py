@@ -99,10 +99,17 @@ def run_plan(
     os.close(held)
     if code < 0:  # it could not do so itself
         remove_abandoned_dirs()
-    result = _result(plan, status, record, round(time.monotonic() - start, 3))
-    write_json(plan.run_dir / RESULT, result.to_dict())
-    if result.failure is not None and result.failure.lost:
-        (plan.run_dir / LOST).write_text("\n".join(result.failure.lost) + "\n", encoding="utf-8")
+    return _written(plan, _result(plan, status, record, round(time.monotonic() - start, 3)))
+
+
+def _written(plan: LaunchPlan, result: RunResult) -> RunResult:
+    """Write the result into the run's folder; one that finds no room there is the run's all the same."""
+    try:
+        write_json(plan.run_dir / RESULT, result.to_dict())
+        if result.failure is not None and result.failure.lost:
+            (plan.run_dir / LOST).write_text("\n".join(result.failure.lost) + "\n", encoding="utf-8")
+    except OSError as error:
+        return replace(result, unwritten=error.strerror or str(error))
     return result
 
 

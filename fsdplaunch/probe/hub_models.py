@@ -61,10 +61,10 @@ def _cached(name: str, environ: Mapping[str, str]) -> Path | None:
     main = home / "refs" / "main"
     named = [home / "snapshots" / main.read_text(encoding="utf-8").strip()] if main.is_file() else []
     others = sorted(home.glob("snapshots/*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    return next((path for path in (*named, *others) if _is_whole(path)), None)
+    return next((path for path in (*named, *others) if _is_complete(path)), None)
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     from fsdplaunch.probe.model_folder import weight_files
 
     try:

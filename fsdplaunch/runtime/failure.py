@@ -17,6 +17,8 @@ from fsdplaunch.worker_status import BEGIN_HIDDEN, END_HIDDEN, MARKED
 
 EXIT_INTERRUPTED = 130
 _MOST_OF_STACK = 64 * 2**10
+NOTE = "fsdplaunch: "
+"""How a note begins that this package adds to another's error."""
 STUCK_SECONDS = 30.0
 """How long a failed worker's threads and exit handlers may take before the process is ended."""
 
@@ -38,7 +40,7 @@ def conclude(failure: BaseException) -> int:
     text = "".join(traceback.format_exception(type(failure), failure, lines))
     short = isinstance(failure, LaunchError) and lines is None
     words = text_of(failure)
-    record(words if short else f"{type(failure).__name__}: {words}", "" if short else text)
+    record(words if short else f"{type(failure).__name__}: {words}{_advice(failure)}", "" if short else text)
     with _for_the_file():
         if short:
             sys.stderr.write(f"error: {printable(words)}\n")
@@ -46,6 +48,14 @@ def conclude(failure: BaseException) -> int:
             # The hook is the script's, if it set one. Torch's reads the exception's traceback, not the argument.
             sys.excepthook(type(failure), failure.with_traceback(lines), lines)
     return EXIT_FAILED
+
+
+def _advice(failure: BaseException) -> str:
+    """Return what this package has noted at another's error, as the hint that the launcher's report prints."""
+    notes = [
+        str(note).removeprefix(NOTE) for note in getattr(failure, "__notes__", ()) if str(note).startswith(NOTE)
+    ]
+    return "\nhint: " + " ".join(notes).replace("\n", " ") if notes else ""
 
 
 @contextmanager

@@ -28,19 +28,27 @@ class Library:
 
 _ACCELERATE = "give the model to accelerator.prepare, and leave distributed_type: FSDP in the file"
 _TRAINER = "leave distributed_type: FSDP in the file, and let the Trainer itself place the model"
-_LIGHTNING = "give Lightning's Trainer strategy=FSDPStrategy() (lightning.pytorch.strategies)"
-_FABRIC = "give Fabric strategy=FSDPStrategy() (lightning.fabric.strategies)"
 _OTHER = "let {} shard in its own way and start it without FSDP, or call fsdplaunch.prepare(model) in a plain loop"
+
+
+def _of_lightning(name: str) -> Library:
+    """Return what one of Lightning's two entries means: by itself it keeps replicas."""
+    remedy = (
+        f"give {name} strategy='ddp', whose model is then sharded as configured, or its own FSDPStrategy(); and"
+        " devices= the workers of a node"
+    )
+    return Library(name=name, remedy=remedy, replicates=True)
+
 
 _CLASSES = (
     ("accelerate.accelerator", "Accelerator", Library(name="Accelerator", remedy=_ACCELERATE)),
     ("transformers.trainer", "Trainer", Library(name="Trainer", remedy=_TRAINER)),
     *(
-        (module, "Trainer", Library(name="Lightning's Trainer", remedy=_LIGHTNING, replicates=True))
+        (module, "Trainer", _of_lightning("Lightning's Trainer"))
         for module in ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
     ),
     *(
-        (module, "Fabric", Library(name="Lightning's Fabric", remedy=_FABRIC, replicates=True))
+        (module, "Fabric", _of_lightning("Lightning's Fabric"))
         for module in ("lightning.fabric.fabric", "lightning_fabric.fabric")
     ),
     *(

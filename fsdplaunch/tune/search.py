@@ -62,7 +62,7 @@ class Search:
         self._singles = self.space.singles()
         self._try_all([Candidate(), *self._singles])
         self._combine()
-        return self._settle()
+        return self._choose_fastest()
 
     def best(self) -> Candidate | None:
         """Return the fastest candidate that fits, by what is known now."""
@@ -178,7 +178,7 @@ class Search:
         least = min(_GAIN * yours.fastest.median, yours.fastest.quartiles[0])
         return row.fits and row.fastest is not None and row.fastest.median < least
 
-    def _settle(self) -> Candidate | None:
+    def _choose_fastest(self) -> Candidate | None:
         """Let the two best meet, and then the better one and yours: what is proposed must be faster than that."""
         measured = self._fitting()
         ordered = sorted(measured, key=lambda candidate: measured[candidate].median)

@@ -19,6 +19,7 @@ class Row:
         keys: Configuration.
         whole: Further arguments, with which it comes to its end within a minute.
         saves: What it has saved by then, as a pattern of files.
+        modules: The folder of the clone that its own packages are in.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Row:
     keys: tuple[str, ...] = ()
     whole: str = ""
     saves: str = ""
+    modules: str = "."
 
 
 HIDDEN = ("launch.hide_ranks=true",)
@@ -66,6 +68,10 @@ EXAMPLES = {
     "reinforcement_learning/reinforce.py": ("", "", ""),
     "reinforcement_learning/actor_critic.py": ("", "", ""),
 }
+SD = "--pretrained_model_name_or_path sd --train_data_dir pictures/train --resolution 16 --train_batch_size 2"
+SD += " --seed 1 --lr_warmup_steps 0 --checkpointing_steps 2"
+VOC = "--data-path voc --dataset voc --model lraspp_mobilenet_v3_large --device cpu -b 2 --epochs 1 -j 0"
+VOC += " --output-dir out-voc"
 WORD_MODELS = ("RNN_TANH", "LSTM", "GRU", "Transformer")
 HF = "huggingface/transformers:examples/pytorch"
 ACCELERATE = "huggingface/accelerate:examples"
@@ -147,6 +153,49 @@ _TRAINERS = (
         "out-lora/adapter_model.safetensors",
     ),
 )
+_BIG = (
+    *(
+        Row(
+            f"diffusers {name}",
+            f"huggingface/diffusers:examples/text_to_image/{name}.py",
+            f"{SD} --output_dir out-{name}",
+            (),
+            "--max_train_steps 3",
+            f"out-{name}/{saved}",
+        )
+        for name, saved in (
+            ("train_text_to_image", "unet/*.safetensors"),
+            ("train_text_to_image_lora", "*.safetensors"),
+        )
+    ),
+    Row(
+        "LLaMA-Factory sft",
+        "hiyouga/LLaMA-Factory:src/train.py",
+        "factory.yaml",
+        saves="out-factory/model.safetensors",
+        modules="src",
+    ),
+    Row(
+        "alignment-handbook sft",
+        "huggingface/alignment-handbook:scripts/sft.py",
+        "--config handbook.yaml",
+        saves="out-handbook/model.safetensors",
+        modules="src",
+    ),
+    Row(
+        "torchvision segmentation",
+        "growlix/pytorch-i1k-baseline:references/segmentation/train.py",
+        VOC,
+        HIDDEN,
+        "",
+        "out-voc/*.pth",
+    ),
+    *(
+        Row(f"lightning {name}", str(OWN / "lightning_plain.py"), name, saves="out-lightning/final.pt")
+        for name in ("ddp", "fsdp")
+    ),
+    Row("sentence-transformers", str(OWN / "sentence_trainer.py"), saves="out-sentences/model.safetensors"),
+)
 _PLAIN = (
     *(
         Row(
@@ -213,6 +262,7 @@ _PLAIN = (
 )
 ROWS = (
     *_TRAINERS,
+    *_BIG,
     *_PLAIN,
     Row("accelerate loop", str(OWN / "accelerate_loop.py"), saves="out-accelerate/model.safetensors"),
     Row("lightning plain", str(OWN / "lightning_plain.py")),

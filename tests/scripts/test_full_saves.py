@@ -93,10 +93,15 @@ def test_shards_given_as_a_state_are_refused_with_the_line_before_anything_is_wr
     [
         ({}, ["alone"]),
         (keys(1, "LlamaDecoderLayer") | {"fsdp_config__fsdp_activation_checkpointing": True}, ["best", "alone"]),
-        (keys(2, "LlamaDecoderLayer"), ["bf16", "best"]),
-        (keys(1, "LlamaDecoderLayer", "FULL_STATE_DICT"), ["model only", "alone"]),
+        (keys(2, "LlamaDecoderLayer"), ["bf16", "best", "older"]),
+        (keys(1, "LlamaDecoderLayer", "FULL_STATE_DICT"), ["model only", "own saves", "alone"]),
     ],
-    ids=["built-in, and by rank 0", "FSDP1, best step", "FSDP2, bf16, best step", "FSDP1 full, model only"],
+    ids=[
+        "built-in, and by rank 0",
+        "FSDP1, best step",
+        "FSDP2, bf16, best step, transformers 4",
+        "FSDP1 full, model only, own saves",
+    ],
 )
 def test_trainer_leaves_a_model_that_loads_whatever_its_checkpoints_are(forks, tmp_path, configured, special):
     out = tmp_path / "out"
@@ -112,9 +117,11 @@ def test_trainer_leaves_a_model_that_loads_whatever_its_checkpoints_are(forks, t
     if "alone" in special:
         folders[out / "alone"] = trained
     for folder, state in folders.items():
-        loaded = LlamaForCausalLM.from_pretrained(folder)
+        loaded = LlamaForCausalLM.from_pretrained(folder, dtype="auto")
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
         assert_equal(loaded.state_dict(), state)
+        if "own saves" in special:
+            assert torch.equal(torch.load(folder / "part.pt")["weight"], state["lm_head.weight"])
     sharded = configured.get("fsdp_config__fsdp_state_dict_type") != "FULL_STATE_DICT"
     assert (out / "checkpoint-1" / "model.safetensors").exists() is not sharded
 
@@ -160,7 +167,7 @@ def test_rank_0_saves_alone_what_a_script_has_sharded_by_hand_or_is_told_soon(fo
         (
             rf"FSDP1, early at once: state_dict\(\) of a model that FSDP1 has sharded {alone}",
             rf"early at once: torch.save at hand_saves.py:\d+ {alone}",
-            rf"shards at once: torch.distributed.checkpoint.save {alone}",
+            rf"shards at once: torch.distributed.checkpoint.load {alone}",
             r"evaluation at once: .* calls Sequential in evaluation on rank 0 only: rank 1 is at hand_saves.py:",
             "not sharded: 8",
             "compared 8 8",
@@ -170,6 +177,6 @@ def test_rank_0_saves_alone_what_a_script_has_sharded_by_hand_or_is_told_soon(fo
         assert re.match(says, line), line
     assert {path.name for path in run.folder.iterdir()} == {
         *("both.pt", "file.safetensors", "gathered.pt", "dcp.pt", "dcp-optimizer.pt", "dcp-both.pt"),
-        *("own-0.pt", "own-1.pt", "sharded"),
+        *("own-0.pt", "own-1.pt", "sharded", "alone"),
     }
     assert "hand_saves.py:" in run.err[0] and "torch.save writes each rank's own shards here" in run.err[0]

@@ -24,6 +24,7 @@ from typing import Any
 from fsdplaunch.agent.fork_server.child import WorkerRequest, become_worker, leave_files, show_as
 from fsdplaunch.agent.fork_server.fast_exit import share_modules
 from fsdplaunch.agent.fork_server.preload import Preloaded, fork, freeze
+from fsdplaunch.agent.fork_server.process_group import exists, kill_group, kill_worker
 from fsdplaunch.agent.stop_request import ORPHAN_SECONDS
 from fsdplaunch.channel import Channel
 from fsdplaunch.parent_death import die_with_parent, wake_with_parent
@@ -166,11 +167,15 @@ class ForkServerProcess:
     def _start(self, message: dict[str, Any], files: list[int], loaded: Preloaded) -> WorkerRequest | None:
         request = WorkerRequest.from_message(message, loaded.changes)
         parent = os.getpid()
+        # A signal may be passed on to the worker before it has given up the server's way to treat it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         pid = fork()
         if pid == 0:
             self._leave()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             become_worker(request, streams=files, parent=parent)
             return request
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._children.add(pid)
         for file in files:
             os.close(file)
@@ -206,29 +211,14 @@ class ForkServerProcess:
         """Kill every worker and what it started, and end without the exit handlers of what was preloaded."""
         self._kill_workers()
         for pid in self._failed:  # the agent, which does this otherwise, may have had no time for it
-            if not _exists(pid):  # a number is not given again while a group has it
-                _kill_group(pid)
+            if not exists(pid):  # a number is not given again while a group has it
+                kill_group(pid)
         remove_private_dir(os.environ)
         os._exit(0)
 
     def _kill_workers(self) -> None:
         for pid in self._children:
-            _kill_group(pid)
-
-
-def _kill_group(leader: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+            kill_worker(pid)
 
 
 def fresh_command(

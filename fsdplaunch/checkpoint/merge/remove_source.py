@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
+from fsdplaunch.checkpoint.index_file import INDEX_NAME
 from fsdplaunch.checkpoint.invalid_file import short
-from fsdplaunch.checkpoint.readers.dcp_index import INDEX_NAME, CheckpointIndex
+from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex
 from fsdplaunch.errors import UsageError
 
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")

@@ -9,11 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from fsdplaunch.checkpoint.index_file import INDEX_NAME
 from fsdplaunch.checkpoint.invalid_file import COPY_AGAIN, InvalidFileError, short
 from fsdplaunch.checkpoint.item_location import ItemLocation
-from fsdplaunch.checkpoint.readers.dcp_index import INDEX_NAME, CheckpointIndex
+from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex
 from fsdplaunch.checkpoint.readers.pieces import Piece
-from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow
+from fsdplaunch.checkpoint.readers.zip_directory import ReadWindow
 from fsdplaunch.checkpoint.readers.zstd_items import ZstdReader
 from fsdplaunch.checkpoint.regular_file import real_path
 from fsdplaunch.errors import CheckpointError

@@ -12,7 +12,8 @@ from fsdplaunch.checkpoint.invalid_file import COPY_AGAIN, InvalidFileError, sho
 from fsdplaunch.checkpoint.item_location import ItemLocation
 from fsdplaunch.checkpoint.readers.data_files import DataFiles
 from fsdplaunch.checkpoint.readers.dcp_index import StoredChunk, StoredTensor
-from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, TorchZipItem, ZipDirectory, parse_item
+from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem, parse_item
+from fsdplaunch.checkpoint.readers.zip_directory import ReadWindow, ZipDirectory
 from fsdplaunch.errors import CheckpointError
 
 # Items up to this size are read whole, as many at once as fit a block.

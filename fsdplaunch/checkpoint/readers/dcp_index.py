@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdplaunch.checkpoint.dtypes import Dtype
+from fsdplaunch.checkpoint.index_file import INDEX_NAME, MAX_INDEX_BYTES
 from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
 from fsdplaunch.checkpoint.item_location import ItemLocation
 from fsdplaunch.checkpoint.readers.dcp_places import (
@@ -35,8 +36,6 @@ from fsdplaunch.checkpoint.safe_pickle.dcp_classes import (
 from fsdplaunch.checkpoint.safe_pickle.unpickle import unpickle
 from fsdplaunch.errors import CheckpointError
 
-INDEX_NAME = ".metadata"
-MAX_INDEX_BYTES = 256 * 2**20
 # Bytes of an index for one chunk of a tensor, at the least.
 _BYTES_PER_CHUNK = 16
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fsdplaunch.checkpoint.invalid_file import COPY_AGAIN, InvalidFileError
-from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow
+from fsdplaunch.checkpoint.readers.zip_directory import ReadWindow
 from fsdplaunch.checkpoint.regular_file import open_regular, read_exactly
 from fsdplaunch.errors import CheckpointError
 

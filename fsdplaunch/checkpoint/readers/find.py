@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdplaunch.checkpoint.index_file import INDEX_NAME
 from fsdplaunch.checkpoint.invalid_file import COPY_AGAIN
 from fsdplaunch.checkpoint.manifest import manifest_path, read_json
-from fsdplaunch.checkpoint.readers.dcp_index import INDEX_NAME
 from fsdplaunch.checkpoint.readers.hf_shards import SHARD_FILE
 from fsdplaunch.checkpoint.readers.not_found import (
     DATA_FILE,

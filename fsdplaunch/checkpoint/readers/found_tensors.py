@@ -8,7 +8,8 @@ from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
 from fsdplaunch.checkpoint.item_location import ItemLocation
 from fsdplaunch.checkpoint.readers.dcp_index import NamePath, StoredChunk, StoredTensor, StoredValue
 from fsdplaunch.checkpoint.readers.flat_params import FlatLayout
-from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, TorchZipItem, ZipDirectory, locate_data
+from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem, locate_data
+from fsdplaunch.checkpoint.readers.zip_directory import ReadWindow, ZipDirectory
 from fsdplaunch.checkpoint.regions import Region, find_tiling_fault
 from fsdplaunch.checkpoint.safe_pickle.rank_file_classes import MeshShard
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription

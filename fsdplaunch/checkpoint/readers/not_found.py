@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdplaunch.checkpoint.index_file import INDEX_NAME
 from fsdplaunch.checkpoint.invalid_file import short
-from fsdplaunch.checkpoint.readers.dcp_index import INDEX_NAME
 from fsdplaunch.errors import CheckpointError, LaunchError, UsageError
 from fsdplaunch.name_lists import listed
 

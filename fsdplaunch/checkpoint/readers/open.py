@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdplaunch.checkpoint.gc_pause import gc_pause
+from fsdplaunch.checkpoint.index_file import INDEX_NAME
 from fsdplaunch.checkpoint.item_location import ItemLocation
 from fsdplaunch.checkpoint.readers.data_files import DataFiles, open_data_files
 from fsdplaunch.checkpoint.readers.dcp_headers import read_items
-from fsdplaunch.checkpoint.readers.dcp_index import INDEX_NAME, CheckpointIndex, StoredTensor, read_index
+from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, StoredTensor, read_index
 from fsdplaunch.checkpoint.readers.hf_shards import read_shards
 from fsdplaunch.checkpoint.readers.rank_files import RANK_FILE, read_rank_files
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem

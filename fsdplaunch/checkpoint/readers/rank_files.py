@@ -22,7 +22,8 @@ from fsdplaunch.checkpoint.readers.found_tensors import (
     stored_tensor,
 )
 from fsdplaunch.checkpoint.readers.mesh_regions import shard_region
-from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, TorchZipItem, ZipDirectory, member_bytes, read_zip
+from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
+from fsdplaunch.checkpoint.readers.zip_directory import ReadWindow, ZipDirectory, member_bytes, read_zip
 from fsdplaunch.checkpoint.regions import Region
 from fsdplaunch.checkpoint.safe_pickle.rank_file_classes import ListedShards, MeshShard, read_state
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription

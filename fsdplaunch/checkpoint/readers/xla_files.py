@@ -25,7 +25,8 @@ from fsdplaunch.checkpoint.readers.found_tensors import (
     stored_tensor,
 )
 from fsdplaunch.checkpoint.readers.rank_files import MAX_DIRECTORY, MAX_STATE, MOST_OF_NAMES, SMALL_NAMES
-from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, TorchZipItem, ZipDirectory, member_bytes, read_zip
+from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
+from fsdplaunch.checkpoint.readers.zip_directory import ReadWindow, ZipDirectory, member_bytes, read_zip
 from fsdplaunch.checkpoint.regions import Region, row_major
 from fsdplaunch.checkpoint.safe_pickle.dcp_classes import SIZE_NAMES
 from fsdplaunch.checkpoint.safe_pickle.rank_file_classes import NAMES, read_state

@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdplaunch.checkpoint.invalid_file import InvalidFileError
 from fsdplaunch.checkpoint.item_location import ItemLocation
-from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow
+from fsdplaunch.checkpoint.readers.zip_directory import ReadWindow
 from fsdplaunch.errors import CheckpointError
 
 ReadRaw = Callable[[ItemLocation, int, int], bytes]  # (item, offset, length) -> exactly that many stored bytes

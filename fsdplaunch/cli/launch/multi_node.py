@@ -157,7 +157,7 @@ def _join(part: NodeLaunch, plan: LaunchPlan, secret: SecretSource, *, is_first:
         secret=secret,
     )
     if is_first and join.takes_in_others(part.place):
-        _invite(part, spec, out)
+        _say_how_to_join(part, spec, out)
     try:
         return join.join_run(spec, _progress(out), out.note)
     except MachineError:
@@ -182,7 +182,7 @@ def _obstacles(part: NodeLaunch, plan: LaunchPlan, *, is_first: bool) -> list[La
     return found
 
 
-def _invite(part: NodeLaunch, spec: join.NodeSpec, out: Output) -> None:
+def _say_how_to_join(part: NodeLaunch, spec: join.NodeSpec, out: Output) -> None:
     """Say what to run on the other nodes, unless a scheduler or a driver starts them."""
     place, request = part.place, part.request
     if place.source != "the configuration" or GROUP_RUN in os.environ:

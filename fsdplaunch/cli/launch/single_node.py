@@ -225,6 +225,8 @@ def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output, i
     if as_json:
         out.json({"run_id": plan.run_id, "run_dir": str(plan.run_dir), **result.to_dict()})
     place = short_path(plan.run_dir)
+    if result.unwritten is not None:
+        out.note(f"{place} does not hold how the run ended: {result.unwritten}")
     if result.failure is None:
         out.say(end_line(result, workers=plan.world_size))
     elif is_part:

@@ -73,7 +73,9 @@ def launch_over_ssh(request: LaunchRequest, out: Output) -> int:
     handoff.write_folder(plan, {})
     names = [host.name for host in hosts]
     write_job(handoff.run_dir, route="ssh", hosts=names)
-    running = SshSessions(_shower(hosts, out), needed=node_range(placed)[0], beat_seconds=silence / SILENCES)
+    running = SshSessions(
+        _printer_of_hosts(hosts, out), needed=node_range(placed)[0], beat_seconds=silence / SILENCES
+    )
     out.say(f"fsdplaunch run {handoff.run_id} over ssh on {', '.join(names)}")
     return _run(running, sessions, placed, python, out)
 
@@ -118,7 +120,7 @@ def _shown(task: Mapping[str, Any]) -> str:
     return f"  cd {shlex.quote(task['folder'])} && {variables} fsdplaunch {shlex.join(task['argv'])}"
 
 
-def _shower(hosts: list[SshHost], out: Output) -> Any:
+def _printer_of_hosts(hosts: list[SshHost], out: Output) -> Any:
     first = hosts[0].name
 
     def show(host: str, line: str) -> None:

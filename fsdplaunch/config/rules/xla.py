@@ -16,11 +16,11 @@ _SWITCHED = ("xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt")
 def _cannot(context: RuleContext) -> Iterator[Violation]:
     """Refuse a key that asks for what there is not under PyTorch/XLA."""
     if uses_xla(context.config):
-        for about, message, hint in _wishes(context):
+        for about, message, hint in _impossible(context):
             yield Violation(about=(about, _XLA, ("distributed_type",)), message=message, hint=hint)
 
 
-def _wishes(context: RuleContext) -> Iterator[tuple[Path, str, str]]:
+def _impossible(context: RuleContext) -> Iterator[tuple[Path, str, str]]:
     """Yield the keys of what there is not: where they stand, what is wrong, and what to do."""
     config = context.config
     least, most = node_range(config)

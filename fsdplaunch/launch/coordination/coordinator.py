@@ -46,7 +46,7 @@ class Coordinator:
         self._server = CoordinatorServer(listener, node_info, requirements, self._take, tell)
         self._tell = tell
         self._last_ping = self._last_look = 0.0
-        self._told: dict[int, int] = {}
+        self._signalled: dict[int, int] = {}
         self._stopped_by: str | None = None
         self._is_stopping = False
         self._losses: list[str] = []
@@ -144,9 +144,9 @@ class Coordinator:
     def _stop_all(self, number: int, count: int, sender: NodeConnection | None) -> None:
         if not self._is_stopping:
             self._stopped_by, self._is_stopping = signal_name(number), number not in WARNINGS
-        if count <= self._told.get(number, 0):  # a scheduler signals every node, and each says so
+        if count <= self._signalled.get(number, 0):  # a scheduler signals every node, and each says so
             return
-        self._told[number] = count
+        self._signalled[number] = count
         self._server.broadcast(kind="stop", number=number, count=count, but=sender)
         if sender is not None:
             self.actions.stop(number, count)

@@ -66,6 +66,7 @@ class RunResult:
         stopped_by: Name of the signal that came from outside, or None.
         attempts: Every attempt as the agent recorded it.
         notes: What the agent said on the way.
+        unwritten: Why the run's folder does not hold this, as on a full disk; None when it does.
     """
 
     exit_code: int
@@ -75,6 +76,7 @@ class RunResult:
     stopped_by: str | None = None
     attempts: Sequence[Mapping[str, Any]] = ()
     notes: Sequence[str] = ()
+    unwritten: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain data."""

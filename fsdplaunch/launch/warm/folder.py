@@ -94,9 +94,10 @@ def listen(folder: int, name: str) -> tuple[socket.socket, tuple[int, int]]:
 
 def connect(folder: int, name: str) -> socket.socket | None:
     """Connect to what listens under a name, as this user; None where nothing does. A dead socket is removed."""
-    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        end.connect(f"/proc/self/fd/{folder}/{name}{_SUFFIX}")
+        end.connect(f"/proc/self/fd/{folder}/{name}{_SUFFIX}")  # refused where many wait that it has not answered
+        end.setblocking(True)
         if peer_user(end) == os.geteuid():
             return end
     except ConnectionRefusedError:  # it was killed

@@ -125,7 +125,7 @@ def _check(accelerator: Any) -> None:
 def _split_model(model: nn.Module, accelerator: Any) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     """Split a model's layers; yield each parameter that it had with the one that it has instead."""
     from fsdplaunch.runtime.collectives.rank_group import RankGroup
-    from fsdplaunch.runtime.sharding.materialize import model_tensors
+    from fsdplaunch.runtime.inspection.model_tensors import model_tensors
     from fsdplaunch.runtime.tensor_parallel.build_plan import build_plan
     from fsdplaunch.runtime.tensor_parallel.split_forward import split_forwards
 

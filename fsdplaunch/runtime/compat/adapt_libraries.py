@@ -1,6 +1,7 @@
 """Everything that torch's own FSDP, accelerate and transformers need from us in a run that shards."""
 
 from fsdplaunch.config.schema.config import Config
+from fsdplaunch.runtime.compat.accelerate_cache import keep_no_cache_for_accelerate
 from fsdplaunch.runtime.compat.accelerate_cpu import adapt_accelerate_to_cpu
 from fsdplaunch.runtime.compat.accelerate_layers import split_layers_for_accelerate
 from fsdplaunch.runtime.compat.accelerate_loaders import divide_batches_of_accelerate
@@ -10,6 +11,7 @@ from fsdplaunch.runtime.compat.fsdp1_calls import answer_fsdp1_calls
 from fsdplaunch.runtime.compat.fsdp1_cpu import shard_on_cpu, take_out_offload_to_cpu
 from fsdplaunch.runtime.compat.fsdp1_gathering import gather_with_all_ranks
 from fsdplaunch.runtime.compat.full_saves import save_full_weights
+from fsdplaunch.runtime.compat.lightning_cpu import adapt_lightning_to_cpu
 from fsdplaunch.runtime.compat.zero_grad import clear_gradients_of_shards
 
 
@@ -22,11 +24,13 @@ def adapt_libraries(config: Config, *, on_cpu: bool) -> None:
     """
     save_full_weights()
     keep_embeddings_out_of_blocks()
+    keep_no_cache_for_accelerate()
     split_layers_for_accelerate()
     if config.launch.keep_global_batch:
         divide_batches_of_accelerate()
     if on_cpu:
         adapt_accelerate_to_cpu()
+        adapt_lightning_to_cpu()
         take_out_offload_to_cpu()
         shard_on_cpu()
     answer_fsdp1_calls()

@@ -6,6 +6,7 @@
 
 import dataclasses
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -24,7 +25,10 @@ from fsdplaunch.runtime.sharding_watch import ever_sharded
 from fsdplaunch.runtime.torch_internals.tensors import tree_map
 
 _PACKAGE = "torch.distributed.checkpoint"
-_HINT = "take it out of `if rank == 0:`, for every rank writes or reads its part; or give no_dist=True"
+_HINT = (
+    "take it, or the library's call around it, such as accelerator.load_state, out of `if rank == 0:`, for every"
+    " rank writes or reads its part; or give no_dist=True"
+)
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -33,7 +37,8 @@ def checkpoint_with_all_ranks() -> None:
     states = ("get_model_state_dict", "get_optimizer_state_dict", "get_state_dict")
     for module, names, make in (
         ("state_dict", states, _gathered_or_fetched),
-        ("state_dict_saver", ("save", "async_save"), _by_all_ranks),
+        ("state_dict_saver", ("save",), _by_all_ranks_or_rank_0),
+        ("state_dict_saver", ("async_save",), _by_all_ranks),
         ("state_dict_loader", ("load",), _by_all_ranks),
     ):
         once_imported(f"{_PACKAGE}.{module}", functools.partial(_adapt, names=names, make=make))
@@ -56,6 +61,32 @@ def _by_all_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return meet_and_call
+
+
+def _by_all_ranks_or_rank_0(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `save` for calls that rank 0 may make alone: it then writes full tensors, which load as shards do.
+
+    Scripts call accelerate's `save_state` so, on the main process.
+    """
+    signature = inspect.signature(save)
+
+    @functools.wraps(save)
+    def meet_and_save(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        given = call.arguments
+        if not _in_main_thread_of_several() or given.get("no_dist") or not _is_of_all(given.get("process_group")):
+            return save(*args, **kwargs)
+        gathering = ShardGatherer(save.__name__, keep=True)
+        gathering.call = f"{_PACKAGE}.{save.__name__}"  # ranks may make it at different lines
+        gathering.meet()
+        if gathering.together:
+            return save(*args, **kwargs)
+        with gathering.finish(f"write what {save.__name__} was given"):
+            given["state_dict"] = tree_map(gathering.full_or_own, given["state_dict"])
+            given |= {"no_dist": True, "process_group": None}
+            return save(*call.args, **call.kwargs)
+
+    return meet_and_save
 
 
 def _in_main_thread_of_several() -> bool:

@@ -22,6 +22,7 @@ from fsdplaunch.runtime.inspection.replace_modules import without_wrappers
 from fsdplaunch.runtime.rank import rank
 from fsdplaunch.runtime.sharding_events import on_sharding
 from fsdplaunch.runtime.state_dict.full_state import check_shapes, full_state, holds_shards, remember_wrappers
+from fsdplaunch.runtime.state_dict.known_state import known_state
 
 _WITH_SAVE_PRETRAINED = {
     "transformers.modeling_utils": "PreTrainedModel",
@@ -56,6 +57,7 @@ def _saving_full(save: Callable[..., Any]) -> Callable[..., Any]:
             return save(self, *args, **kwargs)
         call = signature.bind(self, *args, **kwargs)
         given = _given_state(call)
+        given = known_state(self) if given is None else given  # which is what its state_dict() is, too
         if given is None or any(isinstance(value, DTensor) for value in given.values()):
             return _gather_and_save(save, self, given, call)
         check_shapes(given, self, "save_pretrained")

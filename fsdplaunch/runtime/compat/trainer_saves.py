@@ -9,6 +9,9 @@ from fsdplaunch.runtime.auto.patch import own_attribute
 from fsdplaunch.runtime.auto.state.late_files import late_gatherer, writing_late
 from fsdplaunch.runtime.rank import rank
 from fsdplaunch.runtime.state_dict.full_state import full_state, holds_shards
+from fsdplaunch.runtime.state_dict.known_state import knowing_state
+
+_WRITING = "write what save_model was given"
 
 
 def adapt_trainer(trainer: Any) -> None:
@@ -64,18 +67,43 @@ def _one_by_one(trainer: Any, save: Callable[..., Any]) -> Iterator[None]:
     """
     gathering = late_gatherer("save_model", keep=rank() == 0)
     get_state = trainer.accelerator.get_state_dict
+    awaited = False
 
     def gather(model: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal awaited
         if not holds_shards(model):
             return get_state(model, *args, **kwargs)
+        awaited = True
         return full_state(model, "save_model", gathering)
 
     def write(*args: Any, **kwargs: Any) -> Any:
-        with writing_late(gathering, "write what save_model was given"):
+        nonlocal awaited
+        awaited = False
+        with writing_late(gathering, _WRITING):
             return save(trainer, *args, **kwargs)
 
     with ExitStack() as stack:
         if type(trainer)._save is save:
             stack.enter_context(own_attribute(trainer.accelerator, "get_state_dict", gather))
             stack.enter_context(own_attribute(trainer, "_save", write))
+        else:
+            stack.enter_context(own_attribute(trainer, "_save", functools.partial(_write_known, trainer)))
         yield
+    if awaited and rank() != 0:
+        with writing_late(gathering, _WRITING):  # transformers 4 calls `_save` on rank 0 only
+            pass
+
+
+def _write_known(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let a Trainer write its model in its own way, which need not look at the state that was gathered for it.
+
+    sentence-transformers' saves each of its modules by itself. On the rank that writes: transformers calls it
+    there only, or, in newer versions, on all ranks, to return at once on the others.
+    """
+    state, write = kwargs.get("state_dict"), type(trainer)._save
+    if state is None or not holds_shards(trainer.model):
+        return write(trainer, *args, **kwargs)
+    if not trainer.args.should_save:
+        return None
+    with knowing_state(trainer.model, state):
+        return write(trainer, *args, **kwargs)

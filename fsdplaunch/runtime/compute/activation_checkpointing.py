@@ -26,7 +26,7 @@ def checkpoint_blocks(model: nn.Module, units: Units, settings: Settings, device
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):  # transformers' switch
         messages.say("the model's own gradient checkpointing is on, so fsdp_activation_checkpointing adds nothing")
         return units
-    _no_cache(model)
+    keep_no_cache(model)
     offload = settings.activation_offload and device.type != "cpu"
     if settings.activation_offload and not offload:
         messages.say("fsdp_activation_checkpointing_offload changes nothing without a GPU")
@@ -54,9 +54,11 @@ def _wrapped(block: nn.Module, *, offload: bool) -> nn.Module:
     return offload_wrapper(wrapped) if offload else wrapped
 
 
-def _no_cache(model: nn.Module) -> None:
+def keep_no_cache(model: nn.Module) -> None:
     """Turn off the key-value cache of transformers models: computing a block twice would append to it twice."""
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "use_cache", False):
+    configs: list[Any] = [vars(module).get("config") for module in model.modules()]
+    cached = [config for config in configs if getattr(config, "use_cache", False) is True]
+    for config in cached:
         config.use_cache = False
+    if cached:
         messages.say("set the model's use_cache to false: it cannot be kept under activation checkpointing")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdplaunch.runtime.inspection.model_tensors import ModelTensor
 from fsdplaunch.runtime.loading.broadcast import broadcast_all
 from fsdplaunch.runtime.loading.empty_storage import EmptyFlattening, empty_storage
 from fsdplaunch.runtime.loading.execute_plan import execute_plan, report_loaded
@@ -27,7 +28,7 @@ from fsdplaunch.runtime.loading.local_shards import LocalShard, clear_padding, l
 from fsdplaunch.runtime.loading.match_names import RequestedTensor
 from fsdplaunch.runtime.sharding.blocks import class_name
 from fsdplaunch.runtime.sharding.ignored import is_special
-from fsdplaunch.runtime.sharding.materialize import Materializer, ModelTensor
+from fsdplaunch.runtime.sharding.materialize import Materializer
 from fsdplaunch.runtime.sharding.settings import Settings
 from fsdplaunch.runtime.torch_internals.modules import is_persistent
 

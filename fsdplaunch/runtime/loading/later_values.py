@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdplaunch.runtime.sharding.materialize import Materializer, ModelTensor
+from fsdplaunch.runtime.inspection.model_tensors import ModelTensor
+from fsdplaunch.runtime.sharding.materialize import Materializer
 from fsdplaunch.runtime.sharding.settings import Settings
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import CheckpointError, UsageError
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
+from fsdplaunch.runtime.inspection.model_tensors import model_tensors
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.inspection.xla_models import refuse_of_xla
 from fsdplaunch.runtime.late_modules import WAIT_FOR_COPIES, call_if_imported
@@ -24,7 +25,6 @@ from fsdplaunch.runtime.loading.local_shards import LocalShard, local_shards
 from fsdplaunch.runtime.loading.match_names import RequestedTensor
 from fsdplaunch.runtime.loading.pretrained import Pretrained
 from fsdplaunch.runtime.sharding.blocks import class_name
-from fsdplaunch.runtime.sharding.materialize import model_tensors
 from fsdplaunch.runtime.sharding.mesh import groups_from_first
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.torch_internals.modules import IncompatibleKeys

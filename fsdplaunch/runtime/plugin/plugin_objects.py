@@ -4,16 +4,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffload,
-    CPUOffloadPolicy,
-    OffloadPolicy,
-)
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 
 from fsdplaunch.errors import UsageError
-from fsdplaunch.runtime.plugin.plugin_values import (
-    plain,
-)
+from fsdplaunch.runtime.plugin.plugin_values import plain
 from fsdplaunch.runtime.torch_internals.fsdp1 import wrap_policy_runner
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from fsdplaunch.checkpoint.readers.dcp_index import INDEX_NAME
+from fsdplaunch.checkpoint.index_file import INDEX_NAME
 from fsdplaunch.checkpoint.readers.xla_files import XLA_FILE
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.name_lists import listed

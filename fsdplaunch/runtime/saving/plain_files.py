@@ -10,7 +10,7 @@ import torch
 
 from fsdplaunch.checkpoint.crc32 import crc32
 from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
-from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, data_start, member_bytes, read_zip
+from fsdplaunch.checkpoint.readers.zip_directory import ReadWindow, data_start, member_bytes, read_zip
 from fsdplaunch.checkpoint.regular_file import open_regular, read_exactly
 from fsdplaunch.checkpoint.safe_pickle.plain_values import check_old_plain, check_plain
 from fsdplaunch.errors import CheckpointError

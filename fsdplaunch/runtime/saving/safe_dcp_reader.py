@@ -26,10 +26,11 @@ from torch.futures import Future
 
 from fsdplaunch.checkpoint.crc32 import crc32
 from fsdplaunch.checkpoint.gc_pause import gc_pause
+from fsdplaunch.checkpoint.index_file import INDEX_NAME
 from fsdplaunch.checkpoint.invalid_file import COPY_AGAIN, InvalidFileError, short
 from fsdplaunch.checkpoint.item_location import ItemKey, ItemLocation
 from fsdplaunch.checkpoint.readers.data_files import DataFiles
-from fsdplaunch.checkpoint.readers.dcp_index import INDEX_NAME, read_metadata
+from fsdplaunch.checkpoint.readers.dcp_index import read_metadata
 from fsdplaunch.checkpoint.readers.dcp_places import check_places, item_locations, packed_items
 from fsdplaunch.checkpoint.readers.torch_zip import parse_item
 from fsdplaunch.checkpoint.regions import Region

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.name_lists import listed
 from fsdplaunch.runtime.inspection.accessors import local_tensor
+from fsdplaunch.runtime.inspection.model_tensors import ModelTensor
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, named_parameters, unwrapped
-from fsdplaunch.runtime.sharding.materialize import ModelTensor
 from fsdplaunch.runtime.sharding.mesh import (
     data_mesh,
     groups_from_first,

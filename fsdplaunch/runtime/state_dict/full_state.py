@@ -56,7 +56,7 @@ def _answer_as_wrapper(module: nn.Module) -> None:
         owner = _owner(inner)
         if args or kwargs.get("destination") is not None or not isinstance(owner, FullyShardedDataParallel):
             return own(inner, *args, **kwargs)
-        return _below(owner.state_dict(**kwargs), inner, owner)
+        return below(owner.state_dict(**kwargs), inner, owner)
 
     module.__dict__["state_dict"] = state_dict
 
@@ -105,7 +105,7 @@ def _gathered_state(model: nn.Module, gathering: ShardGatherer) -> State:
     options = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     by_unit = nullcontext() if late is None else late_units(owner, late, keep=gathering.keep)
     with state_dict_type(owner, "full_state_dict", options), by_unit:
-        state = _below(owner.state_dict(), model, owner)
+        state = below(owner.state_dict(), model, owner)
     return gathered(state, gathering)
 
 
@@ -130,7 +130,7 @@ def full_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     if not fsdp1_wrappers(owner):
         return {name: tuple(param.shape) for name, param in named_parameters(model, remove_duplicate=False)}
     runs = [run for layout in flat_layout(owner).values() for run in layout["runs"]]
-    return _below({name: tuple(shape) for names, shape in runs for name in names}, model, owner)
+    return below({name: tuple(shape) for names, shape in runs for name in names}, model, owner)
 
 
 def _owner(model: nn.Module) -> nn.Module:
@@ -139,7 +139,7 @@ def _owner(model: nn.Module) -> nn.Module:
     return max(around, key=lambda wrapper: sum(1 for _ in wrapper.modules()), default=model)
 
 
-def _below(values: Mapping[str, Any], model: nn.Module, owner: nn.Module) -> State:
+def below(values: Mapping[str, Any], model: nn.Module, owner: nn.Module) -> State:
     """Return what of an owner's values belongs to a model inside, by the model's own names."""
     place = next(name for name, module in owner.named_modules(remove_duplicate=False) if module is model)
     prefix = f"{clean_name(place)}." if clean_name(place) else ""

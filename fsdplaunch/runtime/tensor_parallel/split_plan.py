@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdplaunch.runtime.sharding.materialize import ModelTensor
+from fsdplaunch.runtime.inspection.model_tensors import ModelTensor
 from fsdplaunch.runtime.tensor_parallel.compare_passes import FirstPass
 from fsdplaunch.runtime.tensor_parallel.layers import Cut
 from fsdplaunch.runtime.tensor_parallel.same_gradients import check_first_gradients

@@ -134,7 +134,7 @@ def before_reducing_gradients(module: Any, act: Callable[[Any], None]) -> None:
 def unsharded_parameters(group: Any) -> list[tuple[torch.Tensor, bool]]:
     """List the trained parameters of a group as a pass computes with them, with whether each has a gradient.
 
-    Taken from a group whose parameters are gathered; all versions keep an accumulated gradient beside the new one.
+    Taken from a group whose parameters are gathered; to 2.13 torch keeps a sum of gradients beside the new one.
     """
     found = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
     return [
@@ -153,11 +153,16 @@ def group_refs(unit: Any) -> list[weakref.ref[Any]]:
 
 
 def drop_local_gradients(ref: weakref.ref[Any], shards: set[int]) -> None:
-    """Forget what passes without averaging have added up on this rank for shards, given by id; all versions."""
+    """Forget what passes without averaging have added up on this rank for shards, given by id.
+
+    To 2.13 torch keeps a sum beside the gradient; in 2.15 the gradient is the sum.
+    """
     group = ref()
     for param in () if group is None else group.fsdp_params:
         if id(param.sharded_param) in shards and hasattr(param, "_unsharded_param"):
-            param._unsharded_param.grad = param.unsharded_accumulated_grad = None
+            param._unsharded_param.grad = None
+            if param.unsharded_accumulated_grad is not None:
+                param.unsharded_accumulated_grad = None
 
 
 def gathered_now(ref: weakref.ref[Any]) -> list[tuple[Any, Any]]:

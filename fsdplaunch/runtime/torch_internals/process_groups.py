@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
 
 from fsdplaunch.probe.torch_version import parse
-
-if TYPE_CHECKING:
-    pass
 
 
 def default_store() -> Any:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 
-def move_whole(model: nn.Module, device: torch.device) -> None:
+def move_model(model: nn.Module, device: torch.device) -> None:
     """Move a model to a device of another kind, and keep parameters shared: torch makes new ones there.
 
     Args:

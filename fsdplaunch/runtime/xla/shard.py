@@ -17,7 +17,7 @@ from fsdplaunch.runtime.sharding.settings import Settings
 from fsdplaunch.runtime.sharding.wrap import plan_units
 from fsdplaunch.runtime.torch_internals.tensors import tree_map
 from fsdplaunch.runtime.xla import devices
-from fsdplaunch.runtime.xla.move import move_whole
+from fsdplaunch.runtime.xla.move import move_model
 from fsdplaunch.runtime.xla.trainer import xla_settings
 from fsdplaunch.runtime.xla.watch import wrapper_classes
 
@@ -44,7 +44,7 @@ def shard_on_xla(model: nn.Module, settings: Settings, config: Config) -> nn.Mod
     size = sum(param.numel() for param in model.parameters())
     units = plan_units(model, settings, set())
     _send_from_rank_0(model)
-    move_whole(model, devices.device())
+    move_model(model, devices.device())
     name = type(model).__name__
     again = settings.activation_checkpointing or config.fsdp_config.xla_fsdp_grad_ckpt
     wrap = _spmd if devices.is_spmd() else partial(_per_device, config=config)

@@ -37,9 +37,9 @@ def _notice(wrapper: Any, prepare: Callable[[Any], None]) -> None:
 def _move(module: Any) -> None:
     """Move a model before SPMD's class does, which makes several of a parameter that modules share."""
     from fsdplaunch.runtime.xla.devices import device
-    from fsdplaunch.runtime.xla.move import move_whole
+    from fsdplaunch.runtime.xla.move import move_model
 
-    move_whole(module, device())
+    move_model(module, device())
 
 
 def _with_output(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Lightning: a module with its Trainer and no strategy; argument `fsdp` for its FSDPStrategy."""
+"""Lightning: a module with its Trainer; argument: a strategy, over two workers."""
 
 import sys
 
@@ -23,7 +23,7 @@ class Regression(lightning.LightningModule):
 
 lightning.seed_everything(0)
 loader = torch.utils.data.DataLoader(torch.randn(64, 16), batch_size=8)
-strategy = {"strategy": "fsdp"} if "fsdp" in sys.argv else {}
+strategy = {"strategy": sys.argv[1], "devices": 2} if len(sys.argv) > 1 else {}
 trainer = lightning.Trainer(
     max_epochs=1,
     accelerator="cpu",
@@ -33,3 +33,4 @@ trainer = lightning.Trainer(
     **strategy,
 )
 trainer.fit(Regression(), loader)
+trainer.save_checkpoint("out-lightning/final.pt")

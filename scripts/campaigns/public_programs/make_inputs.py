@@ -4,10 +4,12 @@ And stand-ins for what scripts would fetch: metrics, GLUE's MRPC, the tokenizer 
 """
 
 import array
+import importlib.util
 import json
 import os
 import random
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    BertModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -108,7 +111,44 @@ Path("names.txt").write_text("\n".join(letters))
 tokens = array.array("H", [random.randrange(50257) for _ in range(20000)])
 header = array.array("i", [20240520, 1, len(tokens)] + [0] * 253)
 Path("tokens.bin").write_bytes(header.tobytes() + tokens.tobytes())
+factory = {"instruction": "word1 word2", "input": "", "output": "word3 word4"}
+recipe = "per_device_train_batch_size: 4\nlearning_rate: 1.0e-3\nmax_steps: 4\nsave_steps: 2\nuse_cpu: true\n"
+Path("factory").mkdir()
+Path("factory/tiny.json").write_text(json.dumps([{**factory, "output": text[:40]} for text in texts]))
+Path("factory/dataset_info.json").write_text(json.dumps({"tiny": {"file_name": "tiny.json"}}))
+Path("factory.yaml").write_text(
+    "model_name_or_path: model\nstage: sft\ndo_train: true\nfinetuning_type: full\ndataset: tiny\n"
+    f"template: default\ndataset_dir: factory\ncutoff_len: 64\noutput_dir: out-factory\nreport_to: none\n{recipe}"
+)
+Path("dialogues").mkdir()
+for split in ("train", "test"):
+    turns = [
+        [{"role": "user", "content": text[:40]}, {"role": "assistant", "content": text[40:80]}] for text in texts
+    ]
+    lines = [json.dumps({"messages": each}) + "\n" for each in turns]
+    Path(f"dialogues/{split}.json").write_text("".join(lines))
+Path("handbook.yaml").write_text(
+    "model_name_or_path: model\ndtype: float32\ndataset_name: dialogues\nbf16: false\nmax_length: 64\n"
+    "report_to: none\n"
+    "chat_template: \"{% for message in messages %}{{ message['content'] + eos_token }}{% endfor %}\"\n"
+    f"gradient_checkpointing: true\ngradient_checkpointing_kwargs: {{use_reentrant: false}}\n{recipe}"
+    "output_dir: out-handbook\n"
+)
+BertModel(bert).save_pretrained("encoder")
+tokenizer.save_pretrained("encoder")
+voc = Path("voc/VOCdevkit/VOC2012")
+for name in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
+    (voc / name).mkdir(parents=True)
+for number in range(8):
+    picture, classes = random.randbytes(64 * 64 * 3), bytes(random.randrange(21) for _ in range(64 * 64))
+    Image.frombytes("RGB", (64, 64), picture).save(voc / f"JPEGImages/{number}.jpg")
+    Image.frombytes("P", (64, 64), classes).save(voc / f"SegmentationClass/{number}.png")
+for split in ("train", "val"):
+    (voc / f"ImageSets/Segmentation/{split}.txt").write_text("\n".join(map(str, range(8))))
+if importlib.util.find_spec("diffusers"):
+    subprocess.run([sys.executable, str(Path(__file__).with_name("make_diffusion.py"))], check=True)
 Path("modules").mkdir()
+Path("modules/torchaudio.py").write_text("")  # LLaMA-Factory imports it, for sounds
 GPT2 = """
 class _Encoding:
     max_token_value = eot_token = 50256

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
 )
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdplaunch.runtime.collectives import hang_detector, monitored_barrier
 
@@ -63,6 +64,10 @@ def step():
         each.zero_grad()
 
 
+def local(value):
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
 def refused(name, call, go_on=step):
     """Let rank 0 alone make a call that needs all ranks; the others go on."""
     if rank == 0:
@@ -84,7 +89,7 @@ def evaluate():
 
 refused("FSDP1, early", flat.state_dict, go_on=lambda: None)
 refused("early", lambda: torch.save(model.state_dict(), "never.pt"))
-refused("shards", lambda: dcp.save({"model": model.state_dict()}, checkpoint_id="never"))
+refused("shards", lambda: dcp.load({"model": model.state_dict()}, checkpoint_id="never"))
 refused("evaluation", evaluate)
 if rank == 0:
     both = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -94,10 +99,17 @@ if rank == 0:
     torch.save(get_model_state_dict(model, options=options), "dcp.pt")
     torch.save(get_optimizer_state_dict(model, optimizer, options=options), "dcp-optimizer.pt")
     torch.save(get_state_dict(model, optimizer, options=options), "dcp-both.pt")
+    moments = get_optimizer_state_dict(model, optimizer)
+    dcp.save({"model": model.state_dict(), "optimizer": moments}, checkpoint_id="alone")
     print("not sharded:", len(frozen.state_dict()))
 full, of_optimizer = get_state_dict(model, optimizer, options=options)
 torch.save(model.state_dict(), f"own-{rank}.pt")  # each rank its shards
 dcp.save({"model": model.state_dict()}, checkpoint_id="sharded")
+kept = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+found = tree_map(lambda value: torch.zeros_like(value) if isinstance(value, torch.Tensor) else value, kept)
+dcp.load(found, checkpoint_id="alone")
+for one, other in zip(tree_leaves(found), tree_leaves(kept), strict=True):
+    assert torch.equal(*map(local, (one, other))) if isinstance(one, torch.Tensor) else one == other
 if rank == 0:
     [both] = torch.load("both.pt")
     for found in (

@@ -1,12 +1,14 @@
 """Train with the transformers Trainer and save as if nothing were sharded; arguments: folder, what is special."""
 
 import sys
+from types import SimpleNamespace
 
 import torch
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from fsdplaunch.runtime.auto.state import gather as gathering
+from fsdplaunch.runtime.compat.trainer_saves import adapt_trainer
 from fsdplaunch.runtime.state_dict import late_units
 
 gathering.SMALLEST = late_units.SMALLEST = 1000  # bytes from which on a tensor is gathered when it is written
@@ -48,7 +50,27 @@ class AfterStep(TrainerCallback):
         gather(f"step-{state.global_step}")
 
 
-trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:4], callbacks=[AfterStep()])
+class OwnSaves(Trainer):
+    """Writes the model as sentence-transformers' does, and a part of it alone."""
+
+    def _save(self, output_dir=None, state_dict=None):
+        self.model.save_pretrained(output_dir)
+        torch.save(self.model.model.embed_tokens.state_dict(), f"{output_dir}/part.pt")
+
+
+class Older(Trainer):
+    """Saves as transformers 4 does: writes on the ranks that do."""
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        if "FULL_STATE_DICT" in str(self.accelerator.state.fsdp_plugin.state_dict_type):
+            state = self.accelerator.get_state_dict(self.model)
+            if self.args.should_save:
+                self._save(output_dir or self.args.output_dir, state_dict=state)
+
+
+adapt_trainer(SimpleNamespace(Trainer=Older))
+kind = OwnSaves if "own saves" in special else Older if "older" in special else Trainer
+trainer = kind(model, arguments, train_dataset=rows, eval_dataset=rows[:4], callbacks=[AfterStep()])
 trainer.train()
 trainer.save_model()
 whole = FullStateDictConfig(rank0_only=True)

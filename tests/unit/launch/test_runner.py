@@ -1,4 +1,4 @@
-"""What a run's record says about ranks that never sharded."""
+"""What a run's record says about ranks that never sharded; a result that cannot be written down."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from fsdplaunch.config.schema.walk import build_config
-from fsdplaunch.launch.runner import unsharded_ranks
-from fsdplaunch.run_dir import SHARDED, rank_folder
+from fsdplaunch.launch.report.run_result import RunResult
+from fsdplaunch.launch.runner import _written, unsharded_ranks
+from fsdplaunch.run_dir import RESULT, SHARDED, rank_folder, read_json
 
 
 @pytest.mark.parametrize(
@@ -30,3 +31,12 @@ def test_rank_without_a_sharded_model_is_found_unless_nobody_was_to_shard(
     (folder / SHARDED).touch()
     record = {"attempts": [{"workers": [{"rank": 0}, {"rank": 1}]}]}
     assert unsharded_ranks(plan, record) == missing
+
+
+def test_a_result_that_finds_no_room_is_the_runs_all_the_same(tmp_path: Path) -> None:
+    result = RunResult(exit_code=0, seconds=1.0)
+    plan: Any = SimpleNamespace(run_dir=tmp_path)
+    assert _written(plan, result) == result
+    assert read_json(tmp_path / RESULT)["exit_code"] == 0
+    gone: Any = SimpleNamespace(run_dir=tmp_path / "gone")
+    assert _written(gone, result) == replace(result, unwritten="No such file or directory")

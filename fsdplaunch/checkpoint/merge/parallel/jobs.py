@@ -5,8 +5,8 @@ import os
 import selectors
 import signal
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
 from fsdplaunch.checkpoint.merge.options import MergeProgress, ProgressMeter
@@ -35,12 +35,26 @@ def run_jobs(shares: Sequence[Share], work: Callable[[Share, ProgressMeter], Non
         return
     jobs: list[_Job] = []
     try:
-        for share in shares:
-            jobs.append(_Job(share, work, meter))  # noqa: PERF401  (those begun are ended when one cannot be)
+        with _signals_held():
+            for share in shares:
+                jobs.append(_Job(share, work, meter))  # noqa: PERF401  (those begun are ended when one cannot be)
         _follow(jobs, meter)
     finally:
         for job in jobs:
             job.end()
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Have signals that end this process wait: one between a fork and its notice would lose the child.
+
+    One in a child's first moment would have it do what the parent does then: end the others.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Job:
@@ -50,15 +64,17 @@ class _Job:
         self.pipe, theirs = os.pipe()
         self.done, self.is_finished, self._rest = 0, False, b""
         parent = os.getpid()
-        with warnings.catch_warnings():
-            # Other threads may draw a progress bar: the child does not touch what they do.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            # A signal in its first moment would have the child do what the parent does then: end the others.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-            self.pid = os.fork()
+        try:
+            with warnings.catch_warnings():
+                # Other threads may draw a progress bar: the child does not touch what they do.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self.pid = os.fork()
+        except OSError:  # no more processes
+            os.close(self.pipe)
+            os.close(theirs)
+            raise
         if self.pid == 0:
             _run_and_exit(share, work, ProgressMeter(meter.phase, 0, _teller(theirs)), theirs, parent)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(theirs)
 
     def read(self) -> list[dict[str, Any]] | None:

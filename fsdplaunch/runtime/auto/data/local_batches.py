@@ -17,7 +17,7 @@ class LocalBatches:
         shared_passes: Passes since the last backward that got a share.
         alike_passes: Passes since the last backward that got something else, such as noise for all rows.
         backwards: How many have begun.
-        whole_sum: Whether the last loss was a sum over the batch.
+        loss_is_sum: Whether the last loss was a sum over the batch.
         single: Numbers drawn one by one since the last backward, by the script's line.
         divided: Whether a loader gave this rank its share of something.
         compares: Whether what passes get is still to be compared over ranks.
@@ -29,7 +29,7 @@ class LocalBatches:
     shared_passes: int = 0
     alike_passes: int = 0
     backwards: int = 0
-    whole_sum: bool = False
+    loss_is_sum: bool = False
     single: dict[str, int] = field(default_factory=dict)
     divided: bool = False
     compares: bool = True

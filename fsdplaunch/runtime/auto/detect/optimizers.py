@@ -93,7 +93,7 @@ def regroup(optimizer: Optimizer, hook_context: HookContext, *, now: bool = Fals
     _step_over_mixtures(optimizer)
     if optimizer not in hook_context.optimizers and _trains_shards(optimizer):
         hook_context.optimizers.add(optimizer)
-        step_on_full_tensors(optimizer, lambda: hook_context.batches.whole_sum)
+        step_on_full_tensors(optimizer, lambda: hook_context.batches.loss_is_sum)
 
 
 def _keep_unsharded(bare: list[Any]) -> None:

@@ -106,7 +106,7 @@ def _methods(hook_context: HookContext, updates: WrappedUpdates) -> dict[str, Ha
         **dict.fromkeys(_NEW, handlers.make_new),
         **dict.fromkeys(_DRAWS, partial(handlers.draw, hook_context.streams)),
         **dict.fromkeys(shard_parts.PARTS, partial(shard_parts.part, updates.wrap)),
-        **dict.fromkeys(shard_parts.WHOLE_WRITES, shard_parts.write_whole),
+        **dict.fromkeys(shard_parts.FULL_WRITES, shard_parts.write_full),
         "__iter__": by_all_or_rank0(shard_parts.rows),
     }
 

@@ -34,7 +34,7 @@ PARTS = (
     *("view", "flatten", "reshape"),
 )
 """What gives parts of a tensor, or the same elements in another shape."""
-WHOLE_WRITES = (
+FULL_WRITES = (
     *("__setitem__", "index_fill_", "index_add_", "index_copy_", "index_reduce_", "index_put_", "put_", "renorm_"),
     *("scatter_", "scatter_add_", "scatter_reduce_", "masked_scatter_", "fill_diagonal_", "cumsum_", "cumprod_"),
     *("tril_", "triu_", "addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_"),
@@ -54,7 +54,7 @@ _PART = "fsdplaunch_part"
 def writing_methods() -> list[str]:
     """Return the names of the methods that write into a tensor, but for those that write into all of it."""
     named = (name for name in dir(torch.Tensor) if name in _OPERATORS or name[-1] == "_" != name[0])
-    return [name for name in named if name not in _OTHERS and name not in WHOLE_WRITES]
+    return [name for name in named if name not in _OTHERS and name not in FULL_WRITES]
 
 
 def part(writes: Callable[[], None], func: Any, args: Any, kwargs: Any) -> Any:
@@ -130,7 +130,7 @@ def written_back(tensor: Any) -> None:
 
 
 @torch.no_grad()
-def write_whole(func: Any, args: Any, kwargs: Any) -> Any:
+def write_full(func: Any, args: Any, kwargs: Any) -> Any:
     """Write into elements of a shard that an index, a mask or a place names, in the full tensor. Collective."""
     shard, *rest = args
     full = _full(shard)

@@ -28,14 +28,14 @@ _MUON: Any = getattr(torch.optim, "Muon", ())
 """Torch's, from 2.9 on: it multiplies in bf16, where products of shards are rounded before they are added."""
 
 
-def step_on_full_tensors(optimizer: Optimizer, whole_sum: Callable[[], bool]) -> None:
+def step_on_full_tensors(optimizer: Optimizer, loss_is_sum: Callable[[], bool]) -> None:
     """Let an optimizer that needs full tensors have them, and print what that costs.
 
     What stands for `step` is a method, for schedulers look behind it.
 
     Args:
         optimizer: Just built, with shards in its groups.
-        whole_sum: Tells whether the last loss was a sum over the batch.
+        loss_is_sum: Tells whether the last loss was a sum over the batch.
     """
     name = type(optimizer).__name__
     own: dict[str, Any] = optimizer.__dict__
@@ -43,7 +43,7 @@ def step_on_full_tensors(optimizer: Optimizer, whole_sum: Callable[[], bool]) ->
     if isinstance(optimizer, torch.optim.LBFGS):
         own[LBFGS_GATHERS] = lambda: _flat_gradient(_params(optimizer))
         own[LBFGS_ADDS] = lambda size, update: _add_flat(_params(optimizer), size, update)
-        own["step"] = MethodType(lambda _, closure: step(_averaged(closure, whole_sum)), optimizer)
+        own["step"] = MethodType(lambda _, closure: step(_averaged(closure, loss_is_sum)), optimizer)
         messages.say(f"{script_line()}: {name} keeps full gradients on every rank")
     elif name in _FACTORING or isinstance(optimizer, _MUON):
         own["step"] = MethodType(lambda _, closure=None: _step_one_by_one(optimizer, step, closure), optimizer)
@@ -79,7 +79,7 @@ def _add_flat(params: Sequence[Any], size: float, update: torch.Tensor) -> None:
         param.add_(cut_to_shard(part.view(param.shape), param), alpha=size)
 
 
-def _averaged(closure: Callable[[], Any], whole_sum: Callable[[], bool]) -> Callable[[], Any]:
+def _averaged(closure: Callable[[], Any], loss_is_sum: Callable[[], bool]) -> Callable[[], Any]:
     """Return a closure whose loss is that of all ranks: what is decided by it must be the same on all."""
 
     def compute() -> torch.Tensor:
@@ -87,7 +87,7 @@ def _averaged(closure: Callable[[], Any], whole_sum: Callable[[], bool]) -> Call
         dist.all_reduce(loss)
         ranks = dist.get_world_size()
         readers = configured_data_ranks(decode(), rank=0, size=ranks).size
-        return loss * (readers if whole_sum() else 1) / ranks
+        return loss * (readers if loss_is_sum() else 1) / ranks
 
     return compute
 

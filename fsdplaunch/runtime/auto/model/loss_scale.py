@@ -57,7 +57,7 @@ class LossScale:
             if loss.grad_fn is None or self.reduction == "mean":
                 continue
             if self.reduction == "sum":
-                self.hook_context.batches.whole_sum = True
+                self.hook_context.batches.loss_is_sum = True
                 loss.grad_fn.register_prehook(_times(self.hook_context.data.size))
             else:
                 self._scale(loss)
@@ -73,7 +73,7 @@ class LossScale:
             self.plans[key] = self._planned(line, loss, found)
         plans = self.plans[key]
         ranks = self._followed(line, plans, found)
-        context.batches.whole_sum = bool(plans) and all(plan.need == "ranks" for plan in plans)
+        context.batches.loss_is_sum = bool(plans) and all(plan.need == "ranks" for plan in plans)
         parts = []
         for plan, reduction, amounts in zip(plans, found, ranks, strict=True):
             if plan.need == "ranks":

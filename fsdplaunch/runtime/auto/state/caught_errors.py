@@ -66,7 +66,7 @@ def goes_on_after(error: type[BaseException], frame: FrameType | None) -> bool:
     raised: type[BaseException] | None = error
     for number, asked in enumerate(_asked(frame)):
         if raised is not None:
-            raised = _after_frame(raised, asked, whole_run=number > 0 and asked.f_code.co_name == "<module>")
+            raised = _after_frame(raised, asked, top_level=number > 0 and asked.f_code.co_name == "<module>")
     return raised is None
 
 
@@ -89,13 +89,13 @@ def _is_foreign(file: str) -> bool:
     )
 
 
-def _after_frame(raised: type[BaseException], frame: FrameType, *, whole_run: bool) -> type[BaseException] | None:
+def _after_frame(raised: type[BaseException], frame: FrameType, *, top_level: bool) -> type[BaseException] | None:
     """Return the class of what leaves a frame; None where it goes on.
 
     Args:
         raised: The class of what is raised in it.
         frame: The frame.
-        whole_run: Whether it calls `main()`: a clause for every error reports it there, and ends.
+        top_level: Whether it is a file's own, which calls `main()`: a clause for every error reports it and ends.
     """
     guards = _guards(frame.f_code.co_filename)
     if guards is None:  # no source
@@ -103,7 +103,7 @@ def _after_frame(raised: type[BaseException], frame: FrameType, *, whole_run: bo
     passed = 0
     for guard in guards:
         around = guard.first <= (frame.f_lineno or 0) <= guard.last and guard.statement != passed
-        if around and not (whole_run and guard.is_for_all) and _catches(guard.caught, raised, frame):
+        if around and not (top_level and guard.is_for_all) and _catches(guard.caught, raised, frame):
             passed = guard.statement  # its other clauses do not see it
             outcome = _after_clause(guard, raised, frame)
             if outcome is None:

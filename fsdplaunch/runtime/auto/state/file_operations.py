@@ -17,6 +17,7 @@ from typing import Any
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer
+from fsdplaunch.runtime.auto.state.path_store import from_open_folder
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0
 
@@ -132,7 +133,6 @@ def _by_this_package() -> bool:
 
 
 def _text(path: Any, kwargs: dict[str, Any]) -> str:
-    """Return a path as text; "" for what is none, or is told from an open folder."""
-    relative = any(value is not None for name, value in kwargs.items() if name.endswith("dir_fd"))
-    named = isinstance(path, str | os.PathLike) and not relative
+    """Return a path as text; "" for what is none, or is from an open folder."""
+    named = isinstance(path, str | os.PathLike) and not from_open_folder(kwargs)
     return os.fsdecode(path) if named else ""

@@ -5,26 +5,21 @@ made the new one would remove that, and what is in it: in one process the line h
 """
 
 import functools
-import hashlib
 import os
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
-import torch.distributed as dist
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.import_scan import speaks_of_ranks
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import is_user_file
+from fsdplaunch.runtime.auto.state import path_store
 from fsdplaunch.runtime.auto.state.caught_errors import goes_on_after
 from fsdplaunch.runtime.collectives.hang_detector import store
 
-_PATIENCE_SECONDS = 60.0
-"""How long another rank that makes or removes the same folder is waited for."""
 _FREE = "-"
 
 
@@ -63,7 +58,7 @@ class _Folders:
             name = self._name(path, kwargs)
             if name is None or os.path.isdir(name):  # noqa: PTH112  (as pathlib itself calls this)
                 return self._find(name, original, path, *args, **kwargs)
-            with _counted(f"{_key(name)}/making"):
+            with path_store.counted(f"{_key(name)}/making"):
                 self._find(name, original, path, *args, **kwargs)
                 store().set(_key(name), f"{os.stat(name).st_ino} {self.rank}")  # noqa: PTH116
             return None
@@ -99,18 +94,18 @@ class _Folders:
         """Return whether another rank has made the folder at a place that this one has not reached."""
         if name in self.reached:
             return False
-        _wait(lambda: store().add(f"{_key(name)}/making", 0) == 0)  # it is there before the store has it
+        making = f"{_key(name)}/making"
+        path_store.wait_until(lambda: path_store.count(making, 0) == 0)  # it is there before the store has it
         if not store().check([_key(name)]):
             return False
         inode, rank = store().get(_key(name)).decode().split()
         return os.path.isdir(name) and int(inode) == os.stat(name).st_ino and rank != self.rank  # noqa: PTH112, PTH116
 
     def _name(self, path: Any, kwargs: dict[str, Any]) -> str | None:
-        """Return a path as the store has it; None for what is told from an open folder, or after the run."""
-        relative = any(value is not None for name, value in kwargs.items() if name.endswith("dir_fd"))
-        if relative or not isinstance(path, str | bytes | os.PathLike):
+        """Return a path as the store has it; None for one from an open folder, or after the run."""
+        if path_store.from_open_folder(kwargs) or not isinstance(path, str | bytes | os.PathLike):
             return None
-        inside = os.getpid() == self.process and dist.is_initialized() and _answers()
+        inside = path_store.is_rank(self.process) and path_store.answers()
         return os.path.abspath(os.fsdecode(path)) if inside else None  # noqa: PTH100
 
     @contextmanager
@@ -118,41 +113,15 @@ class _Folders:
         """Let one rank at a time remove what is at a path."""
         key = f"{_key(name)}/turn"
         store().compare_set(key, "", _FREE)
-        _wait(lambda: store().compare_set(key, _FREE, self.rank).decode() == self.rank)
+        path_store.wait_until(lambda: store().compare_set(key, _FREE, self.rank).decode() == self.rank)
         try:
             yield
         finally:
             store().compare_set(key, self.rank, _FREE)
 
 
-@contextmanager
-def _counted(key: str) -> Iterator[None]:
-    """Count something as under way."""
-    store().add(key, 1)
-    try:
-        yield
-    finally:
-        store().add(key, -1)
-
-
-def _wait(until: Callable[[], bool]) -> None:
-    """Wait for other ranks, not for ever: one may have died in what it does."""
-    end = time.monotonic() + _PATIENCE_SECONDS
-    while not until() and time.monotonic() < end:
-        time.sleep(0.005)
-
-
-def _answers() -> bool:
-    """Return whether the run's store does; it ends with its rank."""
-    try:
-        store().check(["fsdplaunch/folders"])
-    except RuntimeError:
-        return False
-    return True
-
-
 def _key(name: str) -> str:
-    return f"fsdplaunch/folders/{hashlib.sha256(os.fsencode(name)).hexdigest()[:24]}"
+    return path_store.key_of("folders", name)
 
 
 def _by_user() -> bool:

@@ -7,12 +7,12 @@ rank 0 may save alone.
 
 import contextlib
 import io
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.auto.state.path_store import wait_until
 from fsdplaunch.runtime.collectives.hang_detector import store
 
 _PATIENCE_SECONDS = 1.0
@@ -33,16 +33,10 @@ def write_in_turn(write: Callable[[], None], f: Any, *, rank: int) -> None:
     _saves[line] += 1
     key = f"fsdplaunch/opened/{line}/{_saves[line]}"
     if rank:
-        _wait_for(f"{key}/{rank - 1}")
+        wait_until(lambda: store().check([f"{key}/{rank - 1}"]), _PATIENCE_SECONDS)
         write()
     with contextlib.suppress(AttributeError, OSError, ValueError):
         f.flush()
     if rank and isinstance(f, io.BufferedWriter):
         f.truncate()  # what the rank before wrote may be longer
     store().set(f"{key}/{rank}", "")
-
-
-def _wait_for(key: str) -> None:
-    until = time.monotonic() + _PATIENCE_SECONDS
-    while not store().check([key]) and time.monotonic() < until:
-        time.sleep(0.002)

@@ -10,11 +10,9 @@ file each.
 
 import errno
 import functools
-import hashlib
 import os
 import shutil
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,13 +20,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
-
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
-from fsdplaunch.runtime.auto.state import file_operations
+from fsdplaunch.runtime.auto.state import file_operations, path_store
 from fsdplaunch.runtime.auto.state.caught_errors import goes_on_after
-from fsdplaunch.runtime.collectives.hang_detector import store
 
 _FAILURES = {errno.EEXIST: FileExistsError, errno.ENOENT: FileNotFoundError}
 _DONE = (
@@ -40,8 +35,6 @@ _DONE = (
 
 _DONE_ONCE = 1 << 32
 """What one that has been done adds to its count; one that is under way adds 1 as long."""
-_PATIENCE_SECONDS = 60.0
-"""How long another rank's that is under way is waited for."""
 _FOLDER_MAKERS = (os.makedirs.__code__, Path.mkdir.__code__)
 """What makes a folder that may be there, if told so."""
 
@@ -72,35 +65,34 @@ class _Operation:
 
         @functools.wraps(original)
         def operate(*args: Any, **kwargs: Any) -> Any:
-            if os.getpid() != self.process or not dist.is_initialized() or _by_libraries() or _may_exist():
+            if not path_store.is_rank(self.process) or _by_libraries() or _may_exist():
                 return original(*args, **kwargs)
             caught = goes_on_after(_FAILURES[self.code], sys._getframe(1))
             key = None if caught else self._key(args, kwargs)
             if key is None:
                 return original(*args, **kwargs)
-            _count(key, 1)
+            path_store.count(key, 1)
             try:
                 done = original(*args, **kwargs)
             except BaseException as error:
-                _count(key, -1)
+                path_store.count(key, -1)
                 if getattr(error, "errno", None) != self.code or not _done_elsewhere(key):
                     raise
                 return args[1] if self.name == "move" and len(args) > 1 else None
-            _count(key, _DONE_ONCE - 1)
+            path_store.count(key, _DONE_ONCE - 1)
             return done
 
         return operate
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Return where ranks meet whose call this is; None where the path is told from an open folder."""
+        """Return where ranks meet whose call this is; None where the path is from an open folder."""
         given = [*args, *(kwargs[name] for name in ("src", "dst", "path") if name in kwargs)]
         paths = [os.fsdecode(each) for each in given if isinstance(each, str | bytes | os.PathLike)]
-        if not paths or any(value is not None for name, value in kwargs.items() if name.endswith("dir_fd")):
+        if not paths or path_store.from_open_folder(kwargs):
             return None
         call = "\0".join((script_line(), *(os.path.abspath(path) for path in paths)))  # noqa: PTH100
         self.calls[call] += 1
-        digest = hashlib.sha256(os.fsencode(call)).hexdigest()[:24]
-        return f"fsdplaunch/files/{self.name}/{digest}/{self.calls[call]}"
+        return f"{path_store.key_of(f'files/{self.name}', call)}/{self.calls[call]}"
 
 
 def _done_elsewhere(key: str) -> bool:
@@ -108,20 +100,13 @@ def _done_elsewhere(key: str) -> bool:
 
     Each is counted before it begins, so there is nothing to wait for where none is under way.
     """
-    until = time.monotonic() + _PATIENCE_SECONDS
-    while True:
-        done, under_way = divmod(_count(key, 0), _DONE_ONCE)
-        if done or not under_way or time.monotonic() >= until:
-            return bool(done)
-        time.sleep(0.01)
 
+    def nothing_to_wait_for() -> bool:
+        done, under_way = divmod(path_store.count(key, 0), _DONE_ONCE)
+        return bool(done) or not under_way
 
-def _count(key: str, amount: int) -> int:
-    """Return what a count has come to; 0 where the run's store has ended with its rank."""
-    try:
-        return int(store().add(key, amount))
-    except RuntimeError:
-        return 0
+    path_store.wait_until(nothing_to_wait_for)
+    return path_store.count(key, 0) >= _DONE_ONCE
 
 
 def _by_libraries() -> bool:

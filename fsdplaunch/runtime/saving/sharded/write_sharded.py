@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from fsdplaunch.checkpoint.index_file import INDEX_NAME
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.collectives.rank_group import from_all, raise_on_all_ranks
 from fsdplaunch.runtime.saving.early_writeback import EarlyFileSystem
@@ -21,7 +22,6 @@ from fsdplaunch.runtime.saving.sharded.shared_plan import SharedPlan
 from fsdplaunch.runtime.torch_internals.dcp import flatten_state_dict
 
 State = dict[str, Any]
-_INDEX = ".metadata"
 
 
 def write_sharded(state: State, folder: Path, group: dist.ProcessGroup | None) -> None:
@@ -95,9 +95,9 @@ def _pairs(data: bytes) -> list[Place]:
 
 
 def _write_index(folder: Path, shared: SharedPlan, places: list[bytes], writer: FileSystemWriter) -> None:
-    temporary = folder / f"{_INDEX}.tmp"
+    temporary = folder / f"{INDEX_NAME}.tmp"
     with temporary.open("wb") as file:
         write_index(file, shared, lambda rank: _pairs(places[rank]), writer.storage_meta())
         file.flush()
         os.fsync(file.fileno())
-    temporary.rename(folder / _INDEX)
+    temporary.rename(folder / INDEX_NAME)

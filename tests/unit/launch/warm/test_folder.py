@@ -57,3 +57,13 @@ def test_newer_one_takes_the_place_of_an_older_and_a_dead_one_is_removed(tmp_pat
         assert connect(folder, "n") is None
         assert not list((tmp_path / "f").iterdir())
         assert connect(folder, "other") is None
+
+
+def test_one_that_answers_nobody_is_not_waited_for(tmp_path):
+    with opened_folder(str(tmp_path / "f"), make=True) as folder:
+        listener, _ = listen(folder, "n")  # stopped, and with a launch after the other in its queue
+        ends = [connect(folder, "n") for _ in range(40)]
+        assert ends[0] is not None
+        assert ends[-1] is None
+        for end in (listener, *filter(None, ends)):
+            end.close()

@@ -20,7 +20,7 @@ from fsdplaunch.runtime.saving import rng_state
 from fsdplaunch.runtime.saving.plain_files import read_plain
 from fsdplaunch.runtime.state_dict.optim_state_dict import full_optim_state_dict
 from fsdplaunch.runtime.xla import set_up, watch
-from fsdplaunch.runtime.xla.move import move_whole
+from fsdplaunch.runtime.xla.move import move_model
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_models_of_pytorch_xla_are_refused_where_shards_would_be_taken_for_param
 def test_shared_parameters_stay_shared_on_another_kind_of_device():
     model = nn.Sequential(nn.Embedding(5, 3), nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5)))
     model[1][0].weight = model[0].weight
-    move_whole(model, torch.device("meta"))  # as XLA's: torch makes new parameters there
+    move_model(model, torch.device("meta"))  # as XLA's: torch makes new parameters there
     assert model[1][0].weight is model[0].weight
     assert [param.device.type for param in model.parameters()] == ["meta"] * 4
 

@@ -135,6 +135,33 @@ def test_ctrl_c_ends_all_processes(checkpoint, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt"]
 
 
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+def have_no_process():
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+
+
+@pytest.mark.parametrize(("then", "error"), [(interrupt, KeyboardInterrupt), (have_no_process, BlockingIOError)])
+def test_what_comes_while_processes_begin_ends_those_begun(monkeypatch, then, error):
+    before, mask, fork, begun = children(), signal.pthread_sigmask(signal.SIG_BLOCK, ()), os.fork, []
+    files = len(list(Path("/proc/self/fd").iterdir()))
+
+    def fork_and_then():
+        if begun:
+            then()
+        begun.append(fork())
+        return begun[-1]
+
+    monkeypatch.setattr(os, "fork", fork_and_then)
+    with pytest.raises(error):
+        run_jobs([0, 1], lambda *_: signal.pause(), ProgressMeter("copy", 100, None))
+    assert begun
+    assert (children(), signal.pthread_sigmask(signal.SIG_BLOCK, ())) == (before, mask)
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
+
+
 @pytest.mark.parametrize("options", [{"jobs": 0}, {"jobs": 257}, {"jobs": 2, "safe_serialization": False}])
 def test_odd_number_of_processes_is_refused(options):
     with pytest.raises(UsageError, match="jobs"):

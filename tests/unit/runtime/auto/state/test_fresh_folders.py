@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdplaunch.runtime.auto.state import fresh_folders
+from fsdplaunch.runtime.auto.state import fresh_folders, path_store
 from fsdplaunch.runtime.auto.state.fresh_folders import keeping_fresh_folders
 
 
@@ -17,7 +17,8 @@ from fsdplaunch.runtime.auto.state.fresh_folders import keeping_fresh_folders
 def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the contexts of two ranks of a script for one process."""
     store = dist.HashStore()
-    monkeypatch.setattr(fresh_folders, "store", lambda: store)
+    for module in (fresh_folders, path_store):
+        monkeypatch.setattr(module, "store", lambda: store)
     monkeypatch.setattr(fresh_folders, "speaks_of_ranks", lambda: False)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     return [SimpleNamespace(rank=rank, size=2, ownership=SimpleNamespace(ranked=False)) for rank in range(2)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fsdplaunch.runtime.auto.state import same_operations
+from fsdplaunch.runtime.auto.state import path_store
 from fsdplaunch.runtime.auto.state.same_operations import counting_for_all
 
 
@@ -22,7 +22,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             keys.append(key)
             return store.add(key, amount)
 
-    monkeypatch.setattr(same_operations, "store", Recorded)
+    monkeypatch.setattr(path_store, "store", Recorded)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     return keys
 
@@ -59,7 +59,7 @@ def test_what_another_rank_is_doing_is_waited_for(asked: list[str], tmp_path: Pa
     folder = tmp_path / "out"
     with ThreadPoolExecutor(1) as other:
         _make(folder)
-        key, store = asked[0], same_operations.store()
+        key, store = asked[0], path_store.store()
         store.add(key, 1 - (1 << 32))  # made, and yet to be counted
         waiting = other.submit(_make, folder)
         assert not wait([waiting], timeout=0.3).done
