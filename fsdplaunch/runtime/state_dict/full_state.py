@@ -101,7 +101,7 @@ def _gathered_state(model: nn.Module, gathering: ShardGatherer) -> State:
     gathering.meet()
     late = gathering.late if isinstance(gathering.late, LateTensors) else None
     if not gathering.together:
-        return _below(model_state(owner, FlatSource(gathering.call, late)), model, owner)
+        return below(model_state(owner, FlatSource(gathering.call, late)), model, owner)
     options = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     by_unit = nullcontext() if late is None else late_units(owner, late, keep=gathering.keep)
     with state_dict_type(owner, "full_state_dict", options), by_unit:
