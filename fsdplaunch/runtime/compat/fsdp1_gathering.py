@@ -7,7 +7,7 @@ they hand over their shards, once it is known that they are elsewhere.
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from fsdplaunch.runtime.auto.state.rank0.flat_states import (
 )
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
 from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier
+from fsdplaunch.runtime.compat.fsdp1_cpu import own_memory
 from fsdplaunch.runtime.torch_internals.fsdp1 import divided_over, show_unsharded_parameters
 
 _STATE = "state_dict() of a model that FSDP1 has sharded"
@@ -70,7 +71,8 @@ def _call_of_all(function: Callable[..., Any]) -> Callable[..., Any]:
     def meet_and_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with _on_all_ranks(call, [each for each in module.modules() if isinstance(each, Wrapper)]) as together:
             if together:
-                return function(module, *args, **kwargs)
+                with own_memory(module) if name == "optim_state_dict" else nullcontext():
+                    return function(module, *args, **kwargs)
             if name not in _OPTIMIZER_STATES:
                 raise alone(call, HINT)
             return named_state(module, args[0] if args else kwargs["optim"], call)
