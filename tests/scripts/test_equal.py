@@ -70,6 +70,8 @@ def test_reductions_that_are_no_means_are_named_with_their_line(runs: Callable[[
     assert counted == {
         *("padded", "weighted", "masked", "importance", "few", "most", "padded later", "counted later"),
     }
+    missing = {name for name in names if f"{line[name]}a term of the loss (M" in told}
+    assert missing == {"selected", "added"}
     assert f"{line['root']}the loss is no plain sum or mean over the batch (Sqrt)" in told
     assert told.count("no plain sum or mean") == 1
     mixed = {name for name in names if f"{line[name]}the loss compares rows of the batch with each other" in told}
@@ -288,6 +290,43 @@ def test_second_derivatives_by_parameters_are_refused_at_their_line(
     assert done.codes == [1] * RANKS
     assert f"train.py:5: {what}" in done.err[0]
     assert "--num-processes 1 --shard off" in done.err[0]
+
+
+TOLD = """
+import torch
+from fsdplaunch.runtime.auto.model import loss_exchange
+from fsdplaunch.runtime.collectives import hang_detector
+from torch.utils.data import DataLoader
+loss_exchange.NOTICE_SECONDS = loss_exchange.CONFIRM_SECONDS = 0.5
+hang_detector.STILL_SECONDS = 0.5
+blocks = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()) for _ in range(3)]
+model = torch.nn.Sequential(*blocks).to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+for write in (lambda p: p.numpy().fill(0), lambda p: p.storage().fill_(0)):
+    try:
+        write(model[0][0].weight.data)
+    except ValueError as error:
+        print(error)
+for x in DataLoader(torch.tensor([[1.0, 1], [1, 1], [1, 1], [-1, 1], [1, 1], [1, 1]]), batch_size=2):
+    loss = model(x).mean()
+    if (x > 0).all():
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_writes_into_copies_and_passes_without_a_backward_on_some_ranks_are_told(
+    forks: Forks, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TOLD)
+    done = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
+    assert 1 in done.codes
+    first, second = done.out[0].splitlines()[:2]
+    assert "read-only" in first
+    assert second.startswith("train.py:11: storage() of a sharded tensor")
+    told = "train.py:19: backward is called on rank 0 only: rank 1 went on without one, to train.py:17"
+    assert told in done.err[0]
 
 
 def test_graph_of_a_loss_tells_its_reductions() -> None:

@@ -15,6 +15,7 @@ from fsdplaunch.runtime.auto.data.local_batches import LocalBatches
 from fsdplaunch.runtime.auto.data.rng_streams import RngStreams
 from fsdplaunch.runtime.auto.detect.module_registry import ModuleRegistry
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
+from fsdplaunch.runtime.auto.model.loss_exchange import LossExchange
 from fsdplaunch.runtime.auto.state.rank0.position import Position
 from fsdplaunch.runtime.auto.state.saved_paths import SavedPaths
 from fsdplaunch.runtime.rank import DataRanks, configured_data_ranks
@@ -44,6 +45,7 @@ class HookContext:
         optimizers: Those that train the shards.
         exchanging: Those at whose building parameters were exchanged for shards, with the script's lines.
         batches: This rank's shares of the batches.
+        exchange: By which ranks know of each other's losses.
         inner_marks: What lets graphs remember the outputs of innermost modules, until losses are known.
     """
 
@@ -69,6 +71,7 @@ class HookContext:
     optimizers: "weakref.WeakSet[Optimizer]" = field(default_factory=weakref.WeakSet)
     exchanging: "weakref.WeakKeyDictionary[Optimizer, str]" = field(default_factory=weakref.WeakKeyDictionary)
     batches: LocalBatches = field(default_factory=LocalBatches)
+    exchange: LossExchange = field(default_factory=LossExchange)
     inner_marks: list[RemovableHandle] = field(default_factory=list)
 
     @property

@@ -58,7 +58,7 @@ def monitored_barrier(call: str, hint: str | None = None, ranks: Sequence[int] |
         missing = [rank for rank in wanted if not group_store.check([f"{prefix}/{rank}"])]
         noticed = noticed or _notice(call, missing)
         reported = reported or report_wait()  # those missing may wait in another call for this rank
-        places = _places(missing)
+        places = waiting_places(missing)
         waiting_since = (waiting_since or waited) if missing and len(places) == len(missing) else 0.0
         if waiting_since and waited - waiting_since > CONFIRM_SECONDS:
             _withdraw(name, prefix)
@@ -72,7 +72,7 @@ def monitored_barrier(call: str, hint: str | None = None, ranks: Sequence[int] |
     _forget(name, number - 1)
 
 
-def _places(ranks: Sequence[int]) -> dict[int, str]:
+def waiting_places(ranks: Sequence[int]) -> dict[int, str]:
     """Return where each of some ranks waits; those that do not are left out."""
     group_store = store()
     waiting = {r: group_store.get(place_key(r)).decode() for r in ranks if group_store.check([place_key(r)])}

@@ -52,6 +52,24 @@ def unscale_operator() -> Any:
     return torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
+def known_operators() -> list[Any]:
+    """Return the operators that DTensor computes; all versions, in two or three tables."""
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    tables = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
+    return list(dict.fromkeys(op for table in tables for op in getattr(propagator, table, ())))
+
+
+def gives_view(operator: Any) -> bool:
+    """Return whether an operator's schema says that it gives views of what it is given; all versions."""
+    returned = operator._schema.returns
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
+
+
+def filled_arguments(operator: Any) -> list[str]:
+    """Return the names of an operator's `out=` arguments; all versions."""
+    return [each.name for each in operator._schema.arguments if each.is_out]
+
+
 def knows_operator(operator: Any) -> bool:
     """Return whether DTensor computes an operator by itself.
 

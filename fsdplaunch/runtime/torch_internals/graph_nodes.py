@@ -41,6 +41,13 @@ def reduced_dims(node: Any) -> tuple[int, ...]:
     return tuple((dim - 2**64 if dim >= 2**63 else dim) % rank for dim in dims)
 
 
+def reduced_elements(node: Any) -> float:
+    """Return over how many elements a node's mean is: the script may have selected them, `loss[mask].mean()`."""
+    shape = reduced_shape(node)
+    dims = reduced_dims(node) if str(node.name()).startswith("MeanBackward") else range(len(shape))
+    return float(math.prod(shape[dim] for dim in dims))
+
+
 def computed_dims(node: Any) -> tuple[int, ...]:
     """Return the dimensions along which a node's operation, such as a softmax, computes; 0 where it is unsaid."""
     saved = [getattr(node, name, None) for name in ("_saved_result", "_saved_index")]

@@ -151,6 +151,16 @@ def write(x, y):
     model[2].weight.data.diagonal().clip_(-0.2, 0.2)
     model[0].weight.data.index_fill_(0, torch.tensor([1, 4]), 0.1)
     model[0].weight.data.masked_fill_(torch.eye(6, 4).bool(), 0.2)
+    torch.relu_(torch.chunk(model[2].weight.data, 2)[1].t())
+    first, second = torch.split(model[0].bias.data, [2, 4])
+    nn.init.ones_(first)
+    torch.mul(second, 0.5, out=second)
+    model[2].weight[1:3].detach().view(-1)[::2].mul_(0.5)
+    torch._foreach_mul_([torch.narrow(model[0].weight.data, 0, 1, 3), model[2].bias.data], 0.9)
+    F.hardtanh(torch.select(optimizer.param_groups[0]["params"][0].grad, 0, 1), -0.1, 0.1, inplace=True)
+    model[0].weight.data[model[0].weight.data > 0.3] *= 0.5
+    kept, *_ = model[2].weight.data
+    kept.mul_(0.9)
     model(x)
     with torch.no_grad():
         model[2].weight.mul_(0.9)

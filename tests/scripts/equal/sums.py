@@ -37,7 +37,7 @@ def importance(out, y, padded):
     return (((out - y) ** 2).mean(1) * weights).sum() / weights.sum()
 
 
-few, most = wanted[:, 0].sort().values[[49, 5]]
+few, most, rare = wanted[:, 0].sort().values[[49, 5, 57]]
 seen = []
 
 
@@ -63,6 +63,17 @@ def counted_later(out, y, padded):
     seen.append(len(y))
     kept = (y[:, 0] > most) if len(seen) > 1 else torch.ones(len(y), dtype=torch.bool)
     return ((out - y) ** 2).mean(1)[kept].sum() / int(kept.sum())
+
+
+def selected(out, y):
+    """Some ranks have none of the selected rows, and so another graph, or only one that is multiplied by 0."""
+    kept = y[:, 0] > rare
+    return F.mse_loss(out[kept], y[kept]) if kept.any() else (out * 0).sum()
+
+
+def added(out, y):
+    loss, kept = F.mse_loss(out, y), y[:, 0] > rare
+    return loss + 0.1 * out[kept].pow(2).mean() if kept.any() else loss
 
 
 LOSSES = {
@@ -96,6 +107,8 @@ LOSSES = {
     "as much": lambda out, y, label, padded, model: reconstruction(out, y),
     "padded later": lambda out, y, label, padded, model: padded_later(out, y, label),
     "counted later": lambda out, y, label, padded, model: counted_later(out, y, padded),
+    "selected": lambda out, y, label, padded, model: selected(out, y),
+    "added": lambda out, y, label, padded, model: added(out, y),
     "contrast": lambda out, y, label, padded, model: F.cross_entropy(out @ y.T, torch.arange(len(y))),
     "centred": lambda out, y, label, padded, model: (out - out.mean(0) - y).pow(2).mean(),
     "table": lambda out, y, label, padded, model: F.cross_entropy(out.T, torch.arange(len(y))),

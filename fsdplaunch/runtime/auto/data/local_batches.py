@@ -17,6 +17,7 @@ class LocalBatches:
         shared_passes: Passes since the last backward that got a share.
         alike_passes: Passes since the last backward that got something else, such as noise for all rows.
         backwards: How many have begun.
+        drawn: How many shares of batches were drawn.
         loss_is_sum: Whether the last loss was a sum over the batch.
         single: Numbers drawn one by one since the last backward, by the script's line.
         divided: Whether a loader gave this rank its share of something.
@@ -29,6 +30,7 @@ class LocalBatches:
     shared_passes: int = 0
     alike_passes: int = 0
     backwards: int = 0
+    drawn: int = 0
     loss_is_sum: bool = False
     single: dict[str, int] = field(default_factory=dict)
     divided: bool = False
@@ -38,6 +40,7 @@ class LocalBatches:
     def note(self, rows: int) -> None:
         """Note that a share has so many rows."""
         self.sizes.add(rows)
+        self.drawn += 1
         self.divided = True
 
     def enter(self, given: Iterable[Any]) -> None:

@@ -76,6 +76,8 @@ def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None
         leave=mark_outputs if hook_context.keeps_batch else _ignore,
     )
     hook_context.complete[model] = hooks.check
+    if hook_context.keeps_batch and hook_context.size > 1:
+        hook_context.exchange.open()
     compiled = hook_context.config.dynamo_config.dynamo_backend != "NO"
     if hook_context.keeps_batch and hook_context.data.size > 1 and not compiled:
         hook_context.inner_marks.extend(mark_inner_outputs(model))

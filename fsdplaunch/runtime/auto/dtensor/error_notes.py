@@ -31,6 +31,10 @@ _NOTES = {
         "fsdplaunch: a parameter without elements has a gradient, which FSDP2 cannot divide.\nLeave it out of the "
         "computation, or freeze it: requires_grad=False"
     ),
+    "read-only": (
+        "fsdplaunch: an array of a sharded parameter is a copy, and what is written into it would be lost.\nWrite "
+        "into a copy of it, and that into the parameter: p.data.copy_(torch.from_numpy(array))"
+    ),
     "Found dtype Float but expected BFloat16": (
         "fsdplaunch: a loss got the model's output in bf16 and targets in fp32, of which this torch makes no "
         "gradient.\nSet precision.output: fp32 for outputs in fp32, or give both to the loss in one dtype"
@@ -46,7 +50,7 @@ def explaining_mixtures() -> Iterator[None]:
     """Add a note to torch's error, below the traceback that names the script's line."""
     try:
         yield
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         known = any(message in str(error) for message in _TORCH_MESSAGES)
         if known or (_SHAPE in str(error) and _is_of_shards(error)):
             error.add_note(

@@ -7,7 +7,7 @@ The table is installed by name and not as `DTensor.__torch_function__`: torch wo
 that FSDP2 and the optimizers read of a parameter too, some twelve times per parameter and step.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -19,10 +19,12 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
-from fsdplaunch.runtime.auto.dtensor import mixtures, shard_parts
+from fsdplaunch.runtime.auto.dtensor import mixtures, shard_parts, shard_writes
 from fsdplaunch.runtime.auto.dtensor import shard_handlers as handlers
 from fsdplaunch.runtime.auto.dtensor.optimizer_steps import stepping_without_handlers
 from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0, full_by_all_or_rank0
+from fsdplaunch.runtime.auto.dtensor.row_loops import rows
+from fsdplaunch.runtime.auto.dtensor.shared_memory import read_only, refuse_memory
 from fsdplaunch.runtime.auto.dtensor.updates import WrappedUpdates, make_into
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
@@ -34,18 +36,16 @@ Handler = handlers.Handler
 _READS = (
     "item",
     "tolist",
-    "numpy",
     "__float__",
     "__int__",
     "__bool__",
     "__index__",
     "__format__",
-    "__array__",
 )
 _EXTREMES = ("max", "min", "amax", "amin")
 _REDUCTIONS = ("sum", "mean", "norm", "std", "var", *_EXTREMES, "prod", "any", "all")
 _ADDITIONS = ("__add__", "__radd__", "__sub__", "__rsub__")
-_DRAWS = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_")
+_DRAWS = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_", "geometric_")
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new")
 _LIKE = ("randn_like", "rand_like", "randint_like", "bernoulli", "normal")
 _FUNCTIONS = (
@@ -78,7 +78,7 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
     set_data = _handled(data.__set__, partial(handlers.assign_data, hook_context.models), ours)
     with ExitStack() as stack:
         updates = WrappedUpdates(ours, stack)
-        for name, handler in _methods(hook_context, updates).items():
+        for name, handler in _methods(hook_context).items():
             method = _handled(getattr(torch.Tensor, name), handler, ours)
             stack.enter_context(replaced(DTensor, name, lambda _, method=method: method))  # type: ignore[misc]
         reduce = by_all_or_rank0(handlers.reduce)
@@ -88,6 +88,9 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
         for name in _LIKE:
             stack.enter_context(replaced(torch, name, lambda function: _handled(function, draw_like, ours)))
         get_data = _handled(data.__get__, shard_parts.counted_data, ours)
+        stack.enter_context(
+            replaced(torch, "unbind", lambda function: _function(function, shard_parts.unbound, ours))
+        )
         stack.enter_context(replaced(torch, "eye", lambda function: _function(function, make_into, ours)))
         stack.enter_context(replaced(DTensor, "data", lambda _: property(get_data, set_data)))
         stack.enter_context(replaced(DTensor, "full_tensor", full_by_all_or_rank0))
@@ -97,18 +100,32 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
         yield
 
 
-def _methods(hook_context: HookContext, updates: WrappedUpdates) -> dict[str, Handler]:
+def _methods(hook_context: HookContext) -> dict[str, Handler]:
     """Return the handler of each method of a shard that needs one."""
+    read = shard_parts.fresh(by_all_or_rank0(handlers.gather))
     return {
-        **dict.fromkeys(_READS, by_all_or_rank0(handlers.gather)),
-        **dict.fromkeys(_REDUCTIONS, by_all_or_rank0(handlers.reduce)),
+        **dict.fromkeys(_READS, read),
+        **dict.fromkeys(("numpy", "__array__"), read_only(read, hook_context)),
+        **dict.fromkeys(("storage", "__dlpack__"), refuse_memory),
+        **dict.fromkeys(_REDUCTIONS, shard_parts.fresh(by_all_or_rank0(handlers.reduce))),
         **dict.fromkeys(_ADDITIONS, handlers.add),
         **dict.fromkeys(_NEW, handlers.make_new),
         **dict.fromkeys(_DRAWS, partial(handlers.draw, hook_context.streams)),
-        **dict.fromkeys(shard_parts.PARTS, partial(shard_parts.part, updates.wrap)),
-        **dict.fromkeys(shard_parts.FULL_WRITES, shard_parts.write_full),
-        "__iter__": by_all_or_rank0(shard_parts.rows),
+        **dict.fromkeys(
+            ("apply_", "map_", "map2_"), shard_writes.write_full
+        ),  # torch would read what is no storage
+        "unbind": shard_parts.unbound,
+        "__iter__": by_all_or_rank0(rows),
+        "__getitem__": _taken_by_mask,
     }
+
+
+def _taken_by_mask(func: Any, args: Any, kwargs: Any) -> Any:
+    """Take elements of the full tensor where a mask is a shard itself: `weight[weight > 0]`."""
+    shard, index = args
+    indices = index if isinstance(index, tuple) else (index,)
+    by_shard = any(isinstance(each, DTensor) for each in indices)
+    return handlers.gather(func, args, kwargs) if by_shard else func(shard, index)
 
 
 def _handled(func: Any, handler: Handler, ownership: Ownership) -> Any:
@@ -134,8 +151,33 @@ def _handling_operators(ownership: Ownership, updates: WrappedUpdates) -> Iterat
     """Install the handlers of operators, which backward passes and torch's own functions run as well."""
     table = operator_handlers()
     kept = dict(table)
+
+    def put(handlers_of: dict[Any, Handler]) -> None:
+        table.update(
+            {op: _operator(handler, ownership, table, kept.get(op)) for op, handler in handlers_of.items()}
+        )
+
+    put(_operators())
+    table.update(dict.fromkeys(_overloads(_COLLECTIVES, torch.ops.c10d), _refused))
+    writes = PartWrites(put)
+    put({op: partial(shard_parts.take_part, writes.begin) for op in shard_writes.view_operators()})
+    updating = [*_overloads((*_MIXING, *_UPDATING)), *shard_writes.writing_operators()]
+    try:
+        with (
+            finishing_results(lambda result: handlers.finish(result) if ownership.ours else result),
+            stepping_without_handlers(table, updating, updates.wrap),
+        ):
+            yield
+    finally:
+        table.clear()
+        table.update(kept)
+
+
+def _operators() -> dict[Any, Handler]:
+    """Return the handler of each operator that needs one from the beginning."""
     read = by_all_or_rank0(handlers.gather)
     losses = [name + end for name in _LOSS_OPERATORS for end in ("", "_backward")]
+    found: dict[Any, Handler] = {}
     for names, handler in (
         ((*losses, "std", "argmax", "argmin"), handlers.replicate),
         (_EXTREME_OPERATORS, handlers.replicate_empty),
@@ -143,21 +185,35 @@ def _handling_operators(ownership: Ownership, updates: WrappedUpdates) -> Iterat
         (_MIXING, mixtures.combine_mixed(read)),
         (_UPDATING, mixtures.update_mixed(read)),
         (("_foreach_copy_",), mixtures.copy_each),
+        (shard_writes.FULL_WRITES, shard_writes.write_full),
     ):
-        table.update(dict.fromkeys(_overloads(names), _operator(handler, ownership, table)))
-    table.update(dict.fromkeys(_overloads(_COLLECTIVES, torch.ops.c10d), _refused))
+        found |= dict.fromkeys(_overloads(names), handler)
+    found |= dict.fromkeys(shard_writes.filling_operators(), shard_writes.fill_out)
+    found[torch.ops.aten.fill_.Tensor] = handlers.fill_with
     fill = torch.ops.aten.masked_fill_.Scalar
-    if not knows_operator(fill):
-        table[fill] = _operator(handlers.fill, ownership, table)
-    try:
-        with (
-            finishing_results(lambda result: handlers.finish(result) if ownership.ours else result),
-            stepping_without_handlers(table, _overloads((*_MIXING, *_UPDATING)), updates.wrap),
-        ):
-            yield
-    finally:
-        table.clear()
-        table.update(kept)
+    return found if knows_operator(fill) else {**found, fill: handlers.fill}
+
+
+class PartWrites:
+    """The operators that write, which from the first part of a shard on are looked at for what they write into.
+
+    Not before: an optimizer of a script's own calls several of them for each parameter and step.
+
+    Args:
+        put: Puts handlers into DTensor's table.
+    """
+
+    def __init__(self, put: Callable[[dict[Any, Handler]], None]) -> None:
+        self._put, self._begun = put, False
+
+    def begin(self) -> None:
+        """Look at them from now on."""
+        if self._begun:
+            return
+        self._begun = True
+        known = dict.fromkeys(shard_writes.writing_operators(), shard_writes.update_placed)
+        own = {op: handler for op, handler in _operators().items() if shard_writes.is_writing(op)}
+        self._put({op: shard_writes.seen_writing(handler) for op, handler in (known | own).items()})
 
 
 def _overloads(names: Iterable[str], library: Any = torch.ops.aten) -> list[Any]:
@@ -178,9 +234,11 @@ def _refused(_op: Any, _args: Any, _kwargs: Any) -> Any:
     raise ShardingError(msg, hint=f"{hint} process, or with --shard off, which leaves all to the script")
 
 
-def _operator(handler: Handler, ownership: Ownership, table: dict[Any, Any]) -> Any:
+def _operator(handler: Handler, ownership: Ownership, table: dict[Any, Any], torchs: Any) -> Any:
     def compute(op: Any, args: Any, kwargs: Any) -> Any:
         own = table.pop(op)  # torch's own way inside
+        if torchs is not None:
+            table[op] = torchs
         try:
             return handler(op, args, kwargs) if ownership.ours else op(*args, **kwargs)
         finally:

@@ -1,5 +1,6 @@
 """Handlers of operators that are given a mixture: shards and plain tensors, or shards of different placements."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,10 +24,21 @@ def update_mixed(read: Handler) -> Handler:
         target = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
         if not isinstance(target, DTensor):
             return read(func, args, kwargs)
-        operands = placed_as_updated(target, args[1:]) if target is args[0] else args[1:]
-        return _mix(func, (args[0], *operands), kwargs)
+        if target is args[0]:
+            return _mix(func, (target, *placed_as_updated(target, args[1:])), kwargs)
+        return func(args[0], *(_cut_each(each, args[0]) for each in args[1:]), **kwargs)
 
     return compute
+
+
+def _cut_each(operand: Any, shards: Sequence[Any]) -> Any:
+    """Return a list of operands with plain tensors cut as the shards that they update; any other itself."""
+    if not isinstance(operand, list | tuple) or len(operand) != len(shards):
+        return operand
+    return [
+        _made_like(shard, each) if isinstance(each, torch.Tensor) else each
+        for each, shard in zip(operand, shards, strict=True)
+    ]
 
 
 def placed_as_updated(shard: Any, operands: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -35,6 +47,11 @@ def placed_as_updated(shard: Any, operands: tuple[Any, ...]) -> tuple[Any, ...]:
         if isinstance(operand, DTensor) and placements_of(operand) != placements_of(shard):
             return tuple(placed_like(shard, each) for each in operands)
     return operands
+
+
+def cut_as_updated(shard: Any, operands: tuple[Any, ...]) -> list[Any]:
+    """Return operands of which plain tensors of the updated shard's shape are cut as it is."""
+    return [split_like(each, shard) if _is_plain_of(shard.shape, each) else each for each in operands]
 
 
 def combine_mixed(read: Handler) -> Handler:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fsdplaunch.runtime.auto.dtensor.row_loops import put_kept_rows
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import cuts
 from fsdplaunch.runtime.torch_internals.dtensor import placements_of
 
@@ -35,6 +36,7 @@ def stepping_without_handlers(table: _Table, operators: Iterable[Any], wrap: Cal
     steps, handlers = _Steps(), _Handlers(table, frozenset(operators))
 
     def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        put_kept_rows()
         if (len(args) > 1 or kwargs) and any(each is not None for each in (*args[1:], *kwargs.values())):
             return
         seen = steps.look_at(optimizer)
@@ -72,6 +74,8 @@ class _Handlers:
 
     def put_back(self) -> None:
         if self._out:
+            if len(self._table) != len(self._rest):  # something was put into it meanwhile
+                self._full |= self._table
             self._exchange(self._full)
             self._out = False
 

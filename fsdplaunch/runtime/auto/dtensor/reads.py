@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdplaunch.runtime.auto.dtensor.row_loops import put_kept_rows
 from fsdplaunch.runtime.auto.script_line import calling_lines, is_user_file
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer
 from fsdplaunch.runtime.auto.state.rank0.position import Position
@@ -34,6 +35,7 @@ def by_all_or_rank0(compute: Callable[[Any, Any, Any], Any]) -> Callable[[Any, A
     """
 
     def read(func: Any, args: Any, kwargs: Any) -> Any:
+        put_kept_rows()
         saves = None if torch.compiler.is_compiling() else rank0_saves()
         if saves is None:
             return compute(func, args, kwargs)
@@ -63,6 +65,7 @@ def full_by_all_or_rank0(gather: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(gather)
     def gather_or_fetch(tensor: DTensor, **kwargs: Any) -> Any:
+        put_kept_rows()
         by_script = is_user_file(sys._getframe(1).f_code.co_filename)
         if not by_script or rank0_saves() is None or not is_over_all_ranks(tensor):
             return gather(tensor, **kwargs)

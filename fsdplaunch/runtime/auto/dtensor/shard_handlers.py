@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from fsdplaunch.runtime.auto.data.rng_streams import RngStreams
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
+from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
 from fsdplaunch.runtime.torch_internals.fsdp2 import param_groups, put_shard
 from fsdplaunch.runtime.torch_internals.tensors import tree_map
 
@@ -52,7 +53,9 @@ def draw(streams: RngStreams, func: Any, args: Any, kwargs: Any) -> Any:
     torch draws for each shard by itself, which on CPU gives every rank the same numbers.
     """
     shard, *limits = args
-    full = torch.empty(shard.shape, dtype=shard.dtype, device=shard.to_local().device)
+    full = torch.empty_strided(  # one with gaps is drawn in another order
+        shard.shape, shard.stride(), dtype=shard.dtype, device=shard.to_local().device
+    )
     with streams.shared():
         func(full, *limits, **kwargs)
     with torch.no_grad():
@@ -126,6 +129,13 @@ def fill(func: Any, args: Any, _kwargs: Any) -> Any:
     own = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
     func(shards.to_local(), own.redistribute(placements=shards.placements).to_local(), value)
     return shards
+
+
+def fill_with(_func: Any, args: Any, _kwargs: Any) -> Any:
+    """Fill with a number that is in a tensor, for which torch has no way."""
+    shard, number = args
+    (local_tensor(shard) if isinstance(shard, DTensor) else shard).fill_(full_tensor(number))
+    return shard
 
 
 def finish(result: Any) -> Any:

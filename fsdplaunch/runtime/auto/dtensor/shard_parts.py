@@ -1,94 +1,77 @@
-"""Let what a script writes into a part of a shard, `p.data[0] = 1` or `bias[n:2 * n].fill_(1)`, be in the shard.
+"""Remember of what shard a tensor is a part, so that what a script writes into the part is in the shard.
 
 Needed because torch gathers what is cut along the sharded dimension: a part of a tensor is a view in one process,
-and a copy here, and what is written into it is lost without a word. Writing by index it refuses.
+and a copy here, and what is written into it is lost without a word. Seen at the operators that torch marks as
+views, so that it does not matter by which function or method a part is taken.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdplaunch.runtime.auto.dtensor.shard_handlers import full_tensor, replicated
+from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler, full_tensor, replicated
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
-from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
+from fsdplaunch.runtime.torch_internals.dtensor import local_tensor, placements_of, shape_and_offset
 from fsdplaunch.runtime.torch_internals.tensors import change_count, storage_identity, tree_map
 
-PARTS = (
-    *(
-        "__getitem__",
-        "narrow",
-        "select",
-        "chunk",
-        "split",
-        "tensor_split",
-        "vsplit",
-        "hsplit",
-        "unbind",
-        "diagonal",
-    ),
-    *("view", "flatten", "reshape"),
-)
-"""What gives parts of a tensor, or the same elements in another shape."""
-FULL_WRITES = (
-    *("__setitem__", "index_fill_", "index_add_", "index_copy_", "index_reduce_", "index_put_", "put_", "renorm_"),
-    *("scatter_", "scatter_add_", "scatter_reduce_", "masked_scatter_", "fill_diagonal_", "cumsum_", "cumprod_"),
-    *("tril_", "triu_", "addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_"),
-)
-"""What writes elements by their place in the full tensor, which torch does for no shard."""
-_OPERATORS = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod"))
-_OTHERS = frozenset(
-    (
-        *("requires_grad_", "detach_", "rename_", "share_memory_", "resize_", "resize_as_", "set_", "as_strided_"),
-        *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "apply_", "map_", "map2_"),
-    )
-)
-"""Methods named as if they wrote, which change something else or take functions."""
 _PART = "fsdplaunch_part"
+_MOST_PLACED = 2**16
+"""Elements of a part that are put into a shard each by its place, which takes memory."""
 
 
-def writing_methods() -> list[str]:
-    """Return the names of the methods that write into a tensor, but for those that write into all of it."""
-    named = (name for name in dir(torch.Tensor) if name in _OPERATORS or name[-1] == "_" != name[0])
-    return [name for name in named if name not in _OTHERS and name not in FULL_WRITES]
-
-
-def part(writes: Callable[[], None], func: Any, args: Any, kwargs: Any) -> Any:
-    """Remember of what tensor a part was taken, and how.
+def take_part(begun: Callable[[], None], op: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator that gives views, and remember what is a copy here; not of what a model computes.
 
     Args:
-        writes: Called where there is a part: what writes into it has to be seen from then on.
-        func: Torch's method that takes it.
+        begun: Called where there is a part: what writes into it has to be seen from then on.
+        op: Torch's operator.
         args: What it was called with, the tensor first.
         kwargs: What it was called with by name.
     """
-    shard, *rest = args
-    result = func(_source(func, shard, rest, kwargs), *rest, **kwargs)
-    if not torch.compiler.is_compiling():
+    source, *rest = args
+    result = _taken_by(op, source, rest, kwargs)
+    if not torch.compiler.is_compiling() and (source.grad_fn is None or is_part(source)):
         several = isinstance(result, tuple | list)
+        seen = [_changes(source)]
         for position, each in enumerate(result if several else (result,)):
-            if type(each) is DTensor and each is not shard:
-                writes()
-                place = position if several else None
-                each.__dict__[_PART] = _Part(each, shard, partial(_taken, func, rest, kwargs, place))
+            if type(each) is DTensor and each is not source and (is_part(source) or not _shares(each, source)):
+                begun()
+                take = partial(_at, op, rest, kwargs, position if several else None)
+                each.__dict__[_PART] = _Part(each, source, take, seen)
     return result
 
 
-def _source(func: Any, shard: Any, rest: Any, kwargs: Any) -> Any:
-    """Return what torch can take the parts of: it does not cut a shard into the rows that it is split by."""
-    if func.__name__ != "unbind":
-        return shard
-    dim = (rest[0] if rest else kwargs.get("dim", 0)) % max(shard.dim(), 1)
-    return replicated(shard) if any(getattr(each, "dim", None) == dim for each in shard.placements) else shard
+def _taken_by(op: Any, source: Any, rest: Any, kwargs: Any) -> Any:
+    """Return what an operator gives; of the full tensor where torch knows no way to take it of shards."""
+    try:
+        return op(source, *rest, **kwargs)
+    except (NotImplementedError, RuntimeError):
+        if torch.is_grad_enabled() and source.requires_grad:
+            raise
+    mesh = source.device_mesh
+    placements = [Replicate()] * mesh.ndim
+    result = op(full_tensor(source.detach()), *rest, **kwargs)
+    return tree_map(lambda each: DTensor.from_local(each, mesh, placements, run_check=False), result)
 
 
-def _taken(func: Any, rest: Any, kwargs: Any, place: int | None, full: torch.Tensor) -> Any:
-    result = func(full, *rest, **kwargs)
-    return result if place is None else result[place]
+def _changes(tensor: Any) -> int:
+    """Return how often a tensor was changed; torch does not count it for those made in inference mode."""
+    return 0 if tensor.is_inference() else change_count(tensor)
+
+
+def _shares(tensor: Any, source: Any) -> bool:
+    return storage_identity(local_tensor(tensor)) == storage_identity(local_tensor(source))
+
+
+def _at(op: Any, rest: Any, kwargs: Any, position: int | None, tensor: torch.Tensor) -> Any:
+    result = op(tensor, *rest, **kwargs)
+    return result if position is None else result[position]
 
 
 class _Part:
@@ -98,22 +81,63 @@ class _Part:
         of: The part. A deep copy of it, which gets what it remembers, is no part any more.
         source: What it was taken of.
         take: By this function, which gives the part of a plain tensor.
+        seen: How often the source was changed when the part was last equal to it; one list for what was taken
+            together, since such parts have no element in common.
     """
 
-    def __init__(self, of: Any, source: Any, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.of, self.source, self.take = weakref.ref(of), source, take
+    def __init__(
+        self, of: Any, source: Any, take: Callable[[torch.Tensor], torch.Tensor], seen: list[int]
+    ) -> None:
+        self.of, self.source, self.take, self.seen = weakref.ref(of), source, take, seen
 
     def __deepcopy__(self, memo: Any) -> "_Part":
         """Return itself: what a part was taken of is not copied with it."""
         return self
 
+    def refresh(self, tensor: Any) -> None:
+        """Give a part what was written into its source since. Collective where it has to be taken anew."""
+        refresh(self.source)
+        if self.seen[0] != _changes(self.source) and not _shares(tensor, self.source):
+            fresh = self.take(full_copy(self.source))
+            local_tensor(tensor).copy_(local_tensor(cut_to_shard(fresh, tensor)))
+
     def write_back(self, written: Any) -> None:
-        """Put a part that was written to into the tensor that it was taken of. Collective where it is a copy."""
-        if storage_identity(local_tensor(written)) != storage_identity(local_tensor(self.source)):
-            full = _full(self.source)
-            self.take(full).copy_(_full(written))
-            self.source.copy_(cut_to_shard(full, self.source))
+        """Put a part that was written to into the tensor that it was taken of.
+
+        Collective where it is a copy, and where ranks have different parts of it or it is large.
+        """
+        if not _shares(written, self.source):
+            full = full_copy(written)
+            if not _is_cut_in_blocks(self.source) or full.numel() > _MOST_PLACED:
+                every = full_copy(self.source)
+                self.take(every).copy_(full)
+                local_tensor(self.source).copy_(local_tensor(cut_to_shard(every, self.source)))
+            else:
+                self._place(full)
+            if not self.source.is_inference():
+                increment_version(self.source)
+        self.seen[0] = _changes(self.source) + 1  # torch counts the change of the part when it has ended
         written_back(self.source)
+
+    def _place(self, full: torch.Tensor) -> None:
+        """Put each element of the part that this rank's shard has where it is."""
+        at = self.take(torch.empty(self.source.shape, device="meta"))
+        flat = torch.full(at.shape, int(at.storage_offset()))
+        for dim, (size, stride) in enumerate(zip(at.shape, at.stride(), strict=True)):
+            flat += (torch.arange(size) * stride).view([-1] + [1] * (at.dim() - dim - 1))
+        shard = local_tensor(self.source)
+        shape, begin = shape_and_offset(self.source)
+        places = torch.unravel_index(flat.reshape(-1), tuple(self.source.shape))
+        own = [place - first for place, first in zip(places, begin, strict=True)]
+        held = torch.ones(flat.numel(), dtype=torch.bool)
+        for place, size in zip(own, shape, strict=True):
+            held &= (place >= 0) & (place < size)
+        values = full.reshape(-1)[held.to(full.device)].to(shard)
+        shard[tuple(place[held].to(shard.device) for place in own)] = values
+
+
+def _is_cut_in_blocks(tensor: Any) -> bool:
+    return tensor.dim() > 0 and all(type(each) in (Shard, Replicate) for each in placements_of(tensor))
 
 
 def is_part(tensor: Any) -> bool:
@@ -121,46 +145,50 @@ def is_part(tensor: Any) -> bool:
     return _PART in tensor.__dict__
 
 
+def _part_of(tensor: Any) -> _Part | None:
+    taken: _Part | None = tensor.__dict__.get(_PART) if isinstance(tensor, DTensor) else None
+    return taken if taken is not None and taken.of() is tensor else None
+
+
+def origin_of(tensor: Any) -> Any:
+    """Return what a part was taken of in the end; any other tensor itself."""
+    while (taken := _part_of(tensor)) is not None:
+        tensor = taken.source
+    return tensor
+
+
+def fresh(handler: Handler) -> Handler:
+    """Return a handler that reads parts as their sources are now."""
+
+    def compute(func: Any, args: Any, kwargs: Any) -> Any:
+        if args and isinstance(args[0], DTensor) and is_part(args[0]):
+            refresh(args[0])
+        return handler(func, args, kwargs)
+
+    return compute
+
+
+@torch.no_grad()
+def refresh(tensor: Any) -> None:
+    """Give a tensor that is a part the values that its source has now."""
+    taken = _part_of(tensor)
+    if taken is not None:
+        taken.refresh(tensor)
+
+
 @torch.no_grad()
 def written_back(tensor: Any) -> None:
     """Put what was written into a tensor into those that it is a part of."""
-    taken: _Part | None = tensor.__dict__.get(_PART)
-    if taken is not None and taken.of() is tensor:
+    taken = _part_of(tensor)
+    if taken is not None:
         taken.write_back(tensor)
 
 
-@torch.no_grad()
-def write_full(func: Any, args: Any, kwargs: Any) -> Any:
-    """Write into elements of a shard that an index, a mask or a place names, in the full tensor. Collective."""
+def unbound(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the rows of a tensor with gradients: torch does not cut a shard into the rows that it is split by."""
     shard, *rest = args
-    full = _full(shard)
-    rest, kwargs = tree_map(_full, (rest, kwargs))
-    func(full, *rest, **kwargs)
-    shard.copy_(cut_to_shard(full, shard))
-    written_back(shard)
-    return shard
-
-
-def rows(func: Any, args: Any, kwargs: Any) -> Any:
-    """Go over the rows of the full tensor; what is written into them is in the shard when the loop has ended.
-
-    Collective.
-    """
-    shard, *_ = args
-    if torch.is_grad_enabled() and shard.requires_grad:
-        return func(full_tensor(shard), **kwargs)
-    return _rows(shard, _full(shard))
-
-
-def _rows(shard: Any, full: torch.Tensor) -> Iterator[torch.Tensor]:
-    before = change_count(full)
-    try:
-        yield from full.unbind()
-    finally:
-        if change_count(full) != before:
-            with torch.no_grad():
-                shard.copy_(cut_to_shard(full, shard))
-            written_back(shard)
+    wanted = torch.is_grad_enabled() and shard.requires_grad
+    return func(replicated(shard) if wanted else shard, *rest, **kwargs)
 
 
 def counted_data(func: Any, args: Any, _kwargs: Any) -> Any:
@@ -169,17 +197,15 @@ def counted_data(func: Any, args: Any, _kwargs: Any) -> Any:
     What was gathered of the values before would be computed with otherwise.
     """
     (param,) = args
-    values = _DETACH(param) if isinstance(param, nn.Parameter) else func(param)
-    if is_part(param):
-        values.__dict__[_PART] = _Part(values, param, _DETACH)
-    return values
+    return _DETACH(param) if isinstance(param, nn.Parameter) or is_part(param) else func(param)
 
 
 _DETACH = torch.Tensor.detach
 """Torch's own, whatever stands in its place."""
 
 
-def _full(value: Any) -> Any:
+def full_copy(value: Any) -> Any:
+    """Return the full tensor of a shard, which may be written into; any other value itself. Collective."""
     if not isinstance(value, DTensor):
         return value
     detached: Any = value.detach()

@@ -1,4 +1,4 @@
-"""Let shards be updated in place, by optimizers and by the script's own loops, and be filled as `out=`."""
+"""Let shards be updated in place by optimizers and by the script's own loops, and be filled by `torch.eye`."""
 
 from contextlib import ExitStack
 from functools import wraps
@@ -9,17 +9,32 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor.mixtures import placed_as_updated
-from fsdplaunch.runtime.auto.dtensor.shard_parts import is_part, writing_methods, written_back
+from fsdplaunch.runtime.auto.dtensor.shard_writes import FULL_WRITES
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
+
+_OPERATORS = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod"))
+_OTHERS = frozenset(
+    (
+        *("requires_grad_", "detach_", "rename_", "share_memory_", "resize_", "resize_as_", "set_", "as_strided_"),
+        *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "apply_", "map_", "map2_"),
+    )
+)
+"""Methods named as if they wrote, which change something else or take functions."""
+
+
+def writing_methods() -> list[str]:
+    """Return the names of the methods that write into a tensor, but for those that write into all of it."""
+    named = (name for name in dir(torch.Tensor) if name in _OPERATORS or name[-1] == "_" != name[0])
+    return [name for name in named if name not in _OTHERS and name not in FULL_WRITES]
 
 
 class WrappedUpdates:
     """The methods of shards that write into them, wrapped from when something needs that until the hooks end.
 
     Not before: an optimizer calls six of them for each parameter and step. A step of torch's own optimizers needs
-    it with a parameter of fewer rows than ranks and something that is placed otherwise, and so does a part of a
-    shard that the script has taken. Elsewhere the handlers of operators do what is to be done.
+    it with a parameter of fewer rows than ranks and something that is placed otherwise. Elsewhere the handlers of
+    operators do what is to be done.
 
     Args:
         ownership: Who shards.
@@ -52,10 +67,7 @@ def _update(func: Any, ownership: Ownership) -> Any:
     def update_in_place(shard: Any, *operands: Any, **kwargs: Any) -> Any:
         if ownership.ours:
             operands = placed_as_updated(shard, operands)
-        result = func(shard, *operands, **kwargs)
-        if is_part(shard):
-            written_back(shard)
-        return result
+        return func(shard, *operands, **kwargs)
 
     return update_in_place
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.auto.dtensor.row_loops import put_kept_rows
 from fsdplaunch.runtime.auto.model.inner_calls import computes_in_part
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
@@ -59,6 +60,7 @@ class GatheredView:
         Raises:
             ShardingError: Both the shards and what was gathered have changed.
         """
+        put_kept_rows()
         pairs = [] if not self.kept or self.in_pass() else self.pairs()
         if not pairs:
             return

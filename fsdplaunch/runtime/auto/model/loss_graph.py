@@ -15,6 +15,7 @@ from fsdplaunch.runtime.torch_internals.graph_nodes import (
     loss_reduction,
     moves_rows,
     reduced_dims,
+    reduced_elements,
     reduced_shape,
     scale_factor,
     total_weight,
@@ -58,7 +59,7 @@ class Amount(NamedTuple):
 
     Attributes:
         value: 0 where the script multiplies or divides by 0.
-        kind: "weight" of all elements of a mean of log-likelihoods; "divisor" of the script's; "factor" for the
+        kind: "weight" of all elements of a mean, or their number; "divisor" of the script's; "factor" for the
             inverse of what the script multiplies by.
     """
 
@@ -134,8 +135,11 @@ class _Search:
         if name == "Mean" or (name in _LOSSES and how == 1):
             multiplied = any(factor.value in self.sizes and factor.value > 1 for factor in factors)
             kind, weight = "unknown" if multiplied else "mean", total_weight(chosen)
-            amounts: tuple[Amount, ...] = () if weight is None else (Amount(weight, "weight"),)
+            amounts: tuple[Amount, ...] = (
+                Amount(reduced_elements(chosen) if weight is None else weight, "weight"),
+            )
         else:
+            factors = (*factors, *_void(chosen))
             kind, amounts = self._divided(shape, factors), tuple(_amount(factor) for factor in factors)
         return BatchReduction(node=chosen, outer=node, kind=kind, shape=shape, amounts=amounts, name=name)
 
@@ -171,6 +175,13 @@ class _Search:
                 found = below
             waiting += [each for each, _ in below.next_functions]
         return found
+
+
+def _void(node: Any) -> tuple[Factor, ...]:
+    """Return the 0 that a script multiplies all by before it reduces it: `(output * 0).sum()`."""
+    below = node.next_functions[0][0] if node.next_functions else None
+    factor = None if below is None else scale_factor(below)
+    return (factor,) if factor is not None and not factor.value else ()
 
 
 def is_count(number: float) -> bool:

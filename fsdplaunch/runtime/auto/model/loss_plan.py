@@ -13,13 +13,30 @@ from fsdplaunch.runtime.auto.model.loss_graph import Amount, BatchReduction, is_
 
 Need = Literal["none", "ranks", "part", "unknown"]
 """Of a gradient: nothing, the number of ranks or the rank's part as a factor, or nothing that is known."""
+Amounts = tuple[float, ...]
 
 
 class ReductionFacts(NamedTuple):
-    """What one rank found of a reduction: its kind and the values of its amounts."""
+    """What one rank found of a reduction.
+
+    Attributes:
+        kind: "sum", "mean" or "unknown".
+        amounts: The values of its amounts.
+        kinds: Of its amounts.
+        name: Of its operation, with those below it.
+        certain: Whether its rows are shares of a batch, and not rows that all ranks have.
+    """
 
     kind: str
-    amounts: tuple[float, ...]
+    amounts: Amounts
+    kinds: tuple[str, ...] = ()
+    name: str = ""
+    certain: bool = True
+
+    @property
+    def is_void(self) -> bool:
+        """Return whether the script multiplies it by 0, as it does to have a graph where there is nothing."""
+        return any(kind == "factor" and not value for kind, value in zip(self.kinds, self.amounts, strict=False))
 
 
 @dataclass(slots=True)
@@ -49,17 +66,18 @@ class ReductionPlan:
             return "part"
         return "ranks" if self.kind == "sum" else "none"
 
-    def follow(self, ranks: Sequence[Sequence[float]]) -> bool:
+    def follow(self, ranks: Sequence[Amounts | None]) -> bool:
         """Take for counts what turns out to be; return whether that is news, to be printed.
 
         Args:
-            ranks: The amounts of each rank.
+            ranks: The amounts of each rank; None where it has no such reduction.
         """
         before = self.need
-        unequal = _unequal(ranks)
+        present = [amounts for amounts in ranks if amounts is not None]
+        unequal = _unequal(present)
         self.counted |= unequal
         if self.kind == "sum":
-            self.counted |= {index for index, value in enumerate(ranks[0]) if self._changes(index, value)}
+            self.counted |= {index for index, value in enumerate(present[0]) if self._changes(index, value)}
         is_news = not self.is_told and (bool(unequal) or self.need != before)
         self.is_told = self.is_told or is_news
         return is_news
@@ -67,41 +85,59 @@ class ReductionPlan:
     def _changes(self, index: int, value: float) -> bool:
         return self.kinds[index] == "divisor" and is_count(value) and value != self.first[index]
 
-    def part(self, rank: int, ranks: Sequence[Sequence[float]]) -> float:
+    def part(self, rank: int, ranks: Sequence[Amounts | None]) -> float:
         """Return by what to multiply a rank's gradient, so that the mean over ranks is weighted by their counts.
 
         Args:
             rank: Whose.
-            ranks: The amounts of each rank.
+            ranks: The amounts of each rank; None where it has no such reduction, which counts nothing.
         """
         part = 1.0
         for index in self.counted:
-            values = [amounts[index] for amounts in ranks]
+            values = [0.0 if amounts is None else amounts[index] for amounts in ranks]
             part *= values[rank] * len(values) / sum(values) if any(values) else 1.0
         return part
 
 
-def plan_reduction(facts: Sequence[ReductionFacts], amounts: Sequence[Amount], *, certain: bool) -> ReductionPlan:
+def plan_reduction(ranks: Sequence[ReductionFacts | None], kinds_of: Sequence[str]) -> ReductionPlan:
     """Return what a reduction's gradient needs, by the first batch.
 
     Args:
-        facts: Of each rank.
-        amounts: This rank's; all have as many, of the same kinds.
-        certain: Whether its rows are shares of a batch, and not rows that all ranks have.
+        ranks: What each rank found; None where it has no such reduction.
+        kinds_of: Of its amounts; all have as many, of the same kinds.
     """
+    facts = [fact for fact in ranks if fact is not None]
     kinds = {fact.kind for fact in facts}
     alike = len({len(fact.amounts) for fact in facts}) == 1
     unequal = _unequal([fact.amounts for fact in facts]) if alike else set()
     unclear = "unknown" in kinds and not (unequal and len(kinds) > 1)
     kind = "mean" if "mean" in kinds else "sum"
+    certain = all(fact.certain for fact in facts)
     if unclear or not alike or not (certain or kinds == {"mean"}):
         kind = "unknown"
-    return ReductionPlan(kind, tuple(each.kind for each in amounts), facts[0].amounts, unequal)
+    if alike and len(facts) < len(ranks):
+        unequal |= _counts(facts, kinds_of)
+    return ReductionPlan(kind, tuple(kinds_of), facts[0].amounts, unequal)
 
 
-def facts_of(reduction: BatchReduction) -> ReductionFacts:
+def _counts(facts: Sequence[ReductionFacts], kinds: Sequence[str]) -> set[int]:
+    """Return the amounts that count elements, of which a rank without such a reduction has none."""
+    return {
+        index
+        for index, kind in enumerate(kinds)
+        if kind == "weight" or (kind == "divisor" and all(_is_several(fact.amounts[index]) for fact in facts))
+    }
+
+
+def _is_several(value: float) -> bool:
+    return is_count(value) and value > 1
+
+
+def facts_of(reduction: BatchReduction, name: str, *, certain: bool) -> ReductionFacts:
     """Return what the other ranks are to know of a reduction."""
-    return ReductionFacts(reduction.kind, tuple(each.value for each in reduction.amounts))
+    amounts: Sequence[Amount] = reduction.amounts
+    values, kinds = tuple(each.value for each in amounts), tuple(each.kind for each in amounts)
+    return ReductionFacts(reduction.kind, values, kinds, name, certain)
 
 
 def _unequal(ranks: Sequence[Sequence[float]]) -> set[int]:

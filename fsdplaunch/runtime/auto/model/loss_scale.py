@@ -4,17 +4,20 @@ Gradients are averaged over ranks. A sum over the batch needs N times that; a me
 rank, such as its tokens that are no padding, needs the rank's part of all that is counted.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import compress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.model.loss_exchange import RankLoss, check_passes, digest_of
 from fsdplaunch.runtime.auto.model.loss_graph import BatchReduction, batch_reductions
-from fsdplaunch.runtime.auto.model.loss_plan import ReductionPlan, facts_of, plan_reduction
+from fsdplaunch.runtime.auto.model.loss_plan import Amounts, facts_of
+from fsdplaunch.runtime.auto.model.loss_terms import LossTerms, term_name
 from fsdplaunch.runtime.auto.model.row_mixing import (
     compares_rows,
     fixed_rows,
@@ -24,31 +27,32 @@ from fsdplaunch.runtime.auto.model.row_mixing import (
     penalises_on_meshes,
 )
 from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.collectives.monitored_barrier import name_ranks
 from fsdplaunch.runtime.collectives.rank_group import from_all
 from fsdplaunch.runtime.torch_internals.graph_nodes import takes_partial_passes
 
 WEIGHT = "_fsdplaunch_weight"
 """The attribute of a loss by which its value counts in the mean over ranks, where that is not equal."""
 _SAME_PART = 1e-9
-_Plans = list[ReductionPlan]
 
 
 class LossScale:
     """One worker's losses.
 
     Attributes:
-        plans: By the script's line and the loss's operations, what was found at the first backward.
+        terms: By the digests of all ranks' losses, what was found at the first backward that had them.
     """
 
     def __init__(self, hook_context: HookContext) -> None:
         self.hook_context = hook_context
         self.reduction = hook_context.config.launch.loss_reduction
-        self.plans: dict[Any, _Plans] = {}
+        self.terms: dict[tuple[float, ...], LossTerms] = {}
+        self.digests: dict[Any, float] = {}
 
     def apply(self, losses: list[torch.Tensor]) -> None:
         """Scale what the losses are reduced by.
 
-        Collective at the first backward of a line of the script, and where one divides by what may be a count.
+        Collective, by an exchange of one size whatever the losses are; more at the first backward of a line.
 
         Args:
             losses: What the script calls `backward` of.
@@ -66,63 +70,112 @@ class LossScale:
         context = self.hook_context
         found = batch_reductions(loss.grad_fn, context.batches.sizes, context.data.size)
         line = script_line()
-        key = (line, tuple((each.name, len(each.shape), len(each.amounts)) for each in found))
-        if key in self.plans:
+        amounts = [each.value for reduction in found for each in reduction.amounts]
+        ranks = self._all_ranks(line, found, amounts)
+        every = tuple(each.digest for each in ranks)  # all ranks have the same, and make a plan together
+        if every in self.terms:
             context.stop_marking()
         else:
-            self.plans[key] = self._planned(line, loss, found)
-        plans = self.plans[key]
-        ranks = self._followed(line, plans, found)
-        context.batches.loss_is_sum = bool(plans) and all(plan.need == "ranks" for plan in plans)
+            self.terms[every] = self._planned(line, loss, found)
+        terms = self.terms[every]
+        by_term = self._followed(line, terms, [each.amounts for each in ranks])
+        context.batches.loss_is_sum = bool(terms.plans) and all(plan.need == "ranks" for plan in terms.plans)
+        self._register(loss, found, terms, by_term)
+
+    def _all_ranks(self, line: str, found: list[BatchReduction], amounts: list[float]) -> list[RankLoss]:
+        """Return what the losses of all ranks are. Collective, at every backward."""
+        context = self.hook_context
+        key = (line, tuple((term_name(each), len(each.shape), len(each.amounts)) for each in found))
+        if key not in self.digests:
+            self.digests[key] = digest_of(key)
+        own = RankLoss(self.digests[key], context.position.passes, context.batches.drawn, amounts)
+        ranks = context.exchange.all_ranks(own, line)
+        check_passes(ranks, line)
+        return ranks
+
+    def _register(
+        self,
+        loss: torch.Tensor,
+        found: list[BatchReduction],
+        terms: LossTerms,
+        by_term: list[list[Amounts | None]],
+    ) -> None:
+        """Let the gradients of this rank's reductions be multiplied by what they need."""
         parts = []
-        for plan, reduction, amounts in zip(plans, found, ranks, strict=True):
-            if plan.need == "ranks":
-                reduction.node.register_prehook(_times(context.data.size))
-            elif plan.need == "part":
-                parts.append(plan.part(dist.get_rank(), amounts))
+        for place, reduction in zip(terms.places[dist.get_rank()], found, strict=True):
+            need = "none" if place is None else terms.plans[place].need
+            if need == "ranks":
+                reduction.node.register_prehook(_times(self.hook_context.data.size))
+            elif need == "part" and place is not None:
+                parts.append(terms.plans[place].part(dist.get_rank(), by_term[place]))
                 reduction.node.register_prehook(_times(parts[-1]))
         if parts and len(parts) == len(found) and max(parts) - min(parts) < _SAME_PART:
             vars(loss)[WEIGHT] = parts[0]
 
-    def _followed(self, line: str, plans: _Plans, found: list[BatchReduction]) -> list[list[tuple[float, ...]]]:
-        """Return for each reduction what each rank divided it by, and let the plans follow. May be collective."""
-        own = [value for plan, each in zip(plans, found, strict=True) for value in _amounts(plan, each)]
-        every = self._gathered(own) if own else [[]] * self.hook_context.size
-        begin, ranks = 0, []
-        for plan, reduction in zip(plans, found, strict=True):
-            end = begin + len(_amounts(plan, reduction))
-            ranks.append([tuple(each[begin:end]) for each in every])
-            begin = end
-        news = [plan.follow(amounts) for plan, amounts in zip(plans, ranks, strict=True) if amounts[0]]
-        if any(news):
-            messages.say(f"{line}: each rank's mean is over a count of its own: gradients are weighted by it")
-        return ranks
+    def _followed(self, line: str, terms: LossTerms, ranks: list[list[float]]) -> list[list[Amounts | None]]:
+        """Return for each term what each rank divided it by, and let the plans follow."""
+        by_term, news = [], []
+        for term, plan in enumerate(terms.plans):
+            amounts = terms.amounts(term, ranks) if plan.need != "unknown" and plan.kinds else []
+            by_term.append(amounts)
+            if amounts and plan.follow(amounts):
+                news.append(term)
+        if news:
+            self._say(f"{line}: each rank's mean is over a count of its own: gradients are weighted by it")
+        if any(terms.is_ambiguous(term) for term in news):
+            self._say(
+                f"{line}: the loss has several terms of one kind: those of two ranks are taken for the same in"
+                " their order, which is that of one process only where all ranks have all of them"
+            )
+        return by_term
 
-    def _gathered(self, own: list[float]) -> list[list[float]]:
-        """Return the numbers of every rank. Collective, one small sum: torch's gathers of lists take longer."""
-        context = self.hook_context
-        table = torch.zeros(context.size, len(own), dtype=torch.float64)
-        table[dist.get_rank()] = torch.tensor(own, dtype=torch.float64)
-        table = table.to(context.device)
-        dist.all_reduce(table)
-        numbers: list[list[float]] = table.tolist()
-        return numbers
-
-    def _planned(self, line: str, loss: torch.Tensor, found: list[BatchReduction]) -> _Plans:
+    def _planned(self, line: str, loss: torch.Tensor, found: list[BatchReduction]) -> LossTerms:
         """Decide what each reduction needs, from what it is on all ranks, and print it. Collective."""
-        value = float(loss.detach().double().sum())
-        facts = from_all((value, [facts_of(each) for each in found]))
         passes = self.hook_context.batches
-        if not passes.shared_passes and len({fact[0] for fact in facts}) == 1:
-            return [ReductionPlan("mean", (), (), set()) for _ in found]  # all ranks computed the same rows
-        plans = []
-        for index, each in enumerate(found):
-            rows = each.shape[:1] and each.shape[0] in passes.sizes
-            certain = bool(rows) or not passes.alike_passes
-            plans.append(plan_reduction([fact[1][index] for fact in facts], each.amounts, certain=certain))
-        self._report(line, found, plans)
-        self._tell_mixing(line, loss, found)
-        return plans
+        certain = [bool(_has_rows(each, passes.sizes)) or not passes.alike_passes for each in found]
+        own = [facts_of(each, term_name(each), certain=sure) for each, sure in zip(found, certain, strict=True)]
+        ranks = from_all((float(loss.detach().double().sum()), own))
+        terms = LossTerms([facts for _, facts in ranks])
+        if not passes.shared_passes and len({value for value, _ in ranks}) == 1:
+            terms.take_for_means()  # all ranks computed the same rows
+            return terms
+        self._check_choice(line, terms)
+        self._report(line, terms)
+        if not terms.missing():
+            self._tell_mixing(line, loss, found)
+        return terms
+
+    def _say(self, message: str, *, is_unequal: bool = False) -> None:
+        """Print a message, once in a run: a line may have plans for several combinations of losses."""
+        if message not in self.hook_context.printed:
+            self.hook_context.printed.add(message)
+            (messages.say_unequal if is_unequal else messages.say)(message)
+
+    def _check_choice(self, line: str, terms: LossTerms) -> None:
+        """Print that only some ranks have a term of the loss.
+
+        Raises:
+            ShardingError: Ranks have losses that have nothing in common.
+        """
+        if terms.exclude_each_other():
+            msg = f"{line}: ranks have chosen different losses, each by the rows that it has"
+            hint = (
+                "choose by a number that all ranks have alike, or set launch.loss_reduction: mean to average what"
+                " they have"
+            )
+            raise ShardingError(msg, hint=hint)
+        if terms.differ:
+            self._say(
+                f"{line}: ranks compute the loss by different operations, each as the rows that it has decide;"
+                " one process decides by all",
+                is_unequal=True,
+            )
+        for term, ranks in terms.missing().items():
+            what = terms.names[term].partition(" ")[0]
+            self._say(
+                f"{line}: a term of the loss ({what}) is missing on {name_ranks(ranks)}: it counts there as one"
+                " over no rows, which is that of one process if it is left out where there is nothing to add"
+            )
 
     def _tell_mixing(self, line: str, loss: torch.Tensor, found: list[BatchReduction]) -> None:
         """Print whether the loss is one of all rows together, of which this rank has a part. Collective."""
@@ -133,7 +186,7 @@ class LossScale:
         mixes = (seen and self._mixes_inside(loss, found, rows)) or mixes
         facts = from_all((mixes, fixed_rows(loss, rows)))
         if any(fact != (False, facts[0][1]) for fact in facts):
-            messages.say(
+            messages.say_unequal(
                 f"{line}: the loss compares rows of the batch with each other: each rank compares its own {rows}"
                 " only, which is not what one process computes"
             )
@@ -143,7 +196,7 @@ class LossScale:
                 " has several axes and parameters are in the loss; one that does is not that of one process"
             )
         elif rows == 1 and may_compare_rows(loss, found, inside=bool(self.hook_context.inner_marks)):
-            messages.say(
+            messages.say_unequal(
                 f"{line}: each rank has one row of the batch: a loss that compares rows with each other would not"
                 " be that of one process, and with one row it cannot be seen"
             )
@@ -160,23 +213,22 @@ class LossScale:
         differ = [len(set(each)) > 1 for each in zip(*totals, strict=True)]
         return compares_rows(loss, found, rows, list(compress((output for output, _ in inner), differ)))
 
-    def _report(self, line: str, found: list[BatchReduction], plans: _Plans) -> None:
-        unknown = [each.name for each, plan in zip(found, plans, strict=True) if plan.need == "unknown"]
-        if any(plan.need == "ranks" for plan in plans):
-            messages.say(f"{line}: the loss is a sum over the batch: its gradients are added up over ranks")
-        if unknown or not found:
+    def _report(self, line: str, terms: LossTerms) -> None:
+        names = [name.partition(" ")[0] for name in terms.names]
+        unknown = [name for name, plan in zip(names, terms.plans, strict=True) if plan.need == "unknown"]
+        if any(plan.need == "ranks" for plan in terms.plans):
+            self._say(f"{line}: the loss is a sum over the batch: its gradients are added up over ranks")
+        if unknown or not names:
             what = ", ".join(dict.fromkeys(unknown)) or "its graph does not show it"
-            messages.say(
+            self._say(
                 f"{line}: the loss is no plain sum or mean over the batch ({what}): gradients are averaged"
-                " over ranks, which need not be those of one process (launch.loss_reduction sets it)"
+                " over ranks, which need not be those of one process (launch.loss_reduction sets it)",
+                is_unequal=True,
             )
 
 
-def _amounts(plan: ReductionPlan, reduction: BatchReduction) -> list[float]:
-    """Return what a reduction was divided by, where that matters."""
-    if plan.need == "unknown" or not plan.kinds:
-        return []
-    return [each.value for each in reduction.amounts]
+def _has_rows(reduction: BatchReduction, sizes: Collection[int]) -> bool:
+    return bool(reduction.shape[:1]) and reduction.shape[0] in sizes
 
 
 def _times(factor: float) -> Callable[[Any], Any]:

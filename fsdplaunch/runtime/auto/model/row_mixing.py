@@ -33,6 +33,11 @@ def mark_outputs(output: Any) -> None:
             noted(edge.node).setdefault(_KEY, {})[edge.output_nr] = value.shape
 
 
+def is_of_model(node: Any) -> bool:
+    """Return whether a graph's node is of what a model returned, or of a parameter."""
+    return bool(noted(node).get(_KEY)) or hasattr(node, "variable")
+
+
 def mark_inner_outputs(model: nn.Module) -> list[RemovableHandle]:
     """Let graphs remember what the innermost modules return too, for a loss that the model itself computes.
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.dtensor.row_loops import put_kept_rows
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.late_storages import SMALLEST, LateStorages
@@ -42,6 +43,7 @@ class ShardGatherer:
     """
 
     def __init__(self, call: str, *, keep: bool, at: str | None = None) -> None:
+        put_kept_rows()
         self.keep = keep
         self.call = f"{call} at {at or script_line()}"
         self.count = 0

@@ -2,13 +2,13 @@
 
 import pytest
 
-from fsdplaunch.runtime.auto.model.loss_graph import Amount
 from fsdplaunch.runtime.auto.model.loss_plan import ReductionFacts, plan_reduction
+from fsdplaunch.runtime.auto.model.loss_terms import LossTerms
 
 
 def plan(kind, *ranks, by="divisor", certain=True):
-    facts = [ReductionFacts(kind, (value,)) for value in ranks]
-    return plan_reduction(facts, [Amount(ranks[0], by)], certain=certain)
+    facts = [value and ReductionFacts(kind, (value,), (by,), certain=certain) for value in ranks]
+    return plan_reduction(facts, (by,))
 
 
 def test_a_divisor_that_differs_is_a_count_whatever_the_sum_looked_like() -> None:
@@ -46,5 +46,34 @@ def test_means_need_nothing_until_ranks_count_differently() -> None:
 
 def test_what_is_unclear_on_one_rank_is_on_all() -> None:
     facts = [ReductionFacts("unknown", ()), ReductionFacts("mean", ())]
-    assert plan_reduction(facts, [], certain=True).need == "unknown"
+    assert plan_reduction(facts, ()).need == "unknown"
     assert plan("sum", 16.0, 16.0, certain=False).need == "unknown"
+
+
+def test_a_term_that_a_rank_does_not_have_is_one_over_no_elements_there() -> None:
+    mean, masked = (
+        ReductionFacts("mean", (8.0,), ("weight",), "Mean Pow"),
+        ReductionFacts("mean", (3.0,), ("weight",), "Mean Index"),
+    )
+    total = ReductionFacts("sum", (), (), "Sum Index")
+    terms = LossTerms([[mean], [masked, mean, total]])
+    assert terms.places == [[0], [1, 0, 2]]
+    assert [plan.need for plan in terms.plans] == ["none", "part", "ranks"]
+    amounts = terms.amounts(1, [[8.0], [3.0, 8.0]])
+    assert amounts == [None, (3.0,)]
+    assert terms.plans[1].follow(amounts) is False
+    assert terms.plans[1].part(1, amounts) == 2.0
+    assert terms.missing() == {1: [0], 2: [0]}
+    assert not terms.exclude_each_other()
+    assert LossTerms([[mean], [total]]).exclude_each_other()
+    assert LossTerms([[mean], [masked]]).differ
+
+
+def test_what_a_script_multiplies_by_0_is_no_term() -> None:
+    nothing = ReductionFacts("sum", (0.0,), ("factor",), "Sum Addmm")
+    mean = ReductionFacts("mean", (8.0,), ("weight",), "Mean Pow")
+    terms = LossTerms([[nothing], [mean]])
+    assert terms.places == [[None], [0]]
+    assert terms.missing() == {0: [0]}
+    assert not terms.exclude_each_other()
+    assert terms.plans[0].part(1, terms.amounts(0, [[0.0], [8.0]])) == 2.0
