@@ -95,8 +95,9 @@ def gather_before_changed_views(module: nn.Module) -> None:
 def let_inputs_be_changed(module: nn.Module) -> None:
     """Let a unit change its input in place, as a block that begins with `nn.ReLU(inplace=True)` does.
 
-    FSDP2 passes inputs through a function of its own, to reduce gradients after it in backward; what comes out must
-    not be changed. A hook of the input does the same. With several inputs it reduces when backward ends. All versions.
+    FSDP2 passes inputs through a function of its own, to reduce gradients after it in backward; what comes out
+    must not be changed. A hook of the input does the same. With several inputs gradients are reduced when backward
+    ends. All versions.
     """
     for group in param_groups(module):
         if hasattr(group, "_register_post_backward_hook"):
