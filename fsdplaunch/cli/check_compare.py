@@ -6,21 +6,23 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from fsdplaunch.cli.comparison_report import as_data, as_lines
 from fsdplaunch.cli.output import Output
-from fsdplaunch.config.environment import COMPARE_DIR, REHEARSAL_STEPS
+from fsdplaunch.config.environment import COMPARE_CHANGED, COMPARE_DIR, REHEARSAL_STEPS
 from fsdplaunch.errors import LaunchError, UsageError
-from fsdplaunch.launch.comparison.causes import Cause, find_cause
-from fsdplaunch.launch.comparison.records import RunFacts, StepFacts, read_run
-from fsdplaunch.launch.comparison.verdict import Verdict, added_up, compare
+from fsdplaunch.launch.comparison.causes import find_cause
+from fsdplaunch.launch.comparison.records import RunFacts, read_run
+from fsdplaunch.launch.comparison.rounding import is_equal, may_be_rounding, rounding
+from fsdplaunch.launch.comparison.verdict import added_up, compare
 from fsdplaunch.launch.entry_points import PLAIN_RUN
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.parent_death import ended_with_us
+from fsdplaunch.run_dir import COMPARED_CHANGED
 
 EXIT_EQUAL, EXIT_DIFFERENT = 0, 1
 _OURS = ("FSDP", "ACCELERATE_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
@@ -50,7 +52,27 @@ def run_plain(plan: LaunchPlan, out: Output) -> None:
     Raises:
         LaunchError: It failed, or made no step.
     """
-    folder = Path(plan.env[COMPARE_DIR])
+    target = plan.target
+    out.say(f"  first {target.name} in one process, then over {plan.workers} workers")
+    status = _run_alone(plan, {})
+    if status:
+        msg = f"{target.name} failed in one process, with exit code {status}: there is nothing to compare with"
+        again = shlex.join(["python", *(["-m"] if target.is_module else []), target.name])
+        hint = f"run {again} until it works; its output is above"
+        raise LaunchError(msg, hint=hint)
+    if read_run(Path(plan.env[COMPARE_DIR]), 0) is None:
+        raise no_step(plan, workers=1)
+
+
+def _run_changed(plan: LaunchPlan, out: Output) -> RunFacts | None:
+    """Run the script once more in one process, from weights changed in their last digits; None if it failed."""
+    out.say("  they part: once more in one process, with weights changed in their last digits, to tell rounding")
+    status = _run_alone(plan, {COMPARE_CHANGED: "1"})
+    return None if status else read_run(Path(plan.env[COMPARE_DIR]), 0, COMPARED_CHANGED)
+
+
+def _run_alone(plan: LaunchPlan, further: Mapping[str, str]) -> int:
+    """Run the script in one process, record it, and return its exit status."""
     target = plan.target
     command = [
         sys.executable,
@@ -60,22 +82,13 @@ def run_plain(plan: LaunchPlan, out: Output) -> None:
         target.name,
         *target.arguments,
     ]
-    out.say(f"  first {target.name} in one process, then over {plan.workers} workers")
-    environ = _plain_environ(plan, os.environ)
-    status = subprocess.run(
+    return subprocess.run(
         command,
-        env=environ,
+        env={**_plain_environ(plan, os.environ), **further},
         stdout=sys.stderr,
         check=False,
         preexec_fn=ended_with_us(),
     ).returncode
-    if status:
-        msg = f"{target.name} failed in one process, with exit code {status}: there is nothing to compare with"
-        again = shlex.join(["python", *(["-m"] if target.is_module else []), target.name])
-        hint = f"run {again} until it works; its output is above"
-        raise LaunchError(msg, hint=hint)
-    if read_run(folder, 0) is None:
-        raise no_step(plan, workers=1)
 
 
 def no_step(plan: LaunchPlan, *, workers: int) -> LaunchError:
@@ -111,12 +124,15 @@ def conclude(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) 
     verdict = compare(plain, sharded, tolerance)
     dtype = plan.config.precision.param
     cause = find_cause(verdict.first, plain, sharded, dtype) if verdict.first else None
+    if cause is not None and verdict.first is not None and may_be_rounding(verdict.first, cause):
+        changed = _run_changed(plan, out)
+        cause = (changed and rounding(verdict.first, plain, sharded, changed)) or cause
     if as_json:
-        out.json(_as_data(plan, plain, sharded, verdict, cause, tolerance))
+        out.json(as_data(plan, plain, sharded, verdict, cause, tolerance))
     else:
-        for line in (*_table(plain.steps, sharded.steps, plan.workers), *_words(plan, plain, verdict, cause)):
+        for line in as_lines(plan, plain, sharded, verdict, cause):
             out.data(line)
-    return EXIT_DIFFERENT if verdict.first else EXIT_EQUAL
+    return EXIT_EQUAL if is_equal(verdict, cause) else EXIT_DIFFERENT
 
 
 def check_tolerance(tolerance: float) -> None:
@@ -128,66 +144,3 @@ def check_tolerance(tolerance: float) -> None:
     if not (math.isfinite(tolerance) and tolerance > 0):
         msg = f"--tolerance must be a number above 0, got {tolerance}"
         raise UsageError(msg, hint="1e-4 is the default")
-
-
-def _table(plain: Sequence[StepFacts], sharded: Sequence[StepFacts], workers: int) -> list[str]:
-    head = ("step", "loss, one process", f"loss, {workers} workers", "gradient norm", f"{workers} workers")
-    rows = [
-        (str(number), _loss(one), _loss(many), f"{one.norm:.6g}", f"{many.norm:.6g}")
-        for number, (one, many) in enumerate(zip(plain, sharded, strict=False), start=1)
-    ]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [
-        "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in (head, *rows)
-    ]
-    return [*lines, ""]
-
-
-def _loss(step: StepFacts) -> str:
-    return " ".join(f"{loss:.6g}" for loss in step.losses) or "none"
-
-
-def _words(plan: LaunchPlan, plain: RunFacts, verdict: Verdict, cause: Cause | None) -> list[str]:
-    steps = f"{len(plain.steps)} step{'s' if len(plain.steps) != 1 else ''}"
-    if verdict.first is None or cause is None:
-        count, by = verdict.parameters
-        noise = f"; {len(verdict.noise)} left out, whose gradients are rounding" if verdict.noise else ""
-        return [
-            f"equal: {plan.script} computes over {plan.workers} workers what it does in one process",
-            f"  {steps}: losses and gradients to {verdict.largest:.1e}, {count} parameters to {by:.1e}{noise}",
-        ]
-    first = verdict.first
-    place = {None: "after the last step", 0: "before the first step"}.get(first.step, f"at step {first.step}")
-    values = (
-        "" if first.plain is None else f": {first.plain:.6g} in one process, {first.sharded:.6g} over the workers"
-    )
-    return [
-        f"different {place}: {first.what}{values} (by {first.by:.1e})",
-        f"  cause  {cause.text}",
-        f"  try    {cause.hint}",
-    ]
-
-
-def _as_data(
-    plan: LaunchPlan, plain: RunFacts, sharded: RunFacts, verdict: Verdict, cause: Cause | None, tolerance: float
-) -> dict[str, Any]:
-    rows = zip(plain.steps, sharded.steps, strict=False)
-    return {
-        "equal": verdict.first is None,
-        "workers": plan.workers,
-        "tolerance": tolerance,
-        "steps": [
-            {"losses": [one.losses, many.losses], "gradient_norms": [one.norm, many.norm]} for one, many in rows
-        ],
-        "largest_difference": verdict.largest,
-        "parameters": {"compared": verdict.parameters[0], "largest_difference": verdict.parameters[1]},
-        "left_out": list(verdict.noise),
-        "first": _finite(asdict(verdict.first)) if verdict.first else None,
-        "cause": asdict(cause) if cause else None,
-        "run_dir": str(plan.run_dir),
-    }
-
-
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values that JSON has: None for what is infinite."""
-    return {key: None if value == math.inf else value for key, value in values.items()}

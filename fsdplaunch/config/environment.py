@@ -26,6 +26,8 @@ REHEARSAL_STEPS = "FSDPLAUNCH_REHEARSAL_STEPS"
 
 COMPARE_DIR = "FSDPLAUNCH_COMPARE_DIR"
 """Contract variable, not a key: where each process of `fsdplaunch check --compare` writes what it computed."""
+COMPARE_CHANGED = "FSDPLAUNCH_COMPARE_CHANGED"
+"""Contract variable, not a key: `1` where one process of a comparison changes its weights in their last digits."""
 MEASURE_STEPS = "FSDPLAUNCH_MEASURE_STEPS"
 """Contract variable, not a key: end the script after so many optimizer steps, and write down what they took."""
 MEASURE_SCRATCH = "FSDPLAUNCH_MEASURE_SCRATCH"

@@ -5,6 +5,15 @@ import sys
 from fsdplaunch.runtime.rank import rank
 from fsdplaunch.terminal_text import printable
 
+unequal: list[str] = []
+"""What was said to differ from one process, on this rank; `fsdplaunch check --compare` names it as the cause."""
+
+
+def say_unequal(text: str) -> None:
+    """Say, on rank 0, that something is computed that one process would not compute; remember it on all."""
+    unequal.append(text)
+    say(text)
+
 
 def say(text: str) -> None:
     """Write one line to stderr, on rank 0 only."""

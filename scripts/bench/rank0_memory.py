@@ -53,6 +53,7 @@ def _rank(rank: int, ranks: int, gigabytes: float, folder: str) -> None:
     from fsdplaunch.runtime.auto.context import context_of
     from fsdplaunch.runtime.auto.install import hooks
     from fsdplaunch.runtime.auto.state.rank0.pulling import close
+    from fsdplaunch.runtime.auto.state.rank0.served_models import serve
 
     torch.set_num_threads(1)
     keys = {
@@ -64,16 +65,20 @@ def _rank(rank: int, ranks: int, gigabytes: float, folder: str) -> None:
     os.environ.update(encode(config))
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    with hooks(context_of(config, torch.device("cpu"), rank=rank, size=ranks)):
+    with hooks(context_of(config, torch.device("cpu"), rank=rank, size=ranks)) as hook_context:
         model, optimizer = _trained(gigabytes)
         if rank == 0:
             _report(model, optimizer, Path(folder))
         dist.barrier()
         _together("  by all ranks", model.module, Path(folder), rank)
-        close()
         del model, optimizer
         flat = _by_fsdp1(gigabytes)
         _together("  under FSDP1", flat.module, Path(folder), rank)
+        serve(flat, hook_context)
+        if rank == 0:
+            _report_fsdp1(flat.module, Path(folder))
+        dist.barrier()
+        close()
     dist.destroy_process_group()
 
 
@@ -112,15 +117,30 @@ def _report(model: Any, optimizer: Any, folder: Path) -> None:
         _print(name, save, folder / "file", largest)
 
 
+def _report_fsdp1(module: Any, folder: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    ways: dict[str, Callable[[Path], Any]] = {
+        "    alone, torch.save": lambda file: torch.save(module.state_dict(), file),
+        "    save_file": lambda file: save_file(module.state_dict(), file),
+        "    save_pretrained": module.save_pretrained,
+    }
+    for name, save in ways.items():
+        _print(name, save, folder / "file", WIDTH * WIDTH * 4 / 1e6)
+
+
 def _by_fsdp1(gigabytes: float) -> Any:
     """The model in FSDP1's wrapper, with one around each layer."""
     import torch
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+    from fsdplaunch.runtime.compat.fsdp1_gathering import gather_with_all_ranks
     from fsdplaunch.runtime.compat.full_saves import save_full_weights
 
     save_full_weights()
+    gather_with_all_ranks()
     model = Layers(PretrainedConfig(layers=_layers(gigabytes)))
     by_layer, cpu = ModuleWrapPolicy({nn.Linear}), torch.device("cpu")
     return FullyShardedDataParallel(model, auto_wrap_policy=by_layer, device_id=cpu, use_orig_params=True)

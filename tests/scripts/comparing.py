@@ -1,14 +1,16 @@
 """A training script that does, or does not, compute the same over workers; its argument says which."""
 
+import secrets
 import sys
 
+import numpy as np
 import torch
 from torch import nn
 
 mode = sys.argv[1]
 torch.manual_seed(0)
 if mode == "initial-weights":
-    torch.seed()
+    torch.manual_seed(secrets.randbits(32))
 
 
 class Block(nn.Module):
@@ -26,6 +28,10 @@ class Block(nn.Module):
 model = nn.Sequential(nn.Linear(8, 16), *[Block() for _ in range(3)], nn.Linear(16, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 rows = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+if mode == "batch-norm":  # by a generator that is given no seed
+    rows = torch.utils.data.TensorDataset(
+        *torch.tensor(np.random.default_rng().normal(size=(64, 9))).float().split([8, 1], 1)
+    )
 order = torch.Generator().manual_seed(1)
 if mode == "other-data":
     order.seed()
@@ -39,6 +45,8 @@ for x, y in loader:
     found = model(x)
     if mode == "randomness":
         found = found + torch.randn(len(x) + 1, 1)[1:]  # no part of what one process draws
+    if mode == "rounding":
+        found = torch.sin(1e5 * found)  # what is added up in another order goes elsewhere at the next step
     loss = compare(found, y)
     if mode == "unequal-means":
         kept = x[:, :1].exp()

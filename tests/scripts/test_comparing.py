@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.config.environment import COMPARE_DIR, REHEARSAL_STEPS
+from fsdplaunch.config.environment import COMPARE_CHANGED, COMPARE_DIR, REHEARSAL_STEPS
 from fsdplaunch.launch.comparison.causes import Cause, find_cause
 from fsdplaunch.launch.comparison.records import read_run
-from fsdplaunch.launch.comparison.verdict import Verdict, compare
+from fsdplaunch.launch.comparison.rounding import may_be_rounding, rounding
+from fsdplaunch.launch.comparison.verdict import Difference, Verdict, compare
+from fsdplaunch.run_dir import COMPARED_CHANGED
 from fsdplaunch.runtime.comparison import record_run
 from tests.scripts.conftest import PROGRAMS, Forks
 
@@ -35,6 +37,20 @@ def compared(
     verdict = compare(plain, sharded, 1e-4)
     cause = find_cause(verdict.first, plain, sharded, keys.get("mixed_precision")) if verdict.first else None
     return verdict, cause
+
+
+def as_rounding(forks: Forks, folder: Path, first: Difference, *arguments: str) -> Cause | None:
+    """Run a script once more, from weights changed in their last digits; return rounding or None."""
+    records = folder / "records"
+    environ = {COMPARE_DIR: str(records), REHEARSAL_STEPS: str(STEPS), COMPARE_CHANGED: "1"}
+    one = forks.run(Path(record_run.__file__), folder / "three", str(SCRIPT), *arguments, environ=environ)
+    assert one.codes == [0], one.err
+    plain, sharded, changed = read_run(records, 0), read_run(records, 2), read_run(records, 0, COMPARED_CHANGED)
+    assert plain is not None
+    assert sharded is not None
+    assert changed is not None
+    assert plain.steps != changed.steps
+    return rounding(first, plain, sharded, changed)
 
 
 @pytest.mark.parametrize(
@@ -83,3 +99,16 @@ def test_difference_is_named_with_its_step_and_its_cause(forks, tmp_path, mode, 
         line = SCRIPT.read_text().split("loss.backward()")[0].count("\n") + 1
         assert f"the loss at comparing.py:{line} is a sum over the batch" in cause.text
         assert verdict.first.plain == pytest.approx(2 * verdict.first.sharded, rel=1e-3)
+    if mode == "unequal-means":
+        assert may_be_rounding(verdict.first, cause)
+        assert as_rounding(forks, tmp_path, verdict.first, mode) is None
+
+
+def test_rounding_that_grows_is_told_from_another_computation(forks, tmp_path):
+    verdict, cause = compared(forks, tmp_path, SCRIPT, "rounding")
+    assert verdict.first is not None
+    assert cause is not None
+    assert may_be_rounding(verdict.first, cause)
+    found = as_rounding(forks, tmp_path, verdict.first, "rounding")
+    assert found is not None
+    assert found.id == "rounding"

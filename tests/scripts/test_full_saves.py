@@ -43,8 +43,7 @@ def test_every_saving_call_of_an_accelerate_script_writes_full_tensors(forks, tm
     out = tmp_path / "out"
     out.mkdir()
     options = keys(version, "BertLayer") | more
-    alone = ["alone"] if "fsdp_config__fsdp_use_orig_params" not in more else []
-    run = forks.run(SCRIPTS / "accelerate_saves.py", tmp_path / "run", str(out), *alone, ranks=2, **options)
+    run = forks.run(SCRIPTS / "accelerate_saves.py", tmp_path / "run", str(out), ranks=2, **options)
     assert run.codes == [0, 0], run.err
     finds = more is FOUND and bool(
         BertForSequenceClassification(SMALL)._no_split_modules
@@ -52,33 +51,26 @@ def test_every_saving_call_of_an_accelerate_script_writes_full_tensors(forks, tm
     assert ("BertEmbeddings is no unit, for the input embeddings" in run.err[0]) is finds
     trained = torch.load(out / "trained.pt")
     assert trained["classifier.weight"].shape == (2, 32)
-    if alone and version == 1:
-        assert re.search(r"save_pretrained at accelerate_saves.py:\d+ was called on rank 0 only", run.out[0])
-        assert not (out / "alone").exists()
-    by_rank_0 = bool(alone) and version == 2
-    for folder in ("library", "pieces", "given", *(["alone", "alone given"] if by_rank_0 else [])):
+    for folder in ("library", "pieces", "given", "alone", "alone given"):
         loaded = BertForSequenceClassification.from_pretrained(out / folder)
         assert_equal(loaded.state_dict(), trained)
         assert loaded.config.architectures == ["BertForSequenceClassification"]
     part = {name.removeprefix("bert."): value for name, value in trained.items() if name.startswith("bert.")}
-    for folder in ("part", "alone part") if by_rank_0 else ("part",):
+    for folder in ("part", "alone part"):
         assert_equal(BertModel.from_pretrained(out / folder).state_dict(), part)
-
-    if by_rank_0:
-        assert_equal(load_file(out / "alone model" / "model.safetensors"), trained)
+    assert_equal(load_file(out / "alone model" / "model.safetensors"), trained)
     index = json.loads((out / "model" / "model.safetensors.index.json").read_text())
     files = {name: load_file(out / "model" / name) for name in set(index["weight_map"].values())}
     assert len(files) > 1
     assert_equal({name: files[file][name] for name, file in index["weight_map"].items()}, trained)
     assert_equal(torch.load(out / "unwrapped.pt"), trained)
     assert_equal(torch.load(out / "state.pt"), trained)
-    if more is FOUND:
-        assert_equal(BertForSequenceClassification.from_pretrained(out / "alone").state_dict(), trained)
-        assert_equal(load_file(out / "alone.st"), trained)
-        whole = torch.load(out / "alone.pt")
-        assert_equal(whole["model"], trained)
-        assert len(whole["optimizer"]["state"]) == len(trained)
-        assert type(whole["optimizer"]["state"][0]["exp_avg"]) is torch.Tensor
+    assert_equal(load_file(out / "alone.st"), trained)
+    whole = torch.load(out / "alone.pt")
+    assert_equal(whole["model"], trained)
+    averages = [values["exp_avg"] for values in whole["optimizer"]["state"].values()]
+    assert [type(average) for average in averages] == [torch.Tensor] * len(trained)
+    assert sorted(average.shape for average in averages) == sorted(value.shape for value in trained.values())
 
 
 def test_shards_given_as_a_state_are_refused_with_the_line_before_anything_is_written(forks, tmp_path):
@@ -100,9 +92,9 @@ def test_shards_given_as_a_state_are_refused_with_the_line_before_anything_is_wr
     ("configured", "special"),
     [
         ({}, ["alone"]),
-        (keys(1, "LlamaDecoderLayer") | {"fsdp_config__fsdp_activation_checkpointing": True}, ["best"]),
+        (keys(1, "LlamaDecoderLayer") | {"fsdp_config__fsdp_activation_checkpointing": True}, ["best", "alone"]),
         (keys(2, "LlamaDecoderLayer"), ["bf16", "best", "older"]),
-        (keys(1, "LlamaDecoderLayer", "FULL_STATE_DICT"), ["model only", "own saves"]),
+        (keys(1, "LlamaDecoderLayer", "FULL_STATE_DICT"), ["model only", "own saves", "alone"]),
     ],
     ids=[
         "built-in, and by rank 0",
@@ -151,6 +143,20 @@ def test_trainer_leaves_adapters_that_load_from_inside_of_units(forks, tmp_path)
     assert_equal(found, adapters)
 
 
+def test_rank_0_saves_alone_whatever_fsdp1_has_sharded(forks, tmp_path):
+    run = forks.run(SCRIPTS / "fsdp1_saves.py", tmp_path / "run", ranks=2)
+    assert run.codes == [0, 0], "\n".join(run.err)
+    *compared, held, summoned, evaluated = [line for line in run.out[0].splitlines() if "hint: " not in line]
+    assert compared == 2 * [f"compared {name} 13 9" for name in ("shown", "flat", "low", "offloaded")]
+    assert "is read when the model has been trained further" in held
+    assert re.match(
+        r"alone: True FSDP.summon_full_params at fsdp1_saves.py:\d+ was called on rank 0 only", summoned
+    )
+    assert re.match(
+        r"alone: True .* calls Net in evaluation on rank 0 only: rank 1 is at fsdp1_saves.py:", evaluated
+    )
+
+
 def test_rank_0_saves_alone_what_a_script_has_sharded_by_hand_or_is_told_soon(forks, tmp_path):
     run = forks.run(SCRIPTS / "hand_saves.py", tmp_path / "run", ranks=2)
     assert run.codes == [0, 0], run.err
@@ -159,9 +165,8 @@ def test_rank_0_saves_alone_what_a_script_has_sharded_by_hand_or_is_told_soon(fo
     for line, says in zip(
         lines,
         (
+            rf"FSDP1, early at once: state_dict\(\) of a model that FSDP1 has sharded {alone}",
             rf"early at once: torch.save at hand_saves.py:\d+ {alone}",
-            rf"FSDP1 at once: state_dict\(\) of a model that FSDP1 has sharded {alone}",
-            rf"FSDP1's optimizer at once: FSDP.optim_state_dict {alone}",
             rf"shards at once: torch.distributed.checkpoint.load {alone}",
             r"evaluation at once: .* calls Sequential in evaluation on rank 0 only: rank 1 is at hand_saves.py:",
             "not sharded: 8",

@@ -236,6 +236,20 @@ def test_what_rank_0_cannot_do_alone_is_an_error_at_its_line(
     assert seconds < 30
 
 
+FSDP1 = """
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
+number = int(sys.argv[3])
+strategy = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD)[number % 3]
+how = {"use_orig_params": number % 2 == 0, "sharding_strategy": strategy, "device_id": torch.device("cpu")}
+if number % 3 == 2:
+    how["device_mesh"] = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+net = Net()
+for place in range(3):
+    net.layers[place] = FSDP(net.layers[place], **how)
+model = FSDP(net, **how)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+"""
+
 CAMPAIGN = """
 victim, when = int(sys.argv[1]), int(sys.argv[2])
 slow = random.choice([0.0, 0.0, 0.01, 0.05])
@@ -251,6 +265,11 @@ for number in range(20):
     if number % 7 == 3:
         total = torch.ones(1)
         dist.all_reduce(total)
+    if number % 5 == 4 and not isinstance(model, DDP):
+        full = model.state_dict()
+        if rank == 0 and os.path.exists(f"{number}.pt"):
+            saved = torch.load(f"{number}.pt")["model"]
+            assert saved.keys() == full.keys() and all(torch.equal(saved[key], full[key]) for key in full)
 if rank == 0:
     torch.save({"number": 19, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
 """
@@ -261,7 +280,8 @@ def check_one_step(folder: Path) -> int:
     files = list(folder.glob("*.pt"))
     for file in files:
         state = torch.load(file)
-        assert int(state["model"]["module.steps"]) == state["number"] + 1
+        steps = state["model"]["module.steps" if "module.steps" in state["model"] else "steps"]
+        assert int(steps) == state["number"] + 1
         assert {int(each["step"]) for each in state["optimizer"]["state"].values()} == {state["number"] + 1}
         assert all(torch.isfinite(value).all() for value in state["model"].values())
     assert not [path for path in folder.iterdir() if path.suffix != ".pt"]
@@ -270,18 +290,26 @@ def check_one_step(folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif("FSDPLAUNCH_CAMPAIGN" not in os.environ, reason="minutes long: scripts/campaigns/rank0_saves")
+@pytest.mark.parametrize("sharded", ["by this package", "by FSDP1"])
 @pytest.mark.parametrize("number", range(20))
-def test_saves_of_rank_0_in_one_round_of_the_campaign(forks: Forks, tmp_path: Path, number: int) -> None:
+def test_saves_of_rank_0_in_one_round_of_the_campaign(
+    forks: Forks, tmp_path: Path, number: int, sharded: str
+) -> None:
     chance = random.Random(number)
     victim = chance.choice([-1, -1, 1, 2, 3]) if number else -1
     script = tmp_path / "train.py"
-    script.write_text(HEAD.replace("random.seed(rank)", f"random.seed(rank + {7 * number})") + CAMPAIGN)
+    head = HEAD.replace("random.seed(rank)", f"random.seed(rank + {7 * number})")
+    if sharded == "by FSDP1":
+        built = head.index("model = DDP"), head.index("def step")
+        head = head[: built[0]] + FSDP1 + head[built[1] :]
+    script.write_text(head + CAMPAIGN)
     began = time.monotonic()
     done = forks.run(
         script,
         tmp_path / "run",
         str(victim),
         str(chance.randrange(20)),
+        str(number),
         ranks=4,
         timeout=90,
         launch__max_restarts=0,

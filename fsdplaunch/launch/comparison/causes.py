@@ -34,6 +34,7 @@ class Evidence:
         plain: The step there, in one process.
         sharded: The same step of the workers.
         layers: Layers that compute something else with another batch.
+        told: What the workers said to differ from one process.
         dtype: What parameters are computed in, where the configuration sets it.
     """
 
@@ -41,6 +42,7 @@ class Evidence:
     plain: StepFacts
     sharded: StepFacts
     layers: tuple[str, ...]
+    told: tuple[str, ...]
     dtype: str | None
 
 
@@ -59,6 +61,7 @@ def find_cause(first: Difference, plain: RunFacts, sharded: RunFacts, dtype: str
         plain=plain.steps[at],
         sharded=sharded.steps[at],
         layers=tuple(sharded.layers),
+        told=tuple(sharded.told),
         dtype=dtype,
     )
     return next(cause for find in _KNOWN if (cause := find(evidence)) is not None)
@@ -80,6 +83,8 @@ def _same_rows(evidence: Evidence) -> Cause | None:
     if len(set(many.rows)) > 1 or many.rows[0] != one.rows[0] or one.rows[0] is None:
         return None
     if not all(_close(content, one.contents[0]) for content in many.contents):
+        if all(_close(content, many.contents[0]) for content in many.contents):
+            return _drawn_anew("all workers read the same rows, and other ones than the plain run")
         return Cause(
             id="batch-size",
             text=f"the global batch is {_rows(many)} rows instead of {one.rows[0]}: each worker reads its own",
@@ -102,10 +107,14 @@ def _other_rows(evidence: Evidence) -> Cause | None:
         )
     if _close(sum(many.contents), one.contents[0]):
         return None
+    return _drawn_anew("the workers read other rows than the plain run")
+
+
+def _drawn_anew(what: str) -> Cause:
     return Cause(
         id="other-data",
-        text="the workers read other rows than the plain run: their order is drawn anew in every run, or per rank",
-        hint="seed the sampler's generator with a fixed number, equal on all ranks",
+        text=f"{what}: they, or their order, are drawn anew in every run, or per rank",
+        hint="seed what draws them (a sampler's generator, an environment) with a fixed number on all ranks",
     )
 
 
@@ -122,6 +131,16 @@ def _sum(evidence: Evidence) -> Cause | None:
         text=f"the loss at {one.line} is a sum over the batch: averaged over the workers, its gradients are"
         f" {len(many.rows)} times too small",
         hint='use the mean over the rows (reduction="mean"), or multiply the loss by the number of workers',
+    )
+
+
+def _told(evidence: Evidence) -> Cause | None:
+    if not evidence.told:
+        return None
+    return Cause(
+        id="told",
+        text=f"the workers said so: {evidence.told[0]}",
+        hint="see docs/unmodified-scripts.md, the batch size: what it means, and what can be done",
     )
 
 
@@ -187,6 +206,7 @@ _KNOWN: tuple[Callable[[Evidence], Cause | None], ...] = (
     _same_rows,
     _other_rows,
     _sum,
+    _told,
     _random,
     _batch_norm,
     _dtype,

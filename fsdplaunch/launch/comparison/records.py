@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.errors import LaunchError
-from fsdplaunch.run_dir import read_json
-
-PLAIN = "plain.json"
+from fsdplaunch.run_dir import COMPARED_PLAIN, read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,22 +44,25 @@ class RunFacts:
         start: The norm of each parameter before the first step.
         layers: Layers that compute something else with another batch.
         parameters: How far each final parameter is from the plain run's; None where that has no such parameter.
+        told: What the run said to differ from one process.
     """
 
     steps: Sequence[StepFacts]
     start: Mapping[str, float]
     layers: Sequence[str]
     parameters: Mapping[str, float | None]
+    told: Sequence[str] = ()
 
 
-def read_run(folder: Path, workers: int) -> RunFacts | None:
+def read_run(folder: Path, workers: int, alone: str = COMPARED_PLAIN) -> RunFacts | None:
     """Return what a run computed; None when not all of its processes wrote a record with a step.
 
     Args:
         folder: Of the comparison.
-        workers: How many took part; 0 for the plain process.
+        workers: How many took part; 0 for one plain process.
+        alone: The file of that process.
     """
-    names = [f"rank{rank}.json" for rank in range(workers)] or [PLAIN]
+    names = [f"rank{rank}.json" for rank in range(workers)] or [alone]
     records = [read_json(folder / name) for name in names]
     if not all(record.get("steps") for record in records):
         return None
@@ -73,6 +74,7 @@ def read_run(folder: Path, workers: int) -> RunFacts | None:
         steps=[_step(parts) for parts in zip(*(record["steps"] for record in records), strict=True)],
         start=_norms([record["start"] for record in records]),
         layers=records[0]["layers"],
+        told=records[0].get("told", ()),
         parameters=records[0].get("parameters", {}),
     )
 

@@ -68,6 +68,19 @@ def compare(plain: RunFacts, sharded: RunFacts, tolerance: float) -> Verdict:
     )
 
 
+def distances(plain: RunFacts, other: RunFacts) -> list[float]:
+    """Return how far a run is from the plain one at most, at each step, and last in the final parameters.
+
+    Args:
+        plain: Of one process.
+        other: Of the workers, or of another process; with the sums of their losses where these are `added_up`.
+    """
+    pairs = zip(plain.steps, other.steps, strict=False)
+    far = [max(each.by for each in _of_step(number, *pair)) for number, pair in enumerate(pairs, start=1)]
+    noise = tuple(name for name in plain.start if _is_noise(name, plain))
+    return [*far, max((each.by for each in _ends(plain, other, noise)), default=0.0)]
+
+
 def added_up(plain: RunFacts, sharded: RunFacts, tolerance: float) -> RunFacts:
     """Return the workers' run with the sums of their losses where these are what one process has.
 

@@ -25,25 +25,27 @@ _SHOWN = 8
 _calls: dict[str, int] = {}
 
 
-def monitored_barrier(call: str, hint: str | None = None) -> None:
+def monitored_barrier(call: str, hint: str | None = None, ranks: Sequence[int] | None = None) -> None:
     """Wait until every rank is in this call.
 
     Args:
         call: The function's name, with what else must be the same on all ranks.
         hint: What to do when some ranks did not call it.
+        ranks: Those that must be, this one among them; left out, all.
 
     Raises:
         CheckpointError: The missing ranks wait elsewhere for the ones that are here, or for longer than the
             process group's timeout.
     """
-    size = dist.get_world_size()
-    number = _calls[call] = _calls.get(call, 0) + 1
-    if size == 1:
+    wanted = range(dist.get_world_size()) if ranks is None else ranks
+    name = call if ranks is None else f"{call}/{wanted[0]}"
+    number = _calls[name] = _calls.get(name, 0) + 1
+    if len(wanted) == 1:
         return
-    prefix = f"fsdplaunch/barrier/{call}/{number}"
+    prefix = f"fsdplaunch/barrier/{name}/{number}"
     group_store = store()
     group_store.set(f"{prefix}/{dist.get_rank()}", "here")
-    if group_store.add(f"{prefix}/count", 1) == size:
+    if group_store.add(f"{prefix}/count", 1) == len(wanted):
         group_store.set(f"{prefix}/all", "here")
     start, pause, waiting_since = time.monotonic(), _SHORT, 0.0
     noticed = reported = False
@@ -53,21 +55,21 @@ def monitored_barrier(call: str, hint: str | None = None) -> None:
         waited = time.monotonic() - start
         if waited < NOTICE_SECONDS:
             continue
-        missing = [rank for rank in range(size) if not group_store.check([f"{prefix}/{rank}"])]
+        missing = [rank for rank in wanted if not group_store.check([f"{prefix}/{rank}"])]
         noticed = noticed or _notice(call, missing)
         reported = reported or report_wait()  # those missing may wait in another call for this rank
         places = waiting_places(missing)
         waiting_since = (waiting_since or waited) if missing and len(places) == len(missing) else 0.0
         if waiting_since and waited - waiting_since > CONFIRM_SECONDS:
-            _withdraw(call, prefix)
-            raise _alone(call, missing, places, size, hint)
+            _withdraw(name, prefix)
+            raise _alone(call, missing, places, wanted, hint)
         if waited > default_timeout():
-            _withdraw(call, prefix)
+            _withdraw(name, prefix)
             raise _absent(call, missing, waited)
         time.sleep(0.5)
     if reported:
         report_wait(MOVING)
-    _forget(call, number - 1)
+    _forget(name, number - 1)
 
 
 def waiting_places(ranks: Sequence[int]) -> dict[int, str]:
@@ -84,9 +86,9 @@ def _notice(call: str, missing: Sequence[int]) -> bool:
 
 
 def _alone(
-    call: str, missing: Sequence[int], places: dict[int, str], size: int, hint: str | None
+    call: str, missing: Sequence[int], places: dict[int, str], wanted: Sequence[int], hint: str | None
 ) -> CheckpointError:
-    here = [rank for rank in range(size) if rank not in missing]
+    here = [rank for rank in wanted if rank not in missing]
     whose = f" (rank {missing[0]})" if len(missing) > 1 else ""
     msg = (
         f"{call} was called on {name_ranks(here)} only: {name_ranks(missing)} went on, waiting for"
@@ -111,15 +113,15 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(several[:-1])} and {several[-1]}"
 
 
-def _withdraw(call: str, prefix: str) -> None:
+def _withdraw(name: str, prefix: str) -> None:
     """Undo this call, so that the next one on all ranks is the same one on all."""
-    _calls[call] -= 1
+    _calls[name] -= 1
     leave_wait()
     store().add(f"{prefix}/count", -1)
     store().delete_key(f"{prefix}/{dist.get_rank()}")
 
 
-def _forget(call: str, number: int) -> None:
+def _forget(name: str, number: int) -> None:
     """Remove what this rank wrote for an earlier call, which every rank has left by now."""
     if number > 0:
-        store().delete_key(f"fsdplaunch/barrier/{call}/{number}/{dist.get_rank()}")
+        store().delete_key(f"fsdplaunch/barrier/{name}/{number}/{dist.get_rank()}")

@@ -65,18 +65,27 @@ class NamedModels:
                 yield prefix + name, full_tensor(value).cpu()
 
     def _find(self, params: list[nn.Parameter]) -> None:
-        """Find the outermost modules that hold these parameters."""
+        """Find the outermost modules that hold these parameters, and name them in the order of these.
+
+        Not in the order in which they are found: models of one size are found in another order in each process.
+        """
         left = {id(param) for param in params} - self._known.keys()
+        places = {id(param): place for place, param in enumerate(params)}
+        found: list[tuple[int, nn.Module]] = []
         for root in _roots():
-            own = dict(named_parameters(root))
-            if root in self.roots or left.isdisjoint(map(id, own.values())):
-                continue
-            self.roots.append(root)
-            prefix = _prefix(root, len(self.roots) - 1)
-            shared = _sharded_by_wrapper(root)
-            for name, param in own.items():
-                self._known.setdefault(id(param), (prefix + name, param, shared or _is_shard(param)))
-            left -= self._known.keys()
+            own = {id(param) for _, param in named_parameters(root)}
+            if root not in self.roots and left & own:
+                found.append((min(places[each] for each in left & own), root))
+                left -= own
+        for _, root in sorted(found, key=lambda each: each[0]):
+            self._name(root)
+
+    def _name(self, root: nn.Module) -> None:
+        self.roots.append(root)
+        prefix = _prefix(root, len(self.roots) - 1)
+        shared = _sharded_by_wrapper(root)
+        for name, param in named_parameters(root):
+            self._known.setdefault(id(param), (prefix + name, param, shared or _is_shard(param)))
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -2,7 +2,8 @@
 
     python -m fsdplaunch.runtime.comparison.record_run [-m] SCRIPT_OR_MODULE [ARGS...]     the plain process
 
-The plain process keeps its final parameters in a file. The workers gather theirs one at a time and look there.
+The plain process keeps its final parameters in a file. The workers gather theirs one at a time and look there, and
+so does a plain process whose weights were changed in their last digits.
 """
 
 import os
@@ -16,18 +17,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.optim import Optimizer
 
-from fsdplaunch.config.environment import COMPARE_DIR, REHEARSAL_STEPS
-from fsdplaunch.run_dir import write_json
+from fsdplaunch.config.environment import COMPARE_CHANGED, COMPARE_DIR, REHEARSAL_STEPS
+from fsdplaunch.run_dir import COMPARED_CHANGED, COMPARED_PLAIN, write_json
+from fsdplaunch.runtime.auto.data.rng_streams import RngStreams
+from fsdplaunch.runtime.auto.data.unseeded import SEED, seeding_from
 from fsdplaunch.runtime.check_run import stop_after
+from fsdplaunch.runtime.comparison.last_digits import LastDigits
 from fsdplaunch.runtime.comparison.recorder import Recorder
 from fsdplaunch.runtime.compat.accelerate_loaders import shuffle_alike_of_accelerate
 from fsdplaunch.runtime.rank import rank, rank_variable
 from fsdplaunch.runtime.script import parse_target, run_target
 
 PARAMETERS = "parameters.safetensors"
-SEED = 0
-"""Given to scripts that set none: both runs must begin alike."""
-
 _recorders: list[Recorder] = []
 
 
@@ -37,6 +38,8 @@ def record(steps: int) -> None:
     shuffle_alike_of_accelerate()
     recorder = Recorder()
     recorder.install()
+    if _is_changed():
+        LastDigits().install()
     _recorders.append(recorder)
     stop_after(steps, _finish_at_step)
 
@@ -61,14 +64,20 @@ def _finish_at_step(_optimizer: Optimizer) -> dict[str, Any]:
 
 def _finish(recorder: Recorder) -> None:
     folder = Path(os.environ[COMPARE_DIR])
-    plain = rank_variable("RANK") is None  # which the script of a worker may not see
+    alone = rank_variable("RANK") is None  # which the script of a worker may not see
     facts = recorder.facts()
-    if plain:
+    if alone and not _is_changed():
         tensors = {name: value.clone() for name, value in recorder.models.full_tensors()}
         save_file(tensors, folder / PARAMETERS)
     else:
         facts["parameters"] = _compared(recorder, folder / PARAMETERS)
-    write_json(folder / ("plain.json" if plain else f"rank{rank()}.json"), facts)
+    own = COMPARED_CHANGED if _is_changed() else COMPARED_PLAIN
+    write_json(folder / (own if alone else f"rank{rank()}.json"), facts)
+
+
+def _is_changed() -> bool:
+    """Return whether this is the process whose weights change in their last digits."""
+    return os.environ.get(COMPARE_CHANGED) == "1"
 
 
 def _compared(recorder: Recorder, plain: Path) -> dict[str, Any]:
@@ -92,12 +101,13 @@ def _distance(value: torch.Tensor, plain: torch.Tensor) -> float | None:
 
 
 def main(argv: list[str]) -> None:
-    """Run and record the plain process."""
-    record(int(os.environ[REHEARSAL_STEPS]))
-    try:
-        run_target(parse_target(argv))
-    finally:
-        finish()
+    """Run and record the plain process; the workers' own set-up seeds what a script of theirs leaves to chance."""
+    with seeding_from(RngStreams(rank=0, kept=True), SEED):
+        record(int(os.environ[REHEARSAL_STEPS]))
+        try:
+            run_target(parse_target(argv))
+        finally:
+            finish()
 
 
 if __name__ == "__main__":

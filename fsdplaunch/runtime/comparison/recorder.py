@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.model.loss_scale import WEIGHT
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.comparison.named_models import NamedModels, sum_of_squares
 from fsdplaunch.runtime.inspection.accessors import full_tensor
+from fsdplaunch.runtime.torch_internals.tensors import is_function_transforms
 
 
 @dataclass(slots=True)
@@ -73,6 +75,7 @@ class Recorder:
             "steps": [{name: getattr(step, name) for name in Step.__slots__} for step in self.steps],
             "start": self.start,
             "layers": self.layers,
+            "told": messages.unequal,
         }
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -81,7 +84,7 @@ class Recorder:
         if next(module.parameters(), None) is None:  # a transform of the dataset, which is given one row
             return
         batch = next((arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim()), None)
-        if batch is None:
+        if batch is None or is_function_transforms(batch):
             return
         batch = full_tensor(batch.detach())
         self._now.rows, self._now.content = batch.shape[0], batch.double().sum().item()

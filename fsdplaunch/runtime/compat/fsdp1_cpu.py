@@ -8,6 +8,8 @@ option has no other effect there, so it is taken out.
 import dataclasses
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdplaunch.probe.torch_version import parse
+from fsdplaunch.runtime.torch_warnings import quiet_torch
 
 _MENDED = (2, 14)
 
@@ -49,6 +52,25 @@ def take_out_offload_to_cpu() -> None:
 
     Wrapper.set_state_dict_type = staticmethod(set_type_staying)  # type: ignore[method-assign]
     Wrapper.summon_full_params = staticmethod(summon_staying)  # type: ignore[method-assign]
+
+
+@contextmanager
+def own_memory(model: nn.Module) -> Iterator[None]:
+    """Have each tensor of a state that FSDP1 gathers of an optimizer on a CPU get memory of its own.
+
+    With `offload_to_cpu`, which is the default, torch gathers all of them into the same and moves them from there
+    to where they are already: `exp_avg` has the values of `exp_avg_sq`. Seen in 2.7 to 2.15.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
+
+    units: list[Any] = Wrapper.fsdp_modules(model)
+    if not units or units[0].compute_device.type != "cpu":
+        yield
+        return
+    now = Wrapper.get_state_dict_type(model)
+    options = now.state_dict_config, _staying(now.optim_state_dict_config)
+    with quiet_torch(), Wrapper.state_dict_type(model, now.state_dict_type, *options):
+        yield
 
 
 def shard_on_cpu() -> None:

@@ -17,6 +17,7 @@ from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer, gathered
 from fsdplaunch.runtime.auto.state.late_tensors import LateTensors
+from fsdplaunch.runtime.auto.state.rank0.flat_states import FlatSource, model_state
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, named_parameters
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, has_shards, is_sharded
 from fsdplaunch.runtime.rank import rank
@@ -98,12 +99,11 @@ def _gathered_state(model: nn.Module, gathering: ShardGatherer) -> State:
     if not fsdp1_wrappers(owner):
         return gathered({clean_name(name): value for name, value in model.state_dict().items()}, gathering)
     gathering.meet()
+    late = gathering.late if isinstance(gathering.late, LateTensors) else None
     if not gathering.together:
-        msg = f"{gathering.call} was called on rank 0 only, and what FSDP1 has sharded is gathered by all ranks"
-        raise CheckpointError(msg, hint="take it out of `if is_main_process:`; rank 0 alone writes all the same")
+        return below(model_state(owner, FlatSource(gathering.call, late)), model, owner)
     options = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    late = gathering.late
-    by_unit = late_units(owner, late, keep=gathering.keep) if isinstance(late, LateTensors) else nullcontext()
+    by_unit = nullcontext() if late is None else late_units(owner, late, keep=gathering.keep)
     with state_dict_type(owner, "full_state_dict", options), by_unit:
         state = below(owner.state_dict(), model, owner)
     return gathered(state, gathering)

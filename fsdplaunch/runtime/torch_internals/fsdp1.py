@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ class FlatParameter:
         counts: Elements of each run, padding included.
         is_padding: Whether each run is padding.
         is_contiguous: Whether each parameter lies row by row.
+        strides: Of the full parameters.
         shard_numel: Elements of each rank's shard.
     """
 
@@ -50,6 +52,7 @@ class FlatParameter:
     counts: Sequence[int]
     is_padding: Sequence[bool]
     is_contiguous: Sequence[bool]
+    strides: Sequence[tuple[int, ...]]
     shard_numel: int
 
 
@@ -71,6 +74,7 @@ def flat_parameter(unit: nn.Module) -> FlatParameter | None:
         counts=flat._numels_with_padding,
         is_padding=flat._is_padding_mask,
         is_contiguous=flat._contiguities,
+        strides=flat._strides,
         shard_numel=flat._sharded_size.numel(),
     )
 
@@ -88,6 +92,64 @@ def show_unsharded_parameters(unit: Any) -> None:
 def is_flat_parameter(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a flat parameter of FSDP1; all versions."""
     return bool(getattr(tensor, "_is_flat_param", False))
+
+
+def is_in_flat_parameter(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a flat parameter of FSDP1, or a parameter that lies in one; all versions."""
+    return bool(getattr(tensor, "_fsdp_flattened", False))
+
+
+def divided_over(unit: Any) -> int:
+    """Return over how many ranks a unit's parameters are divided, with those of replicas; all versions."""
+    replicas = getattr(unit, "_inter_node_pg", None)
+    return int(unit.process_group.size() * (1 if replicas is None else replicas.size()))
+
+
+def original_buffer_dtypes(unit: Any) -> dict[str, torch.dtype]:
+    """Return the dtypes in a state dict of buffers that a unit computes with in another one; all versions."""
+    if unit.mixed_precision.buffer_dtype is None:
+        return {}
+    dtypes: dict[str, torch.dtype] = unit._buffer_name_to_orig_dtype
+    return {name: dtype for name, dtype in dtypes.items() if name not in unit._ignored_buffer_names}
+
+
+@contextmanager
+def showing_full(units: Sequence[Any], full: dict[int, dict[str, Any]]) -> Iterator[None]:
+    """Let modules have given tensors as parameters, and FSDP1 take no part in state dicts; all versions.
+
+    Args:
+        units: The wrappers.
+        full: The tensor for each parameter in a flat one, by its attribute, by its module's id.
+    """
+    with ExitStack() as stack:
+        for unit in units:
+            for table in ("_state_dict_hooks", "_state_dict_pre_hooks"):
+                stack.enter_context(_other_table(unit, table, _without_fsdp1s(getattr(unit, table))))
+        for module in {id(each): each for unit in units for each in unit.modules()}.values():
+            own = full.get(id(module), {})
+            if own or FLAT_PARAMETER in module._parameters:
+                kept = {name: value for name, value in module._parameters.items() if name != FLAT_PARAMETER}
+                stack.enter_context(_other_table(module, "_parameters", kept | own))
+        yield
+
+
+def _without_fsdp1s(hooks: Any) -> Any:
+    return OrderedDict((key, hook) for key, hook in hooks.items() if not _is_fsdp1s(hook))
+
+
+def _is_fsdp1s(hook: Any) -> bool:
+    function = getattr(hook, "hook", hook)  # torch wraps some
+    return str(getattr(function, "__module__", "")).startswith("torch.distributed.fsdp.")
+
+
+@contextmanager
+def _other_table(module: Any, name: str, table: Any) -> Iterator[None]:
+    kept = module.__dict__[name]
+    module.__dict__[name] = table
+    try:
+        yield
+    finally:
+        module.__dict__[name] = kept
 
 
 def shows_original_parameters(model: nn.Module) -> bool:

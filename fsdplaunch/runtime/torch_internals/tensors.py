@@ -43,6 +43,11 @@ def gather_for_scripting(function: Callable[..., Any], instead: Callable[..., An
         builtins._register_builtin(instead, name)
 
 
+def is_function_transforms(tensor: torch.Tensor) -> bool:
+    """Return whether torch.func made a tensor, which stands for many and has no values; all versions."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def change_count(tensor: torch.Tensor) -> int:
     """Return how often a tensor, or another one with its storage, was changed in place; all versions."""
     return int(tensor._version)

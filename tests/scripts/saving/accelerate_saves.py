@@ -1,5 +1,6 @@
 """Train with accelerate, and save by every call that its users write; the reference is gathered before by hand."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -11,18 +12,23 @@ from torch.distributed.tensor import DTensor
 from transformers import BertConfig, BertForSequenceClassification
 
 from fsdplaunch.runtime.auto.state import gather
+from fsdplaunch.runtime.auto.state.rank0 import flat_states
 from fsdplaunch.runtime.collectives import hang_detector, monitored_barrier
 from fsdplaunch.runtime.state_dict import late_units
 
-gather.SMALLEST = late_units.SMALLEST = 1000  # bytes from which on a tensor is gathered when it is written
+# bytes from which on a tensor is gathered when it is written
+gather.SMALLEST = late_units.SMALLEST = flat_states.SMALLEST = 1000
 monitored_barrier.NOTICE_SECONDS, monitored_barrier.CONFIRM_SECONDS, hang_detector.STILL_SECONDS = 0.5, 0.5, 0.5
 out = Path(sys.argv[1])
 size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 torch.manual_seed(0)
 accelerator = Accelerator()
 model = BertForSequenceClassification(BertConfig(vocab_size=64, max_position_embeddings=32, **size))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-model, optimizer = accelerator.prepare(model, optimizer)
+if os.environ["FSDP_VERSION"] == "1":  # its flat parameters are trained by optimizers that are built on them
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+else:
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 for _ in range(2):
     rows = torch.randint(0, 64, (4, 8))
     loss = model(input_ids=rows, labels=torch.tensor([0, 1, 0, 1])).loss
@@ -52,9 +58,7 @@ inner.bert.save_pretrained(out / "part")
 accelerator.save_model(model, out / "model", max_shard_size="20KB")
 accelerator.save(inner.state_dict(), out / "state.pt")
 state = accelerator.get_state_dict(inner)
-if accelerator.is_main_process and isinstance(
-    next(model.parameters()), DTensor
-):  # FSDP1 cannot be read by one rank
+if accelerator.is_main_process:
     alone = accelerator.unwrap_model(model)
     alone.save_pretrained(out / "alone")
     torch.save({"model": alone.state_dict(), "optimizer": optimizer.state_dict()}, out / "alone.pt")
@@ -66,16 +70,12 @@ if accelerator.is_main_process:
     torch.save(trained, out / "trained.pt")
     torch.save(state, out / "unwrapped.pt")
     print(sorted(path.name for path in (out / "pieces").iterdir()))
-if "alone" in sys.argv:
-    try:
-        if accelerator.is_main_process:
-            inner.save_pretrained(out / "alone")
-            inner.save_pretrained(out / "alone given", state_dict=accelerator.get_state_dict(model))
-            accelerator.save_model(model, out / "alone model")
-            inner.bert.save_pretrained(out / "alone part", max_shard_size="20KB")
-    except RuntimeError as error:
-        print(error)
-    accelerator.wait_for_everyone()
+if accelerator.is_main_process:
+    inner.save_pretrained(out / "alone")
+    inner.save_pretrained(out / "alone given", state_dict=accelerator.get_state_dict(model))
+    accelerator.save_model(model, out / "alone model")
+    inner.bert.save_pretrained(out / "alone part", max_shard_size="20KB")
+accelerator.wait_for_everyone()
 if "wrong" in sys.argv:
     wrong = {name: value.flatten()[:3] for name, value in trained.items()}
     inner.save_pretrained(out / "wrong", state_dict=wrong)

@@ -173,7 +173,7 @@ def _drawing_order(loader: Any) -> list[Any]:
 def _tell_own_draws(hook_context: HookContext, *, seen: bool) -> None:
     if seen:
         hook_context.printed.add("own draws")
-        messages.say(
+        messages.say_unequal(
             "items of the dataset are drawn at random: each rank draws its own, not what one process would"
         )
 

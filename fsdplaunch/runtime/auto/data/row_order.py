@@ -61,7 +61,7 @@ class _Orders:
         line, printed = script_line(), self.hook_context.printed
         if f"order {line}" not in printed:
             printed.add(f"order {line}")
-            messages.say(
+            messages.say_unequal(
                 f"{line}: rows of the batch are put into another order: each rank mixes its own rows only, which"
                 " is not what one process computes"
             )

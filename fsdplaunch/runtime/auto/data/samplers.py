@@ -100,7 +100,7 @@ def say_filled(size: int, more: int, hook_context: HookContext) -> None:
     """Print once that a batch is not what one process would have had."""
     if "filled" not in hook_context.printed:
         hook_context.printed.add("filled")
-        messages.say(
+        messages.say_unequal(
             f"a batch of {size} is filled up with {more} of the first items for {hook_context.data.size} ranks, "
             "so its step is not quite that of one process (drop_last=True leaves such batches out)"
         )

@@ -35,7 +35,7 @@ def tell_single(hook_context: HookContext) -> None:
         key = f"single draws {line}"
         if count > 1 and count in hook_context.batches.sizes and key not in hook_context.printed:
             hook_context.printed.add(key)
-            messages.say(
+            messages.say_unequal(
                 f"{line}: {count} random numbers are drawn one by one, as many as a rank has rows: each rank draws"
                 " the same, which is not what one process draws for all rows"
             )

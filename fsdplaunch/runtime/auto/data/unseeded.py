@@ -4,6 +4,7 @@ Needed because all ranks run the script: data split by Python's or numpy's gener
 these are seeded by chance in every process. Torch's own begins alike on the ranks of one node only.
 """
 
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -14,10 +15,14 @@ import numpy as np
 import numpy.random.bit_generator as numpy_generators
 import torch
 
+from fsdplaunch.config.environment import COMPARE_DIR
 from fsdplaunch.runtime.auto.data.rng_streams import RngStreams, random_states, set_random_states
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import is_user_file
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0
+
+SEED = 0
+"""Of both runs of a comparison, for scripts that set none: they must begin alike."""
 
 
 @contextmanager
@@ -26,8 +31,21 @@ def seeding_alike(streams: RngStreams, size: int) -> Iterator[None]:
     if size == 1:
         yield
         return
-    states, seed = from_rank_0((random_states(), random.getrandbits(64)))
+    chosen = SEED if os.environ.get(COMPARE_DIR) else random.getrandbits(64)
+    states, seed = from_rank_0((random_states(), chosen))
     set_random_states(states)
+    with seeding_from(streams, seed):
+        yield
+
+
+@contextmanager
+def seeding_from(streams: RngStreams, seed: int) -> Iterator[None]:
+    """Make the seeds that a script leaves to chance from one number.
+
+    Args:
+        streams: Of this process; once they have diverged, chance is left to itself.
+        seed: That number.
+    """
     seeds = _Seeds(streams, seed)
     with ExitStack() as stack:
         stack.enter_context(replaced(random, "seed", lambda original: seeds.given(original, "random", 64)))

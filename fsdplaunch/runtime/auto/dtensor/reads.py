@@ -76,7 +76,7 @@ def full_by_all_or_rank0(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 def _come_together(gathering: ShardGatherer, line: str, position: Position) -> bool:
     global _alone_at  # noqa: PLW0603  (one script, one position)
-    at = (line, *position.counts(), position.steps, position.met)
+    at = (line, *position.counts(), position.steps, *position.met)
     if at == _alone_at:
         gathering.together = False
     else:

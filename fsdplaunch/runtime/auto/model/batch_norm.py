@@ -127,7 +127,7 @@ def tell_compiled(model: nn.Module, hook_context: HookContext) -> None:
     """Print where a model is compiled whose BatchNorm should use all ranks' rows: compiled, it uses its own."""
     norms = any(isinstance(module, BatchNorm) for module in model.modules())
     if norms and hook_context.keeps_batch and hook_context.size > 1:
-        messages.say(
+        messages.say_unequal(
             f"{script_line()}: compiled, BatchNorm normalises by each rank's own rows, which is not what one"
             " process computes"
         )

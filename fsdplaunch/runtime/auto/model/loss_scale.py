@@ -145,11 +145,11 @@ class LossScale:
             self._tell_mixing(line, loss, found)
         return terms
 
-    def _say(self, message: str) -> None:
+    def _say(self, message: str, *, is_unequal: bool = False) -> None:
         """Print a message, once in a run: a line may have plans for several combinations of losses."""
         if message not in self.hook_context.printed:
             self.hook_context.printed.add(message)
-            messages.say(message)
+            (messages.say_unequal if is_unequal else messages.say)(message)
 
     def _check_choice(self, line: str, terms: LossTerms) -> None:
         """Print that only some ranks have a term of the loss.
@@ -167,7 +167,8 @@ class LossScale:
         if terms.differ:
             self._say(
                 f"{line}: ranks compute the loss by different operations, each as the rows that it has decide;"
-                " one process decides by all"
+                " one process decides by all",
+                is_unequal=True,
             )
         for term, ranks in terms.missing().items():
             what = terms.names[term].partition(" ")[0]
@@ -185,7 +186,7 @@ class LossScale:
         mixes = (seen and self._mixes_inside(loss, found, rows)) or mixes
         facts = from_all((mixes, fixed_rows(loss, rows)))
         if any(fact != (False, facts[0][1]) for fact in facts):
-            messages.say(
+            messages.say_unequal(
                 f"{line}: the loss compares rows of the batch with each other: each rank compares its own {rows}"
                 " only, which is not what one process computes"
             )
@@ -195,7 +196,7 @@ class LossScale:
                 " has several axes and parameters are in the loss; one that does is not that of one process"
             )
         elif rows == 1 and may_compare_rows(loss, found, inside=bool(self.hook_context.inner_marks)):
-            messages.say(
+            messages.say_unequal(
                 f"{line}: each rank has one row of the batch: a loss that compares rows with each other would not"
                 " be that of one process, and with one row it cannot be seen"
             )
@@ -221,7 +222,8 @@ class LossScale:
             what = ", ".join(dict.fromkeys(unknown)) or "its graph does not show it"
             self._say(
                 f"{line}: the loss is no plain sum or mean over the batch ({what}): gradients are averaged"
-                " over ranks, which need not be those of one process (launch.loss_reduction sets it)"
+                " over ranks, which need not be those of one process (launch.loss_reduction sets it)",
+                is_unequal=True,
             )
 
 

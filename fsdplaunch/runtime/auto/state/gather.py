@@ -24,9 +24,7 @@ from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier
 from fsdplaunch.runtime.collectives.rank_group import raise_on_all_ranks
 from fsdplaunch.runtime.torch_internals.tensors import storage_identity
 
-_TOGETHER = (
-    "let all ranks make this call; under FSDP2 rank 0 alone can, from the first step of the model's optimizer on"
-)
+_TOGETHER = "let all ranks make this call; rank 0 alone can, from the first step of the model's optimizer on"
 _ALIKE = (
     "save on all ranks or on rank 0: decide by a number equal on all ranks, such as a loss on validation data or"
     " one averaged by torch.distributed.all_reduce"

@@ -64,7 +64,7 @@ def _streaming_files() -> Iterator[None]:
         for module in list(sys.modules.values()):
             for name in _NAMES:
                 if _is_any_of(getattr(module, "__dict__", {}).get(name), known):
-                    stack.enter_context(replaced(module, name, _streaming))
+                    stack.enter_context(replaced(module, name, streaming))
         yield
 
 
@@ -72,7 +72,9 @@ def _is_any_of(value: Any, functions: set[Any]) -> bool:
     return any(value is each for each in functions)
 
 
-def _streaming(save: Callable[..., Any]) -> Callable[..., Any]:
+def streaming(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Return safetensors' `save_file` that writes late tensors one after the other."""
+
     @functools.wraps(save)
     def save_file(tensors: Mapping[str, Any], filename: Any, metadata: Any = None, **more: Any) -> Any:
         if more or not _is_late(tensors) or not one_by_one(tensors):

@@ -19,9 +19,14 @@ SMALLEST = 1 << 16
 
 
 class LateStorages:
-    """The storages of one file. Their values are asked for in one order, by ranks that write and by others."""
+    """The storages of one file. Their values are asked for in one order, by ranks that write and by others.
+
+    Attributes:
+        is_writing: Whether a storage that torch.save writes now is filled before.
+    """
 
     def __init__(self) -> None:
+        self.is_writing = False
         self._waiting: dict[int, tuple[torch.Tensor, mmap.mmap]] = {}
         self._fills: dict[int, Fill] = {}
 
@@ -47,8 +52,12 @@ class LateStorages:
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Fill each storage before torch.save writes it, and free its memory then."""
-        with around_writing(self._write):
-            yield
+        self.is_writing = True
+        try:
+            with around_writing(self._write):
+                yield
+        finally:
+            self.is_writing = False
 
     def _write(self, storage: torch.UntypedStorage, go_on: Callable[[], None]) -> None:
         key = identity_of(storage)

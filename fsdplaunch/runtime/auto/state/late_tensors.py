@@ -7,8 +7,9 @@ not there.
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,9 @@ _LOOKING = {
 _SAME = {torch.Tensor.detach, torch.Tensor.contiguous, torch.Tensor.cpu, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 """What returns the same values: these tensors are contiguous and in host memory."""
 
+_COPYING = {getattr(torch.Tensor, name) for name in ("clone", "half", "bfloat16", "float", "double", "to", "cuda")}
+"""What makes a tensor of a late one, which need not keep its values for that."""
+
 _COMPARING_PLACES = {"_is_complete", "_end_ptr", "_find_disjoint", "_find_identical", "_filter_shared_not_shared"}
 _LIBRARIES = {"safetensors", "transformers", "huggingface_hub", "diffusers", "accelerate"}
 """Functions of safetensors, and where they were copied to, which look for tensors that share memory."""
@@ -62,6 +66,8 @@ class LateTensor(torch.Tensor):
         if func in _LOOKING or (func in _SAME and alone):
             result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
             return result if func in _LOOKING else _like(result, args[0])
+        if func in _COPYING and isinstance(args[0], LateTensor) and not args[0].owner.keeps:
+            return func(args[0].values(), *args[1:], **(kwargs or {}))
         plain = _memory if _compares_places(sys._getframe(1)) else _filled
         args, kwargs = tree_map(plain, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -70,7 +76,15 @@ class LateTensor(torch.Tensor):
         """Pickle a plain tensor: torch.save asks for its values when it writes them, others have them now."""
         frame = sys._getframe(1)
         by_torch = (frame.f_globals.get("__name__"), frame.f_code.co_name) == ("torch.serialization", "_save")
-        return (_memory if by_torch else _filled)(self).__reduce_ex__(protocol)
+        return (_memory if by_torch and self.owner.is_writing else _filled)(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return a plain copy, the same one for names of one tensor; the values are not kept here as well."""
+        key = id(self.memory)
+        if key not in memo:
+            memo[key] = self.values().clone()
+        copied: torch.Tensor = memo[key]
+        return copied
 
     def values(self) -> torch.Tensor:
         """Return the full tensor without keeping it, unless it has been needed before."""
@@ -82,7 +96,12 @@ class LateTensors(LateStorages):
 
     Args:
         together: Tells whether the others are in this save, and wait to be told what to gather.
+
+    Attributes:
+        keeps: Whether a tensor that was copied keeps its values.
     """
+
+    keeps = True
 
     def __init__(self, together: Callable[[], bool]) -> None:
         super().__init__()
@@ -140,6 +159,32 @@ class LateTensors(LateStorages):
         """Take part in gathering whatever rank 0 asks for, until it asks no more."""
         while (number := from_rank_0(None)) is not None:
             self._fills[number]()
+
+
+class StandingTensors(LateTensors):
+    """Late tensors of a state that the script holds, outside of any save: those of rank 0 alone."""
+
+    keeps = False
+
+    def __init__(self) -> None:
+        super().__init__(lambda: False)
+        _standing.add(self)
+
+    def tensor(self, shape: torch.Size, dtype: torch.dtype, fill: Fill) -> torch.Tensor:
+        """Return a late tensor; arguments as for the base class."""
+        return _late(LateStorages.tensor(self, shape, dtype, fill), self)
+
+
+_standing: "weakref.WeakSet[StandingTensors]" = weakref.WeakSet()
+
+
+@contextmanager
+def writing_standing() -> Iterator[None]:
+    """Fill what the script holds when torch.save writes it."""
+    with ExitStack() as stack:
+        for each in list(_standing):
+            stack.enter_context(each.writing())
+        yield
 
 
 def _late(memory: torch.Tensor, owner: LateTensors) -> LateTensor:

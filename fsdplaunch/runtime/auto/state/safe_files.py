@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer, gathered
+from fsdplaunch.runtime.auto.state.late_files import streaming
 from fsdplaunch.runtime.auto.state.saved_paths import note_saved, path_of
 from fsdplaunch.runtime.auto.state.tensor_files import file_entries, one_by_one, storage_of, write_file
 from fsdplaunch.runtime.inspection.units import has_shards
@@ -54,7 +55,7 @@ def _save_file(save: Any, hook_context: HookContext) -> Any:
             _write(tensors, filename, metadata, gathering, save)
             _note(filename, gathering, hook_context)
         elif not hook_context.ownership.ours or hook_context.rank == 0 or hook_context.ownership.ranked:
-            save(tensors, filename, *args, **kwargs)
+            streaming(save)(tensors, filename, *args, **kwargs)
 
     return save_file_once
 

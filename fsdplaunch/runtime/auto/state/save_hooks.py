@@ -33,6 +33,7 @@ from fsdplaunch.runtime.auto.state.gather import (
     pickling_full_tensors,
 )
 from fsdplaunch.runtime.auto.state.late_storages import LateStorages
+from fsdplaunch.runtime.auto.state.late_tensors import writing_standing
 from fsdplaunch.runtime.auto.state.opened_files import write_in_turn
 from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
 from fsdplaunch.runtime.auto.state.safe_files import saving_safetensors
@@ -60,7 +61,8 @@ def _torch_save(save: Any, hook_context: HookContext) -> Any:
         alone = None if by_torch or hook_context.ownership.ours else _saving_alone(obj)
         if by_torch or (alone is None and not hook_context.ownership.ours):
             _tell_of_shards(obj, hook_context)
-            save(obj, f, *args, **kwargs)
+            with writing_standing():
+                save(obj, f, *args, **kwargs)
             return
         everywhere = isinstance(f, io.BytesIO)  # the script goes on with the bytes
         write = _writer(save, obj, f, args, kwargs)
@@ -105,7 +107,7 @@ def _write_or_walk(write: Any, obj: Any, gathering: ShardGatherer) -> Exception 
     with gathering.pickling():
         if gathering.keep:
             try:
-                with late.writing():
+                with late.writing(), writing_standing():
                     write()
             except CheckpointError:
                 raise  # the others are not here, or know of it

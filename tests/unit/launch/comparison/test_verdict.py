@@ -90,6 +90,7 @@ def test_parameter_whose_gradients_are_rounding_is_left_out():
         (replace(STEP, losses=(0.5,), totals=(1.0,), norm=2.5), [], None, "loss-is-a-sum"),
         (replace(STEP, losses=(0.5,), contents=(5.0, 6.0)), [], None, "other-data"),
         (replace(STEP, losses=(0.5,), rows=(8, 8)), [], None, "batch-size"),
+        (replace(STEP, losses=(0.5,), rows=(8, 8), contents=(7.0, 7.0)), [], None, "other-data"),
         (replace(STEP, losses=(0.5,), rows=(5, 5)), [], None, "batch-size"),
         (replace(STEP, losses=(0.6,), draws=True), ["Dropout drop"], None, "randomness"),
         (replace(STEP, losses=(0.6,)), ["BatchNorm1d norm"], None, "batch-norm"),
@@ -103,6 +104,14 @@ def test_cause_is_the_first_whose_evidence_is_there(step, layers, dtype, cause):
     first = compare(PLAIN, sharded, 1e-4).first
     assert first is not None
     assert find_cause(first, PLAIN, sharded, dtype).id == cause
+
+
+def test_what_the_run_said_comes_before_what_fits_without_proof():
+    sharded = replace(SHARDED, steps=[replace(STEP, losses=(0.6,), draws=True)], told=["t.py:3: rows are mixed"])
+    first = compare(PLAIN, sharded, 1e-4).first
+    assert first is not None
+    cause = find_cause(first, PLAIN, sharded, None)
+    assert (cause.id, "t.py:3: rows are mixed" in cause.text) == ("told", True)
 
 
 def test_shards_add_up_replicas_count_once_and_losses_are_averaged(tmp_path):

@@ -29,7 +29,8 @@ class Position:
         steps: Optimizer steps made, of all optimizers.
         passes: Forward passes begun, of all sharded models.
         collectives: Calls of torch.distributed that the script made.
-        met: Calls that every rank must make, and in which all have met.
+        states: Calls of `state_dict()` of optimizers that train what FSDP1 has divided.
+        met: Calls that every rank must make, and in which all have met; and those of the ranks of one replica.
         inside: The call that every rank must make and that this one is in, or None.
         ended: Whether the script is at its end, or has destroyed the process group.
         event: On a GPU, what was computed when a count last changed; None elsewhere.
@@ -37,7 +38,8 @@ class Position:
 
     def __init__(self) -> None:
         self.steps = self.passes = self.collectives = 0
-        self.met = 0
+        self.states = 0
+        self.met = [0, 0]
         self.inside: str | None = None
         self.ended = False
         self.event: torch.cuda.Event | None = None

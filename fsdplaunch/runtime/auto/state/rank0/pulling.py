@@ -1,6 +1,7 @@
 """Rank 0's side: find out whether all ranks are in the same call, and fetch full tensors where they are not."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,24 +9,29 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.state.rank0.connection import Connection, connect
+from fsdplaunch.runtime.auto.state.rank0.connection import connect
 from fsdplaunch.runtime.auto.state.rank0.copies import Copy, copied_from, named_copies
+from fsdplaunch.runtime.auto.state.rank0.fetching import (
+    OtherShardError,
+    before_backward,
+    changed_shard,
+    fetch,
+    unknown_tensor,
+)
+from fsdplaunch.runtime.auto.state.rank0.flat_shards import FlatShard
 from fsdplaunch.runtime.auto.state.rank0.position import Position
 from fsdplaunch.runtime.auto.state.rank0.serving import Server
 from fsdplaunch.runtime.auto.state.rank0.shard_names import (
-    counted_changes,
     identity,
     is_copy,
     named_shards,
-    on_host,
-    readable,
     shard_ranks,
 )
+from fsdplaunch.runtime.auto.state.saving_threads import await_main_thread
 from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier, name_ranks
-from fsdplaunch.runtime.torch_internals.dtensor import shape_and_offset
 from fsdplaunch.runtime.torch_internals.process_groups import default_timeout
 
-_KNOWN = "save the model's state_dict() and the optimizer's, or have every rank make this call"
+_ALONE_HINT = "save what state_dict() returned before anything that all ranks do"
 
 
 class Rank0Saves:
@@ -45,13 +51,15 @@ class Rank0Saves:
         self.names: dict[tuple[Any, ...], tuple[str, DTensor]] = {}
         self.shards: set[tuple[Any, ...]] = set()
         self.where: dict[int, str] = {}
+        self._alone_at: tuple[int, ...] = ()
 
-    def meet(self, call: str, hint: str) -> bool:
+    def meet(self, call: str, hint: str, ranks: Sequence[int] | None = None) -> bool:
         """Wait until every rank is in this call, or until rank 0 knows that the others are not.
 
         Args:
             call: What it is, the same on all ranks.
             hint: What to do where only some ranks make the call.
+            ranks: Those that must make it, of one replica, this one among them; left out, all.
 
         Returns:
             Whether all are in it. False on rank 0 only: the others wait for it, with what they hold unchanged.
@@ -60,17 +68,16 @@ class Rank0Saves:
             CheckpointError: Some ranks are in it and some are not, or a rank has ended.
         """
         with self.position.being_inside(call):
-            if self.connections and not self._others_are_in(call, hint):
+            if self.connections and not self._others_are_in(call, hint, ranks):
                 return False
-            monitored_barrier(call, hint)
-        self.position.met += 1  # after it has left: a rank inside with the same number is in another call
+            monitored_barrier(call, hint, ranks)
+        self.position.met[ranks is not None] += (
+            1  # after it has left: a rank inside with the same number is in another call
+        )
         return True
 
-    def _others_are_in(self, call: str, hint: str) -> bool:
-        passes, collectives = self.position.counts()
-        counts = {"passes": passes, "collectives": collectives, "met": self.position.met}
-        request = {"kind": "meet", "call": call, **counts}
-        answers = self._ask(request)
+    def _others_are_in(self, call: str, hint: str, ranks: Sequence[int] | None) -> bool:
+        answers = self._ask({"kind": "meet", "call": call, **self._counts(replica=ranks is not None)}, ranks)
         elsewhere = {rank: answer for rank, answer in answers.items() if not answer["here"]}
         if not elsewhere:
             return True
@@ -87,13 +94,28 @@ class Rank0Saves:
                     f" and rank 0 {self.position.steps}, so their shards are not of one step"
                 )
                 raise CheckpointError(msg, hint=hint)
-        self.where = {rank: answer["where"] for rank, answer in answers.items()}
+        self._note_alone(answers)
         return False
 
-    def _ask(self, request: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        for connection in self.connections.values():
+    def _counts(self, *, replica: bool = False) -> dict[str, int]:
+        passes, collectives = self.position.counts()
+        met = self.position.met[replica]
+        return {"passes": passes, "collectives": collectives, "met": met, "replica": int(replica)}
+
+    def _place(self) -> tuple[int, ...]:
+        return self.position.steps, *self.position.counts(), *self.position.met
+
+    def _note_alone(self, answers: dict[int, dict[str, Any]]) -> None:
+        """Remember where the others wait while rank 0 makes a call alone."""
+        self.names = {}
+        self.where = {rank: answer["where"] for rank, answer in answers.items()}
+        self._alone_at = self._place()
+
+    def _ask(self, request: dict[str, Any], ranks: Sequence[int] | None = None) -> dict[int, dict[str, Any]]:
+        asked = {rank: each for rank, each in self.connections.items() if ranks is None or rank in ranks}
+        for connection in asked.values():
             connection.send(request)
-        return {rank: each.receive(default_timeout()) for rank, each in self.connections.items()}
+        return {rank: each.receive(default_timeout()) for rank, each in asked.items()}
 
     def full(self, tensor: DTensor, call: str) -> torch.Tensor:
         """Return a full tensor in host memory, of the shards that the other ranks hand over. On rank 0.
@@ -110,7 +132,7 @@ class Rank0Saves:
         copy = self._copy_of_now(tensor)
         name, shard = self.names.get(identity(tensor if copy is None else copy.source), (None, None))
         if name is None or shard is None:
-            raise _unknown(tensor, call)
+            raise unknown_tensor(tensor.shape, call)
         full = self._pull(name, shard, call)
         return full if copy is None else copy.again(full)
 
@@ -128,43 +150,55 @@ class Rank0Saves:
         copies = {identity(value): (name, value) for name, value in named_copies(names)}
         self.shards, self.names = set(shards), {**copies, **shards}
 
-    def _pull(self, name: str, shard: DTensor, call: str) -> torch.Tensor:
+    def _pull(self, name: str, shard: DTensor | FlatShard, call: str) -> torch.Tensor:
         rank = self.hook_context.rank
         asked = [self.connections[other] for other in shard_ranks(shard, rank) if other != rank]
-        for connection in asked:
-            connection.send({"kind": "shard", "name": name, "changes": counted_changes(name, shard)})
-        full = torch.empty(shard.shape, dtype=shard.dtype)
-        shape, offset = shape_and_offset(shard)
-        _place(full, shape, offset).copy_(on_host(shard, None))
-        failure = None
-        for connection in asked:
-            failure = self._receive(connection, full, name, call) or failure
-        if failure is not None:
-            raise failure
-        return full
+        try:
+            return fetch(name, shard, asked, self.position.steps)
+        except OtherShardError as error:
+            if is_copy(name):
+                raise unknown_tensor(shard.shape, call) from None
+            if self.hook_context.batches.await_backward():
+                raise before_backward(call) from None
+            raise changed_shard(name, call, error.rank, self.where[error.rank]) from None
 
-    def _receive(self, connection: Connection, full: torch.Tensor, name: str, call: str) -> CheckpointError | None:
-        answer = connection.receive(default_timeout())
-        if answer["shape"] is None:
-            return _unknown(full, call) if is_copy(name) else self._changed(connection.rank, name, call)
-        part = _place(full, answer["shape"], answer["offset"])
-        if part.is_contiguous():
-            connection.receive_into(part)
-        else:
-            buffer = torch.empty(part.shape, dtype=part.dtype)
-            connection.receive_into(buffer)
-            part.copy_(buffer)
-        return None
+    def flat(self, name: str, shard: FlatShard, call: str, steps: int) -> torch.Tensor:
+        """Return a full tensor of what FSDP1 has divided, as `full` does.
 
-    def _changed(self, rank: int, name: str, call: str) -> CheckpointError:
-        if self.hook_context.batches.await_backward():
-            msg = f"{call} was called on rank 0 only, between a pass of a model and its backward"
-            return CheckpointError(msg, hint="save after loss.backward(), or on all ranks")
-        msg = (
-            f"{call} was called on rank 0 only, and {readable(name)} was changed on rank {rank} since, which"
-            f" is at {self.where[rank]}"
-        )
-        return CheckpointError(msg, hint="change weights for a save and back on rank 0 only, or save on all ranks")
+        Args:
+            name: By which ranks know it.
+            shard: Rank 0's.
+            call: The script's, for errors.
+            steps: Optimizer steps that had been made when the script called it.
+
+        Raises:
+            CheckpointError: The model was trained since, another rank's shard is of another moment, or it ended.
+        """
+        await_main_thread(f"what {call} returned")
+        if self.position.steps != steps:
+            msg = f"what {call} returned on rank 0 only is read when the model has been trained further"
+            raise CheckpointError(
+                msg, hint="copy it before the next step: {k: v.clone() for k, v in state.items()}"
+            )
+        if self._alone_at != self._place():
+            self.meet(f"reading what {call} returned", _ALONE_HINT)  # others are elsewhere, and wait there
+        return self._pull(name, shard, call)
+
+    def calls_alone(self) -> bool:
+        """Return whether rank 0 alone calls for the state of an optimizer of FSDP1; others do not wait in it."""
+        self.position.states += 1
+        answers = self._ask({"kind": "states", "count": self.position.states, **self._counts()})
+        if any(answer["here"] for answer in answers.values()):
+            return False
+        self.position.states -= 1
+        if all(answer["steps"] == self.position.steps for answer in answers.values()):
+            self._note_alone(answers)
+        return True
+
+    def kept(self, rank: int, optimizer: int, place: tuple[int, int, int]) -> dict[str, Any]:
+        """Return what another rank's optimizer keeps of a parameter in a flat one; see `described`."""
+        answer = self._ask({"kind": "kept", "optimizer": optimizer, "place": place}, [rank])[rank]
+        return dict(answer["kept"])
 
     def done(self) -> None:
         """Let the other ranks forget what they looked up for a save."""
@@ -182,20 +216,6 @@ class Rank0Saves:
             connection.wait_until_closed(default_timeout())  # rank 0 may have the store that the others need
         if self.server is not None:
             self.server.thread.join()
-
-
-def _unknown(tensor: torch.Tensor, call: str) -> CheckpointError:
-    what = f"a tensor of shape {tuple(tensor.shape)}"
-    known = "is neither a parameter nor optimizer state as they are now, nor a copy that every rank made"
-    msg = f"{call} was called on rank 0 only, and {what} in it {known}: other ranks cannot tell their shard"
-    return CheckpointError(msg, hint=_KNOWN)
-
-
-def _place(full: torch.Tensor, shape: Any, offset: Any) -> torch.Tensor:
-    """Return the part of a full tensor that is one rank's shard."""
-    for axis, (length, start) in enumerate(zip(shape, offset, strict=True)):
-        full = full.narrow(axis, start if length else 0, length)
-    return full
 
 
 _opened: list[Rank0Saves] = []

@@ -1,17 +1,18 @@
-"""Let rank 0 save alone what accelerate or the script itself has sharded with FSDP2, and not evaluate alone.
+"""Let rank 0 save alone what accelerate or the script itself has sharded, and not evaluate alone.
 
-Needed because scripts save `if accelerator.is_main_process:` and `if rank == 0:`. Under FSDP1 the other ranks have
-no shards by name that they could hand over: there such a save ends with an error.
+Needed because scripts save `if accelerator.is_main_process:` and `if rank == 0:`.
 """
 
 import functools
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as optimizers
 
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.state.rank0.flat_shards import is_divided_over_all, number_units
 from fsdplaunch.runtime.auto.state.rank0.passes import Passes, note_passes
 from fsdplaunch.runtime.auto.state.rank0.pulling import open_once
 from fsdplaunch.runtime.auto.state.rank0.shard_names import count_changes_from_now, is_over_all_ranks
@@ -19,6 +20,7 @@ from fsdplaunch.runtime.compat.import_hook import once_imported
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.inspection.units import original_class
 from fsdplaunch.runtime.step_hooks import before_first_step
+from fsdplaunch.runtime.torch_internals.fsdp1 import is_in_flat_parameter
 from fsdplaunch.runtime.torch_internals.wrappers import is_compiled, untraced
 
 
@@ -38,7 +40,7 @@ def _adapt(module: Any, *, hook_context: HookContext) -> None:
         prepared = prepare(self, *args, **kwargs)
         for each in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
             if isinstance(each, nn.Module):
-                _note(unwrapped(each), hook_context)
+                serve(unwrapped(each), hook_context)
         return prepared
 
     accelerator.prepare = prepare_and_note
@@ -57,24 +59,31 @@ def _note_trained(hook_context: HookContext) -> None:
         for optimizer in hook_context.built_optimizers()
         for group in optimizer.param_groups
         for param in group["params"]
-        if isinstance(param, DTensor) and id(param) not in noted and is_over_all_ranks(param)
+        if id(param) not in noted and _is_shard(param)
     ]
     for model in hook_context.module_registry.roots_of(params)[0] if params else ():
-        _note(model, hook_context)
+        serve(model, hook_context)
 
 
-def _note(model: nn.Module, hook_context: HookContext) -> None:
+def _is_shard(param: Any) -> bool:
+    """Return whether an optimizer trains a shard of what all ranks have parts of; under FSDP1, of some ranks."""
+    return is_over_all_ranks(param) if isinstance(param, DTensor) else is_in_flat_parameter(param)
+
+
+def serve(model: nn.Module, hook_context: HookContext) -> None:
     """Let the ranks hand over their shards of a model. Collective."""
     shards = [param for param in model.parameters() if isinstance(param, DTensor)]
-    if model in hook_context.numbers or not shards:
+    if model in hook_context.numbers or not (shards or is_divided_over_all(model)):
         return
     for shard in shards:  # rank 0 had the values when they were divided, the others received them
         count_changes_from_now(shard)
     hook_context.number_model(model)
+    number_units(model, hook_context.numbers[model])
     open_once(hook_context)
     if is_compiled(model, hook_context.module_registry.alive()):
         return  # a hook would have it compiled again
-    passes = Passes(original_class(model).__name__, hook_context)
+    wrapped = model.module if isinstance(model, FullyShardedDataParallel) else model
+    passes = Passes(original_class(wrapped).__name__, hook_context)
     note_passes(model, passes)
     begin = untraced(passes.begin)
     model.register_forward_pre_hook(lambda module, _: begin(module), prepend=True)

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.state.rank0.flat_shards import FlatShard
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
-from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
+from fsdplaunch.runtime.torch_internals.dtensor import local_tensor, shape_and_offset
 from fsdplaunch.runtime.torch_internals.fsdp2 import copies_uneven_shards
 from fsdplaunch.runtime.torch_internals.tensors import change_count, storage_identity
 
@@ -39,6 +40,10 @@ def readable(name: ShardName) -> str:
         return f"a copy of {readable(number)}"
     if kind == "model":
         return str(rest[0])
+    if kind == "flat":
+        return f"parameter {rest[1]} of unit {rest[0]}"
+    if kind == "flat state":
+        return f"{rest[0]} of parameter {rest[3]} of unit {rest[2]}"
     return f"{rest[1]} of parameter {rest[0]} of optimizer {number}"
 
 
@@ -85,8 +90,15 @@ def is_copy(name: ShardName) -> bool:
     return bool(json.loads(name)[0] == "copy")
 
 
-def counted_changes(name: ShardName, tensor: Any) -> int:
-    """Return `changes`; 0 for a copy, whose name tells of them."""
+def is_flat(name: ShardName) -> bool:
+    """Return whether a name is that of something in a flat parameter of FSDP1."""
+    return str(json.loads(name)[0]).startswith("flat")
+
+
+def counted_changes(name: ShardName, tensor: Any) -> int | None:
+    """Return `changes`; 0 for a copy, whose name tells of them, None where this rank has nothing to count."""
+    if isinstance(tensor, FlatShard):
+        return tensor.changed
     return 0 if is_copy(name) else changes(tensor)
 
 
@@ -95,8 +107,10 @@ def is_over_all_ranks(tensor: DTensor) -> bool:
     return tensor.device_mesh.size() == dist.get_world_size()
 
 
-def shard_ranks(tensor: DTensor, rank: int) -> list[int]:
-    """Return the ranks whose shards together are the full tensor, `rank` among them: one of the replicas."""
+def shard_ranks(tensor: DTensor | FlatShard, rank: int) -> list[int]:
+    """Return the ranks whose shards together are the full tensor, of the replica that `rank` is in."""
+    if isinstance(tensor, FlatShard):
+        return list(tensor.ranks)
     mesh = tensor.device_mesh.mesh
     mine = (mesh == rank).nonzero()
     if not len(mine):
@@ -107,6 +121,19 @@ def shard_ranks(tensor: DTensor, rank: int) -> list[int]:
     return [int(each) for each in mesh.reshape(-1)]
 
 
+def extent(tensor: DTensor | FlatShard) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of this rank's shard and where it begins: in the full tensor, or among its elements."""
+    if isinstance(tensor, FlatShard):
+        return (tensor.local.numel(),), (tensor.start,)
+    return shape_and_offset(tensor)
+
+
+def empty_full(tensor: DTensor | FlatShard) -> torch.Tensor:
+    """Return memory for the full tensor, or for its elements one after the other, as `extent` counts them."""
+    flat = isinstance(tensor, FlatShard)
+    return torch.empty(tensor.shape.numel() if flat else tensor.shape, dtype=tensor.dtype)
+
+
 def on_host(tensor: Any, event: torch.cuda.Event | None) -> torch.Tensor:
     """Return a shard in host memory, contiguous; on a GPU copied beside what the main thread has in its streams.
 
@@ -114,7 +141,7 @@ def on_host(tensor: Any, event: torch.cuda.Event | None) -> torch.Tensor:
         tensor: The sharded tensor.
         event: After which the shard has its values; None after all that this thread has in its stream.
     """
-    local = local_tensor(tensor).detach()
+    local = (tensor.local if isinstance(tensor, FlatShard) else local_tensor(tensor)).detach()
     if not local.is_cuda:
         return local.contiguous()
     stream = torch.cuda.Stream(local.device)
