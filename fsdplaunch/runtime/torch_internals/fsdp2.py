@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import warnings
 import weakref
 from collections.abc import Callable
@@ -28,6 +30,26 @@ def param_groups(module: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def gather_outside_of_inference_mode() -> None:
+    """Let a single rank's model be called first under `torch.inference_mode()`.
+
+    Seen in 2.13: there is nothing to gather then, and torch copies the parameters into tensors that it makes in
+    inference mode, whose version counter, which these have not, is to be kept. Others need no such care.
+    """
+    groups: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group").FSDPParamGroup
+    wait = groups.wait_for_unshard
+
+    @functools.wraps(wait)
+    def wait_for_unshard(self: Any) -> None:
+        if not torch.is_inference_mode_enabled():
+            wait(self)
+            return
+        with torch.inference_mode(mode=False), torch.no_grad():
+            wait(self)
+
+    groups.wait_for_unshard = wait_for_unshard
 
 
 def copies_uneven_shards() -> bool:
