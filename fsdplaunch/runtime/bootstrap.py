@@ -154,6 +154,10 @@ def _set_up(config: Config, target: ScriptTarget) -> None:
     join_group(config, device)
     watch_sharding()
     watch_libraries()
+    if world_size() == 1:
+        from fsdplaunch.runtime.torch_internals.fsdp2 import gather_outside_of_inference_mode
+
+        gather_outside_of_inference_mode()
     if config.launch.shard != "off":
         check_at_first_step(os.path.basename(target.name))  # noqa: PTH119  (a module's name has no path)
     adapt_libraries(config, on_cpu=device.type == "cpu")

@@ -111,6 +111,8 @@ def _is_module(thing: Any) -> bool:
 
 def _describe(model: nn.Module) -> None:
     from fsdplaunch.runtime.inspection.describe import describe_seen
+    from fsdplaunch.runtime.inspection.units import reshard
 
+    reshard(model)  # an evaluation may have left parameters gathered, which tell nothing
     for line in describe_seen(model).lines():
         messages.say(line)

@@ -60,6 +60,16 @@ for p in model.parameters():
     torch.distributed.all_reduce(p.grad.data)
 """
 
+GATHERED = """
+from torch.distributed.fsdp import fully_shard
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+with torch.no_grad():
+    model(torch.ones(2, 4))  # leaves what is in the root gathered
+optimizer.step()  # computes nothing yet, as Lightning's, which is given a closure
+step(model, optimizer)
+"""
+
 UNPREPARED = """
 from accelerate import Accelerator
 accelerator = Accelerator()
@@ -75,10 +85,19 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 step(model, optimizer)
 """
 
+EVALUATES_FIRST = """
+model.to("cpu")
+with torch.inference_mode():
+    model.eval()(torch.ones(2, 4))
+step(model.train(), torch.optim.AdamW(model.parameters(), lr=0.1))
+"""
+
 ALREADY_SHARDED = """
 model.to("cpu")
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 names = list(model.state_dict())
+from torch.distributed import group, utils
+utils._sync_module_states(model, group.WORLD, 2**20, src=0, params_and_buffers_to_ignore=[])  # as Lightning
 ddp = nn.parallel.DistributedDataParallel(model)
 assert list(ddp.state_dict()) == ["module." + name for name in names]
 assert not isinstance(ddp, torch.distributed.fsdp.FSDPModule) and ddp.module is model
@@ -103,7 +122,9 @@ def test_unused_imports_and_dead_branches_count_for_nothing(forks: Forks, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("body", "owner"), [(ACCELERATE, "Accelerator"), (BY_HAND, "fully_shard")], ids=["accelerate", "by hand"]
+    ("body", "owner"),
+    [(ACCELERATE, "Accelerator"), (BY_HAND, "fully_shard"), (GATHERED, "fully_shard")],
+    ids=["accelerate", "by hand", "by hand, evaluated before"],
 )
 def test_what_others_shard_is_left_to_them_and_described_once(
     forks: Forks, tmp_path: Path, body: str, owner: str
@@ -195,3 +216,11 @@ def test_script_with_hidden_ranks_takes_its_way_for_one_process(forks: Forks, tm
     assert done.losses() == pytest.approx(plain.losses(), abs=1e-4)
     assert_sharded(done)
     assert_same_files(plain.folder, done.folder)
+
+
+def test_one_worker_may_begin_with_an_evaluation_in_inference_mode(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + EVALUATES_FIRST)
+    done = forks.run(script, tmp_path / "run", ranks=1)
+    assert done.codes == [0], done.err
+    assert "stepped" in done.out[0]

@@ -23,7 +23,7 @@ from fsdplaunch.runtime.sharding.mesh import data_mesh
 from fsdplaunch.runtime.sharding.settings import Settings, fsdp2_policy, offloads
 from fsdplaunch.runtime.sharding.wrap import Units
 from fsdplaunch.runtime.torch_internals.cpu_averages import mend_averages_on_cpu
-from fsdplaunch.runtime.torch_internals.fsdp2 import gather_before_changed_views
+from fsdplaunch.runtime.torch_internals.fsdp2 import gather_before_changed_views, let_inputs_be_changed
 
 
 def shard(
@@ -61,7 +61,15 @@ def shard(
     for unit in (model, *units.values()):
         if isinstance(unit, FSDPModule):
             gather_before_changed_views(unit)
+            if _begins_in_place(unit):
+                let_inputs_be_changed(unit)
     return model
+
+
+def _begins_in_place(unit: nn.Module) -> bool:
+    """Return whether the first layer inside of a unit changes its input, as in blocks that begin with a ReLU."""
+    layers = (module for module in unit.modules() if next(module.children(), None) is None)
+    return bool(getattr(next(layers, None), "inplace", False))
 
 
 def _common(settings: Settings, mesh: DeviceMesh, out: IgnoredParts) -> dict[str, Any]:

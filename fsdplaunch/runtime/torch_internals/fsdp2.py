@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import warnings
 import weakref
 from collections.abc import Callable
@@ -28,6 +30,26 @@ def param_groups(module: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def gather_outside_of_inference_mode() -> None:
+    """Let a single rank's model be called first under `torch.inference_mode()`.
+
+    Seen in 2.13: there is nothing to gather then, and torch copies the parameters into tensors that it makes in
+    inference mode, whose version counter, which these have not, is to be kept. Others need no such care.
+    """
+    groups: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group").FSDPParamGroup
+    wait = groups.wait_for_unshard
+
+    @functools.wraps(wait)
+    def wait_for_unshard(self: Any) -> None:
+        if not torch.is_inference_mode_enabled():
+            wait(self)
+            return
+        with torch.inference_mode(mode=False), torch.no_grad():
+            wait(self)
+
+    groups.wait_for_unshard = wait_for_unshard
 
 
 def copies_uneven_shards() -> bool:
@@ -90,6 +112,29 @@ def gather_before_changed_views(module: nn.Module) -> None:
         return register(output)
 
     state._register_pre_backward_hook = register_for_bases
+
+
+def let_inputs_be_changed(module: nn.Module) -> None:
+    """Let a unit change its input in place, as a block that begins with `nn.ReLU(inplace=True)` does.
+
+    FSDP2 passes inputs through a function of its own, to reduce gradients after it in backward; what comes out
+    must not be changed. A hook of the input does the same. With several inputs gradients are reduced when backward
+    ends. All versions.
+    """
+    for group in param_groups(module):
+        if hasattr(group, "_register_post_backward_hook"):
+            group._register_post_backward_hook = _after_backward_of_input(group)
+
+
+def _after_backward_of_input(group: Any) -> Callable[..., Any]:
+    def register(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        trained = [each for each in inputs if each.requires_grad]
+        if torch.is_grad_enabled() and len(trained) == 1:
+            trained[0].register_hook(lambda _gradient: group.post_backward())
+        return args, kwargs
+
+    return register
 
 
 def full_size(fsdp_param: Any) -> torch.Size:

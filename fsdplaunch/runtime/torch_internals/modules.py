@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed import utils
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchNorm", "IncompatibleKeys"]
 """Torch's own, under plain names; all versions."""
+SEND_STATES = (utils, "_sync_module_states")
+"""What sends rank 0's parameters and buffers to the others, but those it is told to ignore; all versions."""
 MOVE_METHOD = "_apply"
 """The method of a module that `to`, `cuda` and `half` end in; all versions."""
 HOOK_TABLES = (

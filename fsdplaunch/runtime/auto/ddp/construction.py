@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdplaunch.errors import ShardingError
@@ -29,6 +30,7 @@ from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.inspection.units import has_shards, is_sharded
 from fsdplaunch.runtime.sharding.optimizer_params import waits_for_shards
+from fsdplaunch.runtime.torch_internals.modules import SEND_STATES
 
 _LOSSLESS = (
     "allreduce_hook",
@@ -40,6 +42,8 @@ _LOSSLESS = (
 """Torch's hooks for communication: they make it cheaper, and mean to compute the same."""
 _WRAPPING = ("fp16_compress_wrapper_hook", "bf16_compress_wrapper_hook")
 """What its wrappers of such a hook are called."""
+_IGNORED = "params_and_buffers_to_ignore"
+"""The argument by which what sends rank 0's state leaves tensors out."""
 
 
 @contextmanager
@@ -66,6 +70,7 @@ def sharding_replicas(hook_context: HookContext) -> Iterator[None]:
         replaced(DistributedDataParallel, "join", _join),
         clearing_local_gradients(),
         replaced(DistributedDataParallel, "register_comm_hook", _register_comm_hook),
+        replaced(*SEND_STATES, _send_all_but_shards),
     ):
         yield
 
@@ -147,6 +152,20 @@ def _reducer(ddp: "weakref.ref[Any]", given: dict[str, Any]) -> Any:
         return functools.partial(DistributedDataParallel, **chosen), (wrapper.module,)
 
     return reduce_ex
+
+
+def _send_all_but_shards(original: Any) -> Any:
+    """Leave out shards where rank 0's state is sent, as Lightning does before it evaluates."""
+    signature = inspect.signature(original)
+
+    def send(*args: Any, **kwargs: Any) -> None:
+        call = signature.bind(*args, **kwargs)
+        params = call.arguments["module"].named_parameters()
+        shards = {name for name, param in params if isinstance(param, DTensor)}
+        call.arguments[_IGNORED] = {*call.arguments[_IGNORED], *shards}
+        original(*call.args, **call.kwargs)
+
+    return send
 
 
 def _sends_buffers(given: dict[str, Any]) -> bool:

@@ -27,6 +27,10 @@ _NOTES = {
         "fsdplaunch: an operation got bf16 and fp32 together. BatchNorm on the CPU is one: FSDP2 makes weights "
         "bf16, its statistics stay fp32.\nSet mixed_precision: no, or fsdp_version: 1, which keeps it in fp32"
     ),
+    "RegisterPostBackwardFunction is a view and is being modified inplace": (
+        "fsdplaunch: a sharded block changes its input in place, which FSDP2 does not allow.\nLet the block's "
+        "first operation make a new tensor: inplace=False, F.relu(x) for F.relu_(x), x = x + y for x += y"
+    ),
     "_chunk_cat expects non-empty tensor": (
         "fsdplaunch: a parameter without elements has a gradient, which FSDP2 cannot divide.\nLeave it out of the "
         "computation, or freeze it: requires_grad=False"
