@@ -248,6 +248,16 @@ _PLAIN = (
             ("dqn", "--learning-starts 100", "--total-timesteps 300"),
         )
     ),
+    Row("nlp-tutorial BERT", "graykode/nlp-tutorial:5-2.BERT/BERT.py"),
+    Row("mixture-of-experts", "davidmrau/mixture-of-experts:cifar10_example.py"),
+    Row("torchdiffeq ode_demo", "rtqichen/torchdiffeq:examples/ode_demo.py", "--data_size 100"),
+    Row("torchdiffeq ode_demo adjoint", "rtqichen/torchdiffeq:examples/ode_demo.py", "--data_size 100 --adjoint"),
+    Row(
+        "planar_flow",
+        "kamenbliznashki/normalizing_flows:planar_flow.py",
+        "--train --target_potential u_z1 --flow_length 4",
+    ),
+    Row("x-transformers train_copy", "lucidrains/x-transformers:train_copy.py"),
     Row("llm.c train_gpt2.py", "karpathy/llm.c:train_gpt2.py", LLMC, HIDDEN, "--num_iterations 2"),
     Row("llm.c train_gpt2.py with RANK", "karpathy/llm.c:train_gpt2.py", LLMC, (), "--num_iterations 2"),
     Row("timm train.py", "huggingface/pytorch-image-models:train.py", TIMM, (), "", "out-timm/one/last.pth.tar"),

@@ -20,8 +20,12 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm1d(16) if mode == "batch-norm" else nn.LayerNorm(16)
         self.linear = nn.Linear(16, 16)
+        self.register_buffer("centre", torch.zeros(16))
 
     def forward(self, x):
+        if mode == "told":  # by all rows of the batch
+            x = x - self.centre
+            self.centre.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
         return x + torch.relu(self.linear(self.norm(x)))
 
 

@@ -79,6 +79,7 @@ def test_what_is_equal_is_found_equal(forks, tmp_path, script, arguments, parame
         ("initial-weights", {}, 0, "initial "),
         ("loss-is-a-sum", {"launch__loss_reduction": "mean"}, 1, "loss"),
         ("randomness", {}, 1, "loss"),
+        ("told", {}, 2, "loss"),
         ("other-data", {}, 1, "loss"),
         ("unequal-means", {"launch__loss_reduction": "mean"}, 1, "loss"),
         ("batch-size", {"launch__keep_global_batch": False}, 1, "loss"),
@@ -99,6 +100,9 @@ def test_difference_is_named_with_its_step_and_its_cause(forks, tmp_path, mode, 
         line = SCRIPT.read_text().split("loss.backward()")[0].count("\n") + 1
         assert f"the loss at comparing.py:{line} is a sum over the batch" in cause.text
         assert verdict.first.plain == pytest.approx(2 * verdict.first.sharded, rel=1e-3)
+    if mode == "told":
+        assert "buffer centre of Block and " in cause.text
+        assert " more: each rank computes it from its own rows, which is not what one process" in cause.text
     if mode == "unequal-means":
         assert may_be_rounding(verdict.first, cause)
         assert as_rounding(forks, tmp_path, verdict.first, mode) is None

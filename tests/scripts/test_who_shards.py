@@ -63,9 +63,10 @@ for p in model.parameters():
 GATHERED = """
 from torch.distributed.fsdp import fully_shard
 fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 with torch.no_grad():
     model(torch.ones(2, 4))  # leaves what is in the root gathered
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+optimizer.step()  # computes nothing yet, as Lightning's, which is given a closure
 step(model, optimizer)
 """
 

@@ -63,15 +63,18 @@ def noised(x):
     with torch.no_grad():
         step = torch.randint(0, 10, (x.size(0),)).view(-1, 1, 1)
         noise = torch.randn_like(x) + torch.normal(0.0, 1.0, size=(x.size(0), 1, 8))
+        noise = noise + torch.randn(x.size(0), 1, 8, generator=own) + torch.empty_like(x).normal_(generator=own)
         return x + 0.1 * step * noise * torch.rand(x.size(0), 1, 1) + torch.empty(x.size(0), 5, 1).uniform_()
 
 
 def noised_by_numpy(x):
-    step = np.random.randint(0, 10, len(x)) + np.random.normal(size=len(x))
+    step = np.random.randint(0, 10, len(x)) + np.random.normal(size=len(x)) + rng.integers(0, 3, size=len(x))
     noise = np.random.normal(0, 1, (len(x), 5, 8)) + np.random.rand(len(x), 1, 8) + np.random.uniform()
+    noise = noise + rng.standard_normal((len(x), 5, 8)) * rng.random((len(x), 1, 1))
     return x + 0.1 * torch.from_numpy(step[:, None, None] * noise).float()
 
 
+own, rng = torch.Generator().manual_seed(2), np.random.default_rng(2)
 NOISES = {"diffusion": noised, "numpy": noised_by_numpy}
 KINDS = (
     "batch first",

@@ -7,7 +7,7 @@ an order of their own.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,12 @@ _OF_NUMPY = {
     **dict.fromkeys(("rand", "randn"), None),
 }
 """numpy's functions, and where each is given a size; None where that is all its arguments."""
+_OF_GENERATORS = {
+    **dict.fromkeys(("random", "standard_normal"), 0),
+    **dict.fromkeys(("exponential", "poisson"), 1),
+    **dict.fromkeys(("normal", "uniform", "integers", "binomial", "laplace"), 2),
+}
+"""Methods of numpy's newer generators."""
 _LIKE = ("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "multinomial")
 
 
@@ -47,6 +53,7 @@ def drawing_for_global_batch(hook_context: HookContext) -> Iterator[None]:
         stack.enter_context(replaced(torch, "randint", slicing.integers))
         for name, position in _OF_NUMPY.items():
             stack.enter_context(replaced(np.random, name, slicing.numpys(position)))
+        stack.enter_context(replaced(np.random, "default_rng", slicing.default_rng))
         yield
 
 
@@ -88,7 +95,7 @@ class _Slicing:
                     and not self.hook_context.streams.alike
                 ):
                     return operator(tensor, *args, **kwargs).add_(self.hook_context.streams.seed_offset)  # type: ignore[no-any-return]
-                if dim is None or kwargs.get("generator") is not None:
+                if dim is None:
                     return operator(tensor, *args, **kwargs)  # type: ignore[no-any-return]
                 every = _empty_for_all(tensor, dim, self.hook_context.data.size)
                 operator(every, *args, **kwargs)
@@ -115,7 +122,7 @@ class _Slicing:
         @wraps(original)
         def draw(*args: Any, **kwargs: Any) -> Any:
             size: Any = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
-            if kwargs.get("generator") is not None or not self._rows_first(size):
+            if not self._rows_first(size):
                 note_single(self.hook_context, size)
                 return original(*args, **kwargs)
             rest = {name: value for name, value in kwargs.items() if name != "size"}
@@ -135,10 +142,10 @@ class _Slicing:
             def draw(*args: Any, **kwargs: Any) -> Any:
                 given = args if position is None else kwargs.get("size", (*args[position:], None)[0])
                 size = (given,) if isinstance(given, int) else given
-                if not isinstance(size, tuple | list) or not self._rows_first(size):
+                limits = args[:position] if position is not None else ()
+                if not isinstance(size, tuple | list) or not self._rows_first(size) or _has_rows(limits, kwargs):
                     return original(*args, **kwargs)
                 every = (size[0] * self.hook_context.data.size, *size[1:])
-                limits = args[:position] if position is not None else ()
                 drawn = original(*every) if position is None else original(*limits, **{**kwargs, "size": every})
                 rank = self.hook_context.data.rank
                 return drawn[rank * size[0] : (rank + 1) * size[0]]
@@ -147,13 +154,35 @@ class _Slicing:
 
         return make
 
+    def default_rng(self, original: Any) -> Any:
+        """Make the function that makes numpy's newer generators, whose methods cannot be replaced."""
+        own = type("Generator", (np.random.Generator,), {})
+        for name, position in _OF_GENERATORS.items():
+            setattr(own, name, self._method(getattr(np.random.Generator, name), position))
+
+        @wraps(original)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            made = original(*args, **kwargs)
+            return made if isinstance(made, own) else own(made.bit_generator)
+
+        return make
+
+    def _method(self, original: Any, position: int) -> Any:
+        make = self.numpys(position)
+
+        @wraps(original)
+        def draw(generator: Any, *args: Any, **kwargs: Any) -> Any:
+            return make(partial(original, generator))(*args, **kwargs)
+
+        return draw
+
     def integers(self, original: Any) -> Any:
         """Make `randint`: limits, then a size."""
 
         @wraps(original)
         def draw(*args: Any, **kwargs: Any) -> Any:
             size: Any = kwargs.get("size", args[-1] if args else ())
-            if isinstance(size, int) or kwargs.get("generator") is not None or not self._rows_first(size):
+            if isinstance(size, int) or not self._rows_first(size):
                 note_single(self.hook_context, size)
                 return original(*args, **kwargs)
             limits = args if "size" in kwargs else args[:-1]
@@ -170,7 +199,7 @@ class _Slicing:
             first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
             if first is None and "size" in kwargs:
                 return self.integers(original)(*args, **kwargs)
-            plain = first is not None and type(first) is torch.Tensor and kwargs.get("generator") is None
+            plain = first is not None and type(first) is torch.Tensor
             if first is None or not plain or not self._rows_first(first.shape):
                 return original(*args, **kwargs)
             every = [self._for_all(arg, first.size(0)) for arg in args]
@@ -183,6 +212,11 @@ class _Slicing:
         if not isinstance(value, torch.Tensor) or not value.dim() or value.size(0) != rows:
             return value
         return value.detach().repeat(self.hook_context.data.size, *[1] * (value.dim() - 1))
+
+
+def _has_rows(limits: Any, kwargs: Any) -> bool:
+    """Return whether numbers are drawn within limits that are arrays, of this rank's rows."""
+    return any(np.ndim(each) for each in (*limits, *(value for name, value in kwargs.items() if name != "size")))
 
 
 def _empty_for_all(tensor: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:

@@ -160,12 +160,13 @@ def _handling_operators(ownership: Ownership, updates: WrappedUpdates) -> Iterat
     put(_operators())
     table.update(dict.fromkeys(_overloads(_COLLECTIVES, torch.ops.c10d), _refused))
     writes = PartWrites(put)
-    put({op: partial(shard_parts.take_part, writes.begin) for op in shard_writes.view_operators()})
-    updating = [*_overloads((*_MIXING, *_UPDATING)), *shard_writes.writing_operators()]
+    views = shard_writes.view_operators()
+    put(dict.fromkeys(views, partial(shard_parts.take_part, writes.begin)))
+    many = (*views, *shard_writes.writing_operators(), *shard_writes.filling_operators())
     try:
         with (
             finishing_results(lambda result: handlers.finish(result) if ownership.ours else result),
-            stepping_without_handlers(table, updating, updates.wrap),
+            stepping_without_handlers(table, [*_overloads((*_MIXING, *_UPDATING)), *many], updates.wrap),
         ):
             yield
     finally:

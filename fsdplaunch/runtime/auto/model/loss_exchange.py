@@ -16,12 +16,13 @@ import torch.distributed as dist
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.collectives.hang_detector import MOVING, report_wait, store
 from fsdplaunch.runtime.collectives.monitored_barrier import (
-    CONFIRM_SECONDS,
     NOTICE_SECONDS,
     name_ranks,
     waiting_places,
 )
 
+CONFIRM_SECONDS = 15.0
+"""How long the ranks that do not come must have stood in one call of torch, which may be a long computation."""
 _WIDTH = 12
 """Numbers of a rank in the first exchange; one whose loss has more amounts sends them in a second."""
 _SHORTEST, _LONGEST = 2e-5, 1e-3

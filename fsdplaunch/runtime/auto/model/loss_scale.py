@@ -18,6 +18,7 @@ from fsdplaunch.runtime.auto.model.loss_exchange import RankLoss, check_passes, 
 from fsdplaunch.runtime.auto.model.loss_graph import BatchReduction, batch_reductions
 from fsdplaunch.runtime.auto.model.loss_plan import Amounts, facts_of
 from fsdplaunch.runtime.auto.model.loss_terms import LossTerms, term_name
+from fsdplaunch.runtime.auto.model.own_buffers import tell_own_buffers
 from fsdplaunch.runtime.auto.model.row_mixing import (
     compares_rows,
     fixed_rows,
@@ -77,6 +78,7 @@ class LossScale:
             context.stop_marking()
         else:
             self.terms[every] = self._planned(line, loss, found)
+            tell_own_buffers(context)
         terms = self.terms[every]
         by_term = self._followed(line, terms, [each.amounts for each in ranks])
         context.batches.loss_is_sum = bool(terms.plans) and all(plan.need == "ranks" for plan in terms.plans)
