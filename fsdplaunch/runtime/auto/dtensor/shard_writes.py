@@ -34,7 +34,10 @@ FULL_WRITES = (
 def view_operators() -> list[Any]:
     """Return the operators that give views, by their schemas."""
     refused = torch.ops.aten.as_strided.default  # by torch, with its reason
-    return [torch.ops.aten.unfold.default, *(op for op in _torchs() if gives_view(op) and op is not refused)]
+    aten = torch.ops.aten
+    unknown = [aten.unfold.default, aten.unbind.int, aten.select.int]  # to all DTensors, the last two to 2.7's
+    known = [op for op in _torchs() if gives_view(op) and op is not refused]
+    return list(dict.fromkeys([*unknown, *known]))
 
 
 def writing_operators() -> list[Any]:
