@@ -144,6 +144,7 @@ def _set_up(config: Config, target: ScriptTarget) -> None:
     from fsdplaunch.runtime.first_step import check_at_first_step
     from fsdplaunch.runtime.library_watch import watch_libraries
     from fsdplaunch.runtime.sharding_watch import watch_sharding
+    from fsdplaunch.runtime.torch_internals.fsdp2 import gather_outside_of_inference_mode
 
     automatic = config.launch.shard in ("auto", "always")
     if automatic and not target.is_module:
@@ -154,10 +155,7 @@ def _set_up(config: Config, target: ScriptTarget) -> None:
     join_group(config, device)
     watch_sharding()
     watch_libraries()
-    if world_size() == 1:
-        from fsdplaunch.runtime.torch_internals.fsdp2 import gather_outside_of_inference_mode
-
-        gather_outside_of_inference_mode()
+    gather_outside_of_inference_mode()
     if config.launch.shard != "off":
         check_at_first_step(os.path.basename(target.name))  # noqa: PTH119  (a module's name has no path)
     adapt_libraries(config, on_cpu=device.type == "cpu")

@@ -218,9 +218,10 @@ def test_script_with_hidden_ranks_takes_its_way_for_one_process(forks: Forks, tm
     assert_same_files(plain.folder, done.folder)
 
 
-def test_one_worker_may_begin_with_an_evaluation_in_inference_mode(forks: Forks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_may_begin_with_an_evaluation_in_inference_mode(forks: Forks, tmp_path: Path, ranks: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(HEAD + EVALUATES_FIRST)
-    done = forks.run(script, tmp_path / "run", ranks=1)
-    assert done.codes == [0], done.err
+    done = forks.run(script, tmp_path / "run", ranks=ranks)
+    assert done.codes == [0] * ranks, done.err
     assert "stepped" in done.out[0]

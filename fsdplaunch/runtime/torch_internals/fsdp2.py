@@ -33,10 +33,11 @@ def param_groups(module: Any) -> list[Any]:
 
 
 def gather_outside_of_inference_mode() -> None:
-    """Let a single rank's model be called first under `torch.inference_mode()`.
+    """Let a model be called under `torch.inference_mode()` before it trains.
 
-    Seen in 2.13: there is nothing to gather then, and torch copies the parameters into tensors that it makes in
-    inference mode, whose version counter, which these have not, is to be kept. Others need no such care.
+    Seen in 2.13: torch gathers parameters into tensors that it makes at the first pass. Made in inference mode,
+    they cannot be written outside of it, which the next pass in training does, nor have they the version counter
+    that a single rank's are copied with.
     """
     groups: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group").FSDPParamGroup
     wait = groups.wait_for_unshard
