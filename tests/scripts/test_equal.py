@@ -307,6 +307,9 @@ for write in (lambda p: p.numpy().fill(0), lambda p: p.storage().fill_(0)):
         write(model[0][0].weight.data)
     except ValueError as error:
         print(error)
+for x in DataLoader(torch.tensor([[1.0, 1], [1, 1], [1, 1], [-1, 1], [-1, 1], [1, 1]]), batch_size=2):
+    if (x > 0).all():
+        model(x).mean().backward()
 for x in DataLoader(torch.tensor([[1.0, 1], [1, 1], [1, 1], [-1, 1], [1, 1], [1, 1]]), batch_size=2):
     loss = model(x).mean()
     if (x > 0).all():
@@ -325,8 +328,11 @@ def test_writes_into_copies_and_passes_without_a_backward_on_some_ranks_are_told
     first, second = done.out[0].splitlines()[:2]
     assert "read-only" in first
     assert second.startswith("train.py:11: storage() of a sharded tensor")
-    told = "train.py:19: backward is called on rank 0 only: rank 1 went on without one, to train.py:17"
+    told = "train.py:22: backward is called on rank 0 only: rank 1 went on without one, to train.py:20"
     assert told in done.err[0]
+    assert (
+        done.err[0].count("train.py:18: rank 1 has drawn more batches than rank 0, as where it leaves some") == 1
+    )
 
 
 def test_graph_of_a_loss_tells_its_reductions() -> None:

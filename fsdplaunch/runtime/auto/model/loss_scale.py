@@ -4,7 +4,7 @@ Gradients are averaged over ranks. A sum over the batch needs N times that; a me
 rank, such as its tokens that are no padding, needs the rank's part of all that is counted.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import compress
 from typing import Any
 
@@ -93,7 +93,18 @@ class LossScale:
         own = RankLoss(self.digests[key], context.position.passes, context.batches.drawn, amounts)
         ranks = context.exchange.all_ranks(own, line)
         check_passes(ranks, line)
+        self._tell_left_out(line, [each.batches for each in ranks])
         return ranks
+
+    def _tell_left_out(self, line: str, batches: Sequence[int]) -> None:
+        """Print that ranks compute this loss of different batches, since some have left batches out."""
+        if len(set(batches)) > 1:
+            more, fewer = batches.index(max(batches)), batches.index(min(batches))
+            self._say(
+                f"{line}: rank {more} has drawn more batches than rank {fewer}, as where it leaves some out by the"
+                " rows that it has: ranks add up rows of different batches, and one process decides by all rows",
+                is_unequal=True,
+            )
 
     def _register(
         self,
