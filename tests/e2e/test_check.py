@@ -125,7 +125,7 @@ def test_comparing_finds_a_sum_and_ends_with_1(fsdplaunch, tmp_path):
 
 def test_comparing_what_never_trains_is_an_error_before_workers_start(fsdplaunch, tmp_path):
     (tmp_path / "train.py").write_text(PLAIN)
-    done = fsdplaunch("check", "--compare", "train.py", "never")
+    done = fsdplaunch("check", "train.py", "--compare", "never")
     assert done.returncode == 1
     assert done.stdout == ""
     assert "error: train.py, in one process, ended without an optimizer step" in done.stderr

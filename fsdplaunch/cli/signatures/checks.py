@@ -137,9 +137,12 @@ def check(
     """
     from fsdplaunch.cli.check import check as run_check
 
+    arguments = list(context.args)
+    if not compare and arguments[:1] == ["--compare"]:  # right after the script it is this command's as well
+        compare, arguments = True, arguments[1:]
     status = run_check(
         script,
-        context.args,
+        arguments,
         file=config,
         overrides=overrides or [],
         module=module,
