@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from fsdplaunch.errors import LaunchError, UsageError
 from fsdplaunch.launch.comparison.causes import find_cause
 from fsdplaunch.launch.comparison.records import RunFacts, read_run
 from fsdplaunch.launch.comparison.rounding import is_equal, may_be_rounding, rounding
+from fsdplaunch.launch.comparison.saved_weights import saved_since
 from fsdplaunch.launch.comparison.verdict import added_up, compare
 from fsdplaunch.launch.entry_points import PLAIN_RUN
 from fsdplaunch.launch.plan import LaunchPlan
@@ -54,6 +56,7 @@ def run_plain(plan: LaunchPlan, out: Output) -> None:
     """
     target = plan.target
     out.say(f"  first {target.name} in one process, then over {plan.workers} workers")
+    began = time.time()
     status = _run_alone(plan, {})
     if status:
         msg = f"{target.name} failed in one process, with exit code {status}: there is nothing to compare with"
@@ -62,6 +65,12 @@ def run_plain(plan: LaunchPlan, out: Output) -> None:
         raise LaunchError(msg, hint=hint)
     if read_run(Path(plan.env[COMPARE_DIR]), 0) is None:
         raise no_step(plan, workers=1)
+    saved = saved_since(Path.cwd(), began)
+    if saved is not None:
+        out.say(f"  it saved {saved}: a script that resumes from what it finds does so in the next run")
+        out.say(
+            "  then give it an output folder that is new in every run, or fewer --steps than come before a save"
+        )
 
 
 def _run_changed(plan: LaunchPlan, out: Output) -> RunFacts | None:

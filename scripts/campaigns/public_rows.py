@@ -21,6 +21,7 @@ class Row:
         saves: What it has saved by then, as a pattern of files.
         modules: The folder of the clone that its own packages are in.
         needs: A file of the --work folder that is not made here, because the script checks what is in it.
+        alone: Whether it runs in one process on a CPU.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Row:
     saves: str = ""
     modules: str = "."
     needs: str = ""
+    alone: bool = True
 
 
 HIDDEN = ("launch.hide_ranks=true",)
@@ -194,7 +196,13 @@ _BIG = (
         modules="references/segmentation",  # the clone's root has a torchvision of its own
     ),
     *(
-        Row(f"lightning {name}", str(OWN / "lightning_plain.py"), name, saves="out-lightning/final.pt")
+        Row(
+            f"lightning {name}",
+            str(OWN / "lightning_plain.py"),
+            name,
+            saves="out-lightning/final.pt",
+            alone=name == "ddp",
+        )
         for name in ("ddp", "fsdp")
     ),
     Row("sentence-transformers", str(OWN / "sentence_trainer.py"), saves="out-sentences/model.safetensors"),

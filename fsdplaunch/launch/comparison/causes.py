@@ -72,8 +72,10 @@ def _initial(evidence: Evidence) -> Cause | None:
         return None
     return Cause(
         id="initial-weights",
-        text="the two runs begin with other weights: they are drawn from a seed that is new in every run",
-        hint="set a fixed seed in the script (torch.manual_seed, numpy's and random's) before the model is built",
+        text="the two runs begin with other weights: they are drawn from a seed that is new in every run, or the"
+        " script resumes from what its first run saved",
+        hint="set a fixed seed in the script (torch.manual_seed, numpy's and random's) before the model is built;"
+        " have it save to a folder that it does not resume from",
     )
 
 

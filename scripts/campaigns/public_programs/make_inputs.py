@@ -112,7 +112,7 @@ tokens = array.array("H", [random.randrange(50257) for _ in range(20000)])
 header = array.array("i", [20240520, 1, len(tokens)] + [0] * 253)
 Path("tokens.bin").write_bytes(header.tobytes() + tokens.tobytes())
 factory = {"instruction": "word1 word2", "input": "", "output": "word3 word4"}
-recipe = "per_device_train_batch_size: 4\nlearning_rate: 1.0e-3\nmax_steps: 4\nsave_steps: 2\nuse_cpu: true\n"
+recipe = "per_device_train_batch_size: 4\nlearning_rate: 1.0e-3\nmax_steps: 4\nsave_steps: 4\nuse_cpu: true\n"
 Path("factory").mkdir()
 Path("factory/tiny.json").write_text(json.dumps([{**factory, "output": text[:40]} for text in texts]))
 Path("factory/dataset_info.json").write_text(json.dumps({"tiny": {"file_name": "tiny.json"}}))
