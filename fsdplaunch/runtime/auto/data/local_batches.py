@@ -55,8 +55,7 @@ class LocalBatches:
         shapes = [tensor.shape for tensor in tensors]
         if self.compares and not self.divided:
             self.fingerprint = float(sum(tensor.detach().double().sum() for tensor in tensors))
-        found = (rows for shape in shapes for rows in shape[:2] if rows in self.sizes)
-        self.current = 0 if self.complete and not torch.is_grad_enabled() else next(found, 0)
+        self.current = next((rows for shape in shapes for rows in shape[:2] if rows in self.sizes), 0)
         if self.current:
             self.shared_passes += 1
         else:
