@@ -42,7 +42,7 @@ for epoch in range(12):
     time.sleep(late.random() * 0.01)
     path.write_text(json.dumps([epoch] * 3000))
     assert json.loads(path.read_text())[0] == epoch
-    model(torch.randn(8, 4)).pow(2).mean().backward()  # no rank writes again before all have read
+    model(torch.randn(8, 4)).pow(2).mean().backward()  # all have read before it is written again
 """
 
 
