@@ -43,6 +43,7 @@ for epoch in range(12):
     path.write_text(json.dumps([epoch] * 3000))
     assert json.loads(path.read_text())[0] == epoch
     model(torch.randn(8, 4)).pow(2).mean().backward()  # all have read before it is written again
+kept.close()
 """
 
 
