@@ -77,6 +77,8 @@ PENALTIES = {
     "cumulated": lambda w, b: w.cumsum(0).pow(2).mean(),
     "glu": lambda w, b: F.glu(w[:6], 0).pow(2).sum(),
 }
+if torch.__version__ < "2.8":  # torch loses the local tensor of what these give, and ends with an error
+    del READS["inverse"], PENALTIES["glu"]
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).to("cpu")
