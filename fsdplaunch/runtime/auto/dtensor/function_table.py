@@ -153,9 +153,7 @@ def _handling_operators(ownership: Ownership, updates: WrappedUpdates) -> Iterat
     kept = dict(table)
 
     def put(handlers_of: dict[Any, Handler]) -> None:
-        table.update(
-            {op: _operator(handler, ownership, table, kept.get(op)) for op, handler in handlers_of.items()}
-        )
+        table.update({op: _operator(handler, ownership, kept.get(op)) for op, handler in handlers_of.items()})
 
     put(_operators())
     table.update(dict.fromkeys(_overloads(_COLLECTIVES, torch.ops.c10d), _refused))
@@ -166,7 +164,7 @@ def _handling_operators(ownership: Ownership, updates: WrappedUpdates) -> Iterat
     try:
         with (
             finishing_results(lambda result: handlers.finish(result) if ownership.ours else result),
-            stepping_without_handlers(table, [*_overloads((*_MIXING, *_UPDATING)), *many], updates.wrap),
+            stepping_without_handlers([*_overloads((*_MIXING, *_UPDATING)), *many], updates.wrap),
         ):
             yield
     finally:
@@ -235,8 +233,9 @@ def _refused(_op: Any, _args: Any, _kwargs: Any) -> Any:
     raise ShardingError(msg, hint=f"{hint} process, or with --shard off, which leaves all to the script")
 
 
-def _operator(handler: Handler, ownership: Ownership, table: dict[Any, Any], torchs: Any) -> Any:
+def _operator(handler: Handler, ownership: Ownership, torchs: Any) -> Any:
     def compute(op: Any, args: Any, kwargs: Any) -> Any:
+        table = operator_handlers()  # another one while an optimizer steps
         own = table.pop(op)  # torch's own way inside
         if torchs is not None:
             table[op] = torchs
