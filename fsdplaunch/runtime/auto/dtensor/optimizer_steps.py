@@ -55,7 +55,7 @@ def stepping_without_handlers(operators: Iterable[Any], wrap: Callable[[], None]
 
 
 class _Handlers:
-    """Two tables, of which DTensor has one at a time: to exchange entries touches hundreds of objects in each step."""
+    """Two tables, of which DTensor has one at a time: to exchange entries touches hundreds of objects a step."""
 
     def __init__(self, operators: frozenset[Any]) -> None:
         self._operators = operators
