@@ -20,6 +20,7 @@ class Row:
         whole: Further arguments, with which it comes to its end within a minute.
         saves: What it has saved by then, as a pattern of files.
         modules: The folder of the clone that its own packages are in.
+        needs: A file of the --work folder that is not made here, because the script checks what is in it.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Row:
     whole: str = ""
     saves: str = ""
     modules: str = "."
+    needs: str = ""
 
 
 HIDDEN = ("launch.hide_ranks=true",)
@@ -189,6 +191,7 @@ _BIG = (
         HIDDEN,
         "",
         "out-voc/*.pth",
+        modules="references/segmentation",  # the clone's root has a torchvision of its own
     ),
     *(
         Row(f"lightning {name}", str(OWN / "lightning_plain.py"), name, saves="out-lightning/final.pt")
@@ -249,7 +252,12 @@ _PLAIN = (
         )
     ),
     Row("nlp-tutorial BERT", "graykode/nlp-tutorial:5-2.BERT/BERT.py"),
-    Row("mixture-of-experts", "davidmrau/mixture-of-experts:cifar10_example.py"),
+    Row("mixture-of-experts", "davidmrau/mixture-of-experts:example.py"),
+    Row(
+        "mixture-of-experts CIFAR-10",
+        "davidmrau/mixture-of-experts:cifar10_example.py",
+        needs="data/cifar-10-batches-py",
+    ),
     Row("torchdiffeq ode_demo", "rtqichen/torchdiffeq:examples/ode_demo.py", "--data_size 100"),
     Row("torchdiffeq ode_demo adjoint", "rtqichen/torchdiffeq:examples/ode_demo.py", "--data_size 100 --adjoint"),
     Row(

@@ -51,7 +51,7 @@ def test_every_saving_call_of_an_accelerate_script_writes_full_tensors(forks, tm
     assert ("BertEmbeddings is no unit, for the input embeddings" in run.err[0]) is finds
     trained = torch.load(out / "trained.pt")
     assert trained["classifier.weight"].shape == (2, 32)
-    for folder in ("library", "pieces", "given", "alone", "alone given"):
+    for folder in ("library", "pieces", "given", "alone", "alone given", "checkpoint/by hook"):
         loaded = BertForSequenceClassification.from_pretrained(out / folder)
         assert_equal(loaded.state_dict(), trained)
         assert loaded.config.architectures == ["BertForSequenceClassification"]

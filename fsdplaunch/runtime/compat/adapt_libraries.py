@@ -3,6 +3,7 @@
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.runtime.compat.accelerate_cache import keep_no_cache_for_accelerate
 from fsdplaunch.runtime.compat.accelerate_cpu import adapt_accelerate_to_cpu
+from fsdplaunch.runtime.compat.accelerate_hooks import let_save_hooks_take_states
 from fsdplaunch.runtime.compat.accelerate_layers import split_layers_for_accelerate
 from fsdplaunch.runtime.compat.accelerate_loaders import divide_batches_of_accelerate
 from fsdplaunch.runtime.compat.accelerate_units import keep_embeddings_out_of_blocks
@@ -25,6 +26,7 @@ def adapt_libraries(config: Config, *, on_cpu: bool) -> None:
     save_full_weights()
     keep_embeddings_out_of_blocks()
     keep_no_cache_for_accelerate()
+    let_save_hooks_take_states()
     split_layers_for_accelerate()
     if config.launch.keep_global_batch:
         divide_batches_of_accelerate()

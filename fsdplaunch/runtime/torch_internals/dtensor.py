@@ -47,6 +47,12 @@ def operator_handlers() -> dict[Any, Any]:
     return handlers
 
 
+def use_operator_handlers(handlers: dict[Any, Any]) -> None:
+    """Have DTensor look up handlers in this table; all versions, which read the attribute at every operator."""
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher._custom_op_handlers = handlers
+
+
 def unscale_operator() -> Any:
     """Return the operator by which `GradScaler` unscales gradients and looks for overflows; all versions."""
     return torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default

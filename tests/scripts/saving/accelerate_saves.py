@@ -76,6 +76,18 @@ if accelerator.is_main_process:
     accelerator.save_model(model, out / "alone model")
     inner.bert.save_pretrained(out / "alone part", max_shard_size="20KB")
 accelerator.wait_for_everyone()
+
+
+def save_by_hook(models, weights, folder):
+    """Save as diffusers' examples do, by `accelerator.save_state`."""
+    if accelerator.is_main_process:
+        for each in models:
+            accelerator.unwrap_model(each).save_pretrained(Path(folder) / "by hook")
+            weights.pop()
+
+
+accelerator.register_save_state_pre_hook(save_by_hook)
+accelerator.save_state(out / "checkpoint")
 if "wrong" in sys.argv:
     wrong = {name: value.flatten()[:3] for name, value in trained.items()}
     inner.save_pretrained(out / "wrong", state_dict=wrong)

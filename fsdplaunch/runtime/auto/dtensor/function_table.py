@@ -155,9 +155,7 @@ def _handling_operators(hook_context: HookContext, updates: WrappedUpdates) -> I
     kept = dict(table)
 
     def put(handlers_of: dict[Any, Handler]) -> None:
-        table.update(
-            {op: _operator(handler, ownership, table, kept.get(op)) for op, handler in handlers_of.items()}
-        )
+        table.update({op: _operator(handler, ownership, kept.get(op)) for op, handler in handlers_of.items()})
 
     put(_operators())
     table.update(dict.fromkeys(_overloads(COLLECTIVES, torch.ops.c10d), refuse_collective))
@@ -170,7 +168,7 @@ def _handling_operators(hook_context: HookContext, updates: WrappedUpdates) -> I
         with (
             computing_unknown(unknown.meet),
             finishing_results(lambda result: handlers.finish(result) if ownership.ours else result),
-            stepping_without_handlers(table, [*_overloads((*_MIXING, *_UPDATING)), *many], updates.wrap),
+            stepping_without_handlers([*_overloads((*_MIXING, *_UPDATING)), *many], updates.wrap),
         ):
             yield
     finally:
@@ -226,8 +224,9 @@ def _overloads(names: Iterable[str], library: Any = torch.ops.aten) -> list[Any]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
 
 
-def _operator(handler: Handler, ownership: Ownership, table: dict[Any, Any], torchs: Any) -> Any:
+def _operator(handler: Handler, ownership: Ownership, torchs: Any) -> Any:
     def compute(op: Any, args: Any, kwargs: Any) -> Any:
+        table = operator_handlers()  # another one while an optimizer steps
         own = table.pop(op)  # torch's own way inside
         if torchs is not None:
             table[op] = torchs

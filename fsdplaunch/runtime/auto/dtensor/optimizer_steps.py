@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fsdplaunch.runtime.auto.dtensor.row_loops import put_kept_rows
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import cuts
-from fsdplaunch.runtime.torch_internals.dtensor import placements_of
+from fsdplaunch.runtime.torch_internals.dtensor import operator_handlers, placements_of, use_operator_handlers
 
 _BY_ELEMENT = frozenset(
     {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD"}
@@ -23,17 +23,16 @@ _Table = dict[Any, Any]
 
 
 @contextmanager
-def stepping_without_handlers(table: _Table, operators: Iterable[Any], wrap: Callable[[], None]) -> Iterator[None]:
-    """Take handlers out of a table for the time of such a step.
+def stepping_without_handlers(operators: Iterable[Any], wrap: Callable[[], None]) -> Iterator[None]:
+    """Take handlers out of DTensor's table for the time of such a step.
 
     A step with a closure computes what the script does in it.
 
     Args:
-        table: DTensor's, of handlers by operator.
         operators: Whose handlers no such step needs.
         wrap: Wraps the methods that update shards: torch adds only what is placed alike to one of few rows.
     """
-    steps, handlers = _Steps(), _Handlers(table, frozenset(operators))
+    steps, handlers = _Steps(), _Handlers(frozenset(operators))
 
     def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         put_kept_rows()
@@ -49,39 +48,36 @@ def stepping_without_handlers(table: _Table, operators: Iterable[Any], wrap: Cal
         handlers.put_back()
 
     with ExitStack() as stack:
+        stack.callback(handlers.put_back)  # a step that failed has not
         stack.callback(register_optimizer_step_pre_hook(begin).remove)
         stack.callback(register_optimizer_step_post_hook(end).remove)
         yield
 
 
 class _Handlers:
-    """A table in two states, exchanged as a whole: to look up every operator by itself takes ten times as long."""
+    """Two tables, of which DTensor has one at a time: to exchange entries touches hundreds of objects a step."""
 
-    def __init__(self, table: _Table, operators: frozenset[Any]) -> None:
-        self._table, self._operators = table, operators
+    def __init__(self, operators: frozenset[Any]) -> None:
+        self._operators = operators
         self._full: _Table = {}
         self._rest: _Table = {}
-        self._out = False
+        self._lengths = (0, 0)
 
     def take_out(self) -> None:
-        if self._out:
+        table = operator_handlers()
+        if table is self._rest:
             return
-        if self._table != self._full:  # something else was changed in it
-            self._full = dict(self._table)
-            self._rest = {op: each for op, each in self._full.items() if op not in self._operators}
-        self._exchange(self._rest)
-        self._out = True
+        if table is not self._full or len(table) != self._lengths[0]:  # something was put into it
+            self._full = table
+            self._rest = {op: each for op, each in table.items() if op not in self._operators}
+            self._lengths = len(table), len(self._rest)
+        use_operator_handlers(self._rest)
 
     def put_back(self) -> None:
-        if self._out:
-            if len(self._table) != len(self._rest):  # something was put into it meanwhile
-                self._full |= self._table
-            self._exchange(self._full)
-            self._out = False
-
-    def _exchange(self, state: _Table) -> None:
-        self._table.clear()
-        self._table.update(state)
+        if operator_handlers() is self._rest:
+            if len(self._rest) != self._lengths[1]:  # something was put into it meanwhile
+                self._full |= self._rest
+            use_operator_handlers(self._full)
 
 
 @dataclass(frozen=True, slots=True)

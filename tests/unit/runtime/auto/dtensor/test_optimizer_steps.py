@@ -1,40 +1,69 @@
 """Torch's own optimizers step without the handlers of operators that no such step needs; all others with them."""
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdplaunch.runtime.auto.dtensor.optimizer_steps import stepping_without_handlers
-
-
-class Table(dict[str, int]):
-    """A table that remembers what it was."""
-
-    def __init__(self, start: dict[str, int]) -> None:
-        super().__init__(start)
-        self.states: list[set[str]] = []
-
-    def update(self, other: Any) -> None:  # type: ignore[override]
-        super().update(other)
-        self.states.append(set(self))
+from fsdplaunch.runtime.torch_internals.dtensor import operator_handlers, use_operator_handlers
 
 
 class Own(torch.optim.SGD):
     """What it computes is the script's."""
 
 
-def test_handlers_are_out_of_the_table_in_steps_of_torchs_optimizers_alone() -> None:
+@pytest.fixture
+def seen() -> Iterator[list[set[Any]]]:
+    """Give DTensor a table of two handlers; return what is in its table at the end of each step."""
+    before, seen = operator_handlers(), []
+    use_operator_handlers({"mul": 1, "std": 2})
+    hook = register_optimizer_step_post_hook(lambda *_: seen.append(set(operator_handlers())))
+    yield seen
+    hook.remove()
+    use_operator_handlers(before)
+
+
+def param_with_gradient() -> torch.nn.Parameter:
     param = torch.nn.Parameter(torch.ones(2))
     param.grad = torch.ones(2)
-    table, wrapped = Table({"mul": 1, "std": 2}), []
-    with stepping_without_handlers(table, ["mul"], lambda: wrapped.append(True)):
+    return param
+
+
+def test_handlers_are_out_of_the_table_in_steps_of_torchs_optimizers_alone(seen: list[set[Any]]) -> None:
+    param, wrapped, table = param_with_gradient(), [], operator_handlers()
+    with stepping_without_handlers(["mul"], lambda: wrapped.append(True)):
         torch.optim.SGD([param]).step()
-        assert table.states == [{"std"}, {"mul", "std"}]
+        assert operator_handlers() is table
         table["unscale"] = 3  # by another part of the package
         torch.optim.Adam([param]).step()
-        assert table.states[2:] == [{"std", "unscale"}, {"mul", "std", "unscale"}]
         torch.optim.SGD([param]).step(lambda: 0.0)
         Own([param]).step()
     torch.optim.SGD([param]).step()
-    assert len(table.states) == 4
+    assert seen == [{"std"}, {"std", "unscale"}, *[{"mul", "std", "unscale"}] * 3]
     assert not wrapped
+
+
+def test_what_is_put_into_the_table_in_a_step_stays_and_a_step_that_fails_puts_all_back(
+    seen: list[set[Any]],
+) -> None:
+    param, table = param_with_gradient(), operator_handlers()
+    optimizer = torch.optim.SGD([param])
+    optimizer.register_step_pre_hook(lambda *_: operator_handlers().update(unscale=3))
+    with stepping_without_handlers(["mul"], lambda: None):
+        optimizer.step()
+        assert operator_handlers() is table
+        assert set(table) == {"mul", "std", "unscale"}
+        optimizer.register_step_pre_hook(fail)
+        with pytest.raises(ValueError, match="no step"):
+            optimizer.step()
+        assert set(operator_handlers()) == {"std", "unscale"}
+    assert operator_handlers() is table
+    assert len(seen) == 1
+
+
+def fail(*_: Any) -> None:
+    msg = "no step"
+    raise ValueError(msg)
