@@ -44,7 +44,9 @@ def lines(text: str) -> dict[str, list[float]]:
     return {name: [float(number) for number in numbers.split()] for name, numbers in named}
 
 
-@pytest.mark.parametrize("name", ["sums", "randomness", "samplers", "penalties", "optimizers", "batches"])
+@pytest.mark.parametrize(
+    "name", ["sums", "randomness", "samplers", "penalties", "optimizers", "operators", "batches"]
+)
 def test_training_is_that_of_one_process(runs: Callable[[str], tuple[Run, Run]], name: str) -> None:
     plain, many = runs(name)
     expected = lines(plain.out[0])
