@@ -89,7 +89,7 @@ class _WrittenFiles:
         @functools.wraps(original)
         def remove(path: Any, *args: Any, **kwargs: Any) -> None:
             name = None if path_store.from_open_folder(kwargs) else self._name(path)
-            if name is None or not store().check([_key(name, self.opened[name] + 1)]):
+            if name is None or not _has(_key(name, self.opened[name] + 1)):
                 original(path, *args, **kwargs)
 
         return remove
@@ -97,14 +97,14 @@ class _WrittenFiles:
     def _written(self, opened: Any, name: str, key: str) -> Any:
         if self.rank:
             return opened
-        store().set(f"{key}/0", "")
+        _set(f"{key}/0")
         if not self.told:
             self.told = True
             messages.say(
                 f"{script_line()}: rank 0 alone writes {os.path.relpath(name)} and other text files that the"
                 " script opens: what the other ranks write to them is dropped"
             )
-        return _named(opened, opened.name, lambda: store().set(f"{key}/closed", ""))
+        return _named(opened, opened.name, lambda: _set(f"{key}/closed"))
 
     def _rank_0_opens(self, key: str) -> bool:
         """Return whether rank 0 has opened it, or does so soon."""
@@ -112,7 +112,7 @@ class _WrittenFiles:
         if line in self.left:
             return False
         _await(f"{key}/0")
-        if not store().check([f"{key}/0"]):
+        if not _has(f"{key}/0"):
             self.left.add(line)
         return line not in self.left
 
@@ -132,10 +132,10 @@ def _open(original: Any, key: str, file: Any, mode: str, args: Any, kwargs: Any)
     try:
         opened = original(file, mode, *args, **kwargs)
     except FileExistsError:
-        if not store().check([key]):
+        if not _has(key):
             raise
         opened = original(file, mode.replace("x", "w"), *args, **kwargs)
-    store().set(key, "")
+    _set(key)
     return opened
 
 
@@ -149,16 +149,28 @@ def _named(opened: Any, name: Any, then: Callable[[], Any]) -> Any:
         if here is None or here.closed:
             return
         io.FileIO.close(here)
-        with contextlib.suppress(RuntimeError):  # the store has ended
-            if path_store.is_rank(process):
-                then()
+        if path_store.is_rank(process):
+            then()
 
     raw.name, raw.close = name, close
     return opened
 
 
 def _await(key: str) -> None:
-    path_store.wait_until(lambda: store().check([key]), _PATIENCE_SECONDS)
+    path_store.wait_until(lambda: _has(key) or not path_store.answers(), _PATIENCE_SECONDS)
+
+
+def _has(key: str) -> bool:
+    """Return whether the store has a key; False where it has ended with its rank, as the run does."""
+    try:
+        return bool(store().check([key]))
+    except RuntimeError:
+        return False
+
+
+def _set(key: str) -> None:
+    with contextlib.suppress(RuntimeError):  # the store has ended
+        store().set(key, "")
 
 
 def _key(name: str, number: int) -> str:
