@@ -1,5 +1,6 @@
 """Processes that stay alive over many tests and form one gloo process group per world size."""
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -108,6 +109,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what the libraries made is no garbage, and to look through it copies it into each rank
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     limit = timedelta(seconds=60)

@@ -1,5 +1,6 @@
 """Adapters of PEFT alone, by accelerate's functions and these, each reading what the other wrote."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from tests.distributed.tiny import build, plugin
 from tests.needs import needs
 
 pytest.importorskip("accelerate", reason="accelerate is a development dependency")
-pytest.importorskip("peft", reason="peft is a development dependency")
+# Not imported here, for that takes seconds in every process of a run in parallel; the ranks alone use it.
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is a development dependency")
 
 
 def with_lora(seed: int, version: int, form: str) -> tuple[Any, Any]:

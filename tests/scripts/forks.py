@@ -6,6 +6,7 @@ Libraries take seconds to import and the scripts less than one to run. A rank's 
 worker does, at the bootstrap's `main`, and leaves behind what its parameters are at the end.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -22,13 +23,16 @@ FACTS = "facts.json"
 
 def serve() -> None:
     import torch._dynamo.backends.registry
-    import torch._functorch.aot_autograd  # noqa: F401
+    import torch._functorch.aot_autograd
+    import torch._inductor.pattern_matcher  # noqa: F401
     import transformers  # noqa: F401
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: F401
 
     import fsdplaunch.runtime.api.prepare
     import fsdplaunch.runtime.auto.install  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # as in a launch's fork server: children would look through all that was imported, and so copy it
     for line in sys.stdin:
         request = json.loads(line)
         ranks = request["ranks"]

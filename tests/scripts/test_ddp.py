@@ -1,6 +1,7 @@
 """Scripts for DistributedDataParallel, unchanged: sharded, they compute and write what torchrun's ranks do."""
 
 import re
+import socket
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -48,3 +49,72 @@ def test_ddp_script_computes_and_writes_sharded_what_it_does_replicated(
     assert written == sorted(path.name for path in done.folder.iterdir())
     for file in written:
         assert_same(read(wanted.folder / file), read(done.folder / file), file)
+
+
+SPAWNED = """
+import os, sys
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def train(rank, world, how):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", sys.argv[2]
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    torch.manual_seed(0)
+    model = DDP(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        loss = model(torch.randn(2, 8, 4)[rank]).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"rank {rank} {how} loss {loss.item():.6f}", flush=True)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    how, world = sys.argv[1], int(sys.argv[3])
+    if how == "spawn":
+        mp.spawn(train, args=(world, how), nprocs=world)
+    else:
+        started = [mp.get_context(how).Process(target=train, args=(rank, world, how)) for rank in range(world)]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join()
+            assert process.exitcode == 0
+"""
+
+
+def test_ranks_that_a_script_spawns_are_the_launched_workers(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNED)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    wanted = forks.run(script, tmp_path / "plain", "spawn", port, "2")
+    assert wanted.codes == [0], wanted.err
+    done = forks.run(script, tmp_path / "run", "spawn", port, "2", ranks=2)
+    assert done.codes == [0, 0], done.err
+    assert sorted("".join(done.out).splitlines()) == sorted(wanted.out[0].splitlines())
+    assert "train.py:23: mp.spawn: each of the 2 workers runs its rank" in done.err[0]
+    assert_sharded(done)
+
+
+@pytest.mark.parametrize(
+    ("how", "world", "message"),
+    [
+        ("spawn", "4", "train.py:23: mp.spawn starts 4 ranks here, and the launch has 2"),
+        (
+            "fork",
+            "2",
+            "train.py:27 starts a process that calls init_process_group: the launch has started the ranks",
+        ),
+    ],
+)
+def test_ranks_that_are_not_the_workers_are_refused(
+    forks: Forks, tmp_path: Path, how: str, world: str, message: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNED)
+    done = forks.run(script, tmp_path / "run", how, "0", world, ranks=2)
+    assert 0 not in done.codes
+    assert message in done.err[0]

@@ -44,7 +44,9 @@ def lines(text: str) -> dict[str, list[float]]:
     return {name: [float(number) for number in numbers.split()] for name, numbers in named}
 
 
-@pytest.mark.parametrize("name", ["sums", "randomness", "samplers", "penalties", "optimizers", "batches"])
+@pytest.mark.parametrize(
+    "name", ["sums", "randomness", "samplers", "penalties", "optimizers", "operators", "batches"]
+)
 def test_training_is_that_of_one_process(runs: Callable[[str], tuple[Run, Run]], name: str) -> None:
     plain, many = runs(name)
     expected = lines(plain.out[0])
@@ -163,6 +165,30 @@ def test_unseeded_generators_begin_alike_on_all_ranks(runs: Callable[[str], tupl
     assert first.startswith("unseeded 0.")
     assert first == second
     assert "drawn" not in many.err[0]
+
+
+REJECTED = """
+import torch
+from torch.utils.data import DataLoader
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1).to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    for x in DataLoader(torch.randn(16, 4).abs() * 20, batch_size=8, shuffle=True):
+        model(torch.poisson(x)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"epoch {_}: {torch.rand(1).item():.6f}")
+"""
+
+
+def test_draws_by_what_each_row_has_are_told_and_later_draws_stay_alike(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(REJECTED)
+    done = forks.run(script, tmp_path / "run", ranks=2, launch__keep_global_batch=True)
+    assert done.codes == [0, 0], done.err
+    assert lines(done.out[0]) == lines(done.out[1])
+    assert done.err[0].count("train.py:9: poisson draws by a number that each row has of its own") == 1
 
 
 DRAWN = """

@@ -44,6 +44,24 @@ def step():
     optimizer.zero_grad()
 """
 
+PROBE = (
+    """
+import os, torch
+own = torch.nn.Linear(8, 1)
+probe = torch.optim.SGD(own.parameters(), lr=0.1) if os.environ["RANK"] == "0" else None
+"""
+    + HEAD
+    + """
+for number in range(4):
+    step()
+    if rank == 0:
+        own(torch.ones(2, 8)).pow(2).mean().backward()
+        probe.step()
+        torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+dist.barrier()
+"""
+)
+
 EVERYWHERE = """
 from fsdplaunch.runtime.auto.state.rank0 import serving
 serving.STILL_SECONDS = 0.5  # the other rank waits in full_tensor(), which is not counted, and never in a save
@@ -193,6 +211,16 @@ def test_every_file_that_rank_0_saves_is_whole_and_of_one_step(
     last = torch.load(done.folder / "last.pt")
     assert all(state["exp_avg"].numel() in (8, 2048, 2048 * 8) for state in last["state"].values())
     assert load_file(done.folder / "file-11.safetensors")["layers.0.0.weight"].shape == (2048, 8)
+
+
+def test_an_optimizer_of_rank_0s_own_is_no_step_of_the_model(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PROBE)
+    done = forks.run(script, tmp_path / "run", ranks=2, timeout=60)
+    assert done.codes == [0, 0], done.err
+    state = torch.load(done.folder / "last.pt")
+    assert state["model"]["layers.0.0.weight"].shape == (2048, 8)
+    assert state["optimizer"]["state"][0]["exp_avg"].shape == (2048, 8)
 
 
 def test_save_by_all_ranks_is_written_once_and_own_files_by_each(forks: Forks, tmp_path: Path) -> None:

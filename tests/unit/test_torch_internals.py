@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,11 +43,10 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 def own_names(tree: ast.AST) -> set[str]:
     """Private names that a file defines itself, as functions, classes, fields and attributes of `self`."""
-    defined = {
-        n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    }
-    stored = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
-    fields = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    nodes = list(ast.walk(tree))
+    defined = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    stored = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    fields = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     return defined | stored | fields
 
 
@@ -54,8 +54,18 @@ def attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and private(node.attr))
 
 
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
-ALL_OWN = {name for tree in TREES.values() for name in own_names(tree)} - OVERRIDDEN
+@cache
+def trees() -> dict[Path, ast.AST]:
+    """Each file's syntax tree; not made at import, for each process of a run in parallel imports this file."""
+    return {path: ast.parse(path.read_text()) for path in FILES}
+
+
+@cache
+def all_own() -> frozenset[str]:
+    """Private names that the package defines."""
+    return frozenset(name for tree in trees().values() for name in own_names(tree)) - OVERRIDDEN
+
+
 KNOWN = {
     "_exit": "os and libc",
     "_getframe": "sys",
@@ -94,14 +104,14 @@ def by_text(tree: ast.AST) -> Iterator[str]:
 
 def uses(tree: ast.AST) -> Iterator[str]:
     """Every use of a private name of torch in one file."""
-    own = ALL_OWN | own_names(tree) | set(KNOWN)
+    own = all_own() | own_names(tree) | set(KNOWN)
     yield from imported(tree)
     yield from (ast.unparse(node) for node in attributes(tree) if node.attr not in own)
-    yield from (name for name in by_text(tree) if name not in ALL_OWN | set(NOT_TORCH))
+    yield from (name for name in by_text(tree) if name not in all_own() | set(NOT_TORCH))
 
 
 def test_private_names_of_torch_are_used_in_one_folder_only() -> None:
-    found = [f"{path.relative_to(PACKAGE)}: {use}" for path, tree in TREES.items() for use in uses(tree)]
+    found = [f"{path.relative_to(PACKAGE)}: {use}" for path, tree in trees().items() for use in uses(tree)]
     assert found == []
 
 

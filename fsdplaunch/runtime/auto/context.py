@@ -16,7 +16,7 @@ from fsdplaunch.runtime.auto.data.rng_streams import RngStreams
 from fsdplaunch.runtime.auto.detect.module_registry import ModuleRegistry
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.model.loss_exchange import LossExchange
-from fsdplaunch.runtime.auto.state.rank0.position import Position
+from fsdplaunch.runtime.auto.state.rank0.position import Position, trains_shards
 from fsdplaunch.runtime.auto.state.saved_paths import SavedPaths
 from fsdplaunch.runtime.rank import DataRanks, configured_data_ranks
 
@@ -98,13 +98,17 @@ class HookContext:
             self.inner_marks.pop().remove()
 
     def numbered_optimizers(self) -> list[tuple[int, Optimizer]]:
-        """Return the optimizers that are alive with numbers that are the same on all ranks."""
-        found = [(number, ref()) for number, ref in enumerate(self._optimizers)]
-        return [(number, optimizer) for number, optimizer in found if optimizer is not None]
+        """Return the optimizers of shards that are alive, with numbers that are the same on all ranks.
+
+        One of no shards has no number: it may be one rank's own.
+        """
+        optimizers = [ref() for ref in self._optimizers]
+        numbered = [optimizer for optimizer in optimizers if optimizer is None or trains_shards(optimizer)]
+        return [(number, optimizer) for number, optimizer in enumerate(numbered) if optimizer is not None]
 
     def built_optimizers(self) -> list[Optimizer]:
         """Return the optimizers that are alive, in the order they were built, which is the same on all ranks."""
-        return [optimizer for _, optimizer in self.numbered_optimizers()]
+        return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
     def evaluating(self) -> bool:
         """Return whether the script computes without training: no gradients, or no model in training mode."""

@@ -10,6 +10,7 @@ from fsdplaunch.runtime.auto.data.rng_streams import drawing_alike_in_evaluation
 from fsdplaunch.runtime.auto.data.row_order import telling_row_orders
 from fsdplaunch.runtime.auto.data.unseeded import seeding_alike
 from fsdplaunch.runtime.auto.ddp.construction import sharding_replicas
+from fsdplaunch.runtime.auto.ddp.spawned_ranks import running_spawned_ranks
 from fsdplaunch.runtime.auto.detect.module_registry import registering_modules
 from fsdplaunch.runtime.auto.detect.optimizers import training_shards
 from fsdplaunch.runtime.auto.detect.shard_triggers import (
@@ -27,12 +28,13 @@ from fsdplaunch.runtime.auto.model.functional_calls import computing_with_given_
 from fsdplaunch.runtime.auto.model.gathered_view import showing_shards
 from fsdplaunch.runtime.auto.model.moves import keeping_hooks
 from fsdplaunch.runtime.auto.state.exports import exporting_full_models
-from fsdplaunch.runtime.auto.state.file_operations import doing_once
-from fsdplaunch.runtime.auto.state.fresh_folders import keeping_fresh_folders
+from fsdplaunch.runtime.auto.state.files.file_operations import doing_once
+from fsdplaunch.runtime.auto.state.files.fresh_folders import keeping_fresh_folders
+from fsdplaunch.runtime.auto.state.files.same_operations import counting_for_all
+from fsdplaunch.runtime.auto.state.files.written_files import writing_once
 from fsdplaunch.runtime.auto.state.load_hooks import loading_full_tensors
 from fsdplaunch.runtime.auto.state.rank0.copies import remembering_copies
 from fsdplaunch.runtime.auto.state.rank0.position import counting
-from fsdplaunch.runtime.auto.state.same_operations import counting_for_all
 from fsdplaunch.runtime.auto.state.save_hooks import saving_full_tensors
 
 
@@ -55,6 +57,7 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         training_shards(hook_context),
         sharding_when_training_begins(hook_context),
         sharding_replicas(hook_context),
+        running_spawned_ranks(),
         dividing_loaders(hook_context),
         aligning_buffers(hook_context),
         seeding_by_rank(hook_context.streams),
@@ -70,6 +73,7 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         remembering_copies(hook_context.position),
         saving_full_tensors(hook_context),
         keeping_fresh_folders(hook_context),
+        writing_once(hook_context),
         counting_for_all(hook_context.size),
         doing_once(hook_context),
         loading_full_tensors(hook_context),

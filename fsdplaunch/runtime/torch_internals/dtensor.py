@@ -86,6 +86,92 @@ def knows_operator(operator: Any) -> bool:
     return any(operator in getattr(propagator, table, ()) for table in tables)
 
 
+def written_arguments(operator: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return what an operator writes into of what it is given, by its schema; all versions."""
+    arguments = operator._schema.arguments
+    written = [each.alias_info is not None and each.alias_info.is_write for each in arguments]
+    by_name = {each.name for each, writes in zip(arguments, written, strict=True) if writes}
+    return [each for each, writes in zip(args, written, strict=False) if writes] + [
+        value for name, value in kwargs.items() if name in by_name
+    ]
+
+
+def changes_shape_of_given(operator: Any) -> bool:
+    """Return whether an operator gives what it is given another shape or memory: `t_`, `set_`; all versions."""
+    return torch.Tag.inplace_view in operator.tags
+
+
+def is_random(operator: Any) -> bool:
+    """Return whether an operator draws; all versions."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def is_elementwise(operator: Any) -> bool:
+    """Return whether an operator computes each element by itself, as torch has tagged it; all versions.
+
+    Not all versions tag what writes in place and what is for lists: then as what is named so without.
+    """
+    if torch.Tag.pointwise in operator.tags:
+        return True
+    name, _, overload = str(operator).removeprefix("aten.").partition(".")
+    for_lists = name.startswith("_foreach_")
+    packet = getattr(torch.ops.aten, name.removeprefix("_foreach_").removesuffix("_"), None)
+    if packet is None or (not for_lists and not hasattr(packet, overload)):
+        return False
+    overloads = [each for each in packet.overloads() if "out" not in each] if for_lists else [overload]
+    return all(torch.Tag.pointwise in getattr(packet, each).tags for each in overloads)
+
+
+def decomposed(operator: Any, args: Any, kwargs: Any) -> Any:
+    """Compute an operator by those that it is made of; `NotImplemented` where it is made of none; all versions."""
+    made_of = torch._C.DispatchKey.CompositeImplicitAutograd
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), made_of):
+        return NotImplemented
+    return operator.decompose(*args, **kwargs)
+
+
+_MIXED = "got mixed torch.Tensor and DTensor"
+_MOVED = "in-place operations that require placement changes"
+
+
+def refuse_mixture(operator: Any) -> None:
+    """Say what torch says of plain tensors and DTensors together.
+
+    Raises:
+        RuntimeError: Always.
+    """
+    msg = f"{operator}: {_MIXED}, need to convert all torch.Tensor to DTensor"
+    raise RuntimeError(msg)
+
+
+@contextmanager
+def computing_unknown(compute: Callable[[Any, Any, Any, Exception], Any]) -> Iterator[None]:
+    """Let `compute` have the operators that DTensor has no rule for, with its error; all versions."""
+    dispatcher: Any = DTensor._op_dispatcher
+    name = "dispatch" if hasattr(dispatcher, "dispatch") else "_propagate_op_sharding_dispatch_slow_path"
+    torchs = getattr(dispatcher, name, None)
+    if torchs is None:
+        yield
+        return
+
+    def dispatch(operator: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+        if operator in operator_handlers():
+            return torchs(operator, args, kwargs, *rest)
+        try:
+            return torchs(operator, args, kwargs, *rest)
+        except (NotImplementedError, RuntimeError, AssertionError) as error:
+            if _MIXED in str(error) or (operator in known_operators() and _MOVED not in str(error)):
+                raise
+            refused = error
+        return compute(operator, args, kwargs, refused)
+
+    setattr(dispatcher, name, dispatch)
+    try:
+        yield
+    finally:
+        setattr(dispatcher, name, torchs)
+
+
 @contextmanager
 def finishing_results(finish: Callable[[Any], Any]) -> Iterator[None]:
     """Let `finish` have what each operation on DTensors gives, under 2.7 to 2.9; without effect from 2.11 on.

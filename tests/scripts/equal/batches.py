@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
@@ -114,6 +115,31 @@ class InPlace(Net):
         return self.head(x)
 
 
+class Experts(nn.Module):
+    """Gives each row to one of its experts: a rank's rows may leave some out."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        weight, chosen = self.gate(x).softmax(1).max(1)
+        found = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = chosen == number
+            if rows.any():
+                found[rows] = weight[rows, None] * expert(x[rows])
+        return x + found
+
+
+class Mixture(Net):
+    """Has experts in its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts() for _ in range(3))
+
+
 def by_hand(net, x, y, optimizer):
     optimizer.zero_grad()
     F.mse_loss(net(x), y).backward()
@@ -139,6 +165,8 @@ WAYS = {
     "norm": (Net, by_hand),
     "average": (lambda: Net(momentum=None), by_hand),
     "plain": (lambda: Net(affine=False), by_hand),
+    "refreshed": (Net, by_hand),
+    "experts": (Mixture, by_hand),
     "noise": (Net, of_noise),
     "all rows": (Net, of_all_rows),
     "evaluating": (Net, on_eval),
@@ -154,6 +182,8 @@ for name, (build, step) in WAYS.items():
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     for x, y in DataLoader(TensorDataset(inputs, wanted), batch_size=8, shuffle=True):
         step(net, x, y, optimizer)
+    if name == "refreshed":  # by complete batches, the last of which has as many rows as a rank's share
+        update_bn(DataLoader(TensorDataset(inputs), batch_size=28), net)
     net.eval()
     with torch.no_grad():
         means, variances = (sum(b.sum() for n, b in net.named_buffers() if n.endswith(e)) for e in ("mean", "var"))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+import torch.distributions as D
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -58,6 +59,9 @@ class Net(nn.Module):
     def numpy(self, h):
         return h
 
+    def distributions(self, h):
+        return h
+
 
 def noised(x):
     with torch.no_grad():
@@ -67,15 +71,27 @@ def noised(x):
         return x + 0.1 * step * noise * torch.rand(x.size(0), 1, 1) + torch.empty(x.size(0), 5, 1).uniform_()
 
 
+def noised_by_distributions(x):
+    rows = (x.size(0), 1, 8)
+    noise = D.Beta(0.4, 0.4).sample(rows) + D.Gamma(2.0, 1.0).sample(rows) + D.StudentT(5.0).sample(rows)
+    noise = noise + D.Poisson(3.0).sample(rows) + D.Binomial(4, torch.tensor(0.5)).sample(rows)
+    noise = noise + D.LogNormal(0.0, 1.0).sample(rows) + torch.empty(rows).geometric_(0.5)
+    return (
+        x + 0.05 * noise + 0.01 * torch.empty_like(x).log_normal_() + 0.01 * torch.empty_like(x).cauchy_().tanh()
+    )
+
+
 def noised_by_numpy(x):
     step = np.random.randint(0, 10, len(x)) + np.random.normal(size=len(x)) + rng.integers(0, 3, size=len(x))
     noise = np.random.normal(0, 1, (len(x), 5, 8)) + np.random.rand(len(x), 1, 8) + np.random.uniform()
     noise = noise + rng.standard_normal((len(x), 5, 8)) * rng.random((len(x), 1, 1))
+    noise = noise + np.random.beta(0.4, 0.4, (len(x), 1, 1)) + np.random.gamma(2, 1, (len(x), 1, 1))
+    noise = noise + rng.beta(0.4, 0.4, size=(len(x), 1, 1)) + rng.gumbel(size=(len(x), 1, 8))
     return x + 0.1 * torch.from_numpy(step[:, None, None] * noise).float()
 
 
 own, rng = torch.Generator().manual_seed(2), np.random.default_rng(2)
-NOISES = {"diffusion": noised, "numpy": noised_by_numpy}
+NOISES = {"diffusion": noised, "numpy": noised_by_numpy, "distributions": noised_by_distributions}
 KINDS = (
     "batch first",
     "time first",
@@ -87,6 +103,7 @@ KINDS = (
     "recomputed",
     "diffusion",
     "numpy",
+    "distributions",
 )
 for kind in KINDS:
     torch.manual_seed(1)

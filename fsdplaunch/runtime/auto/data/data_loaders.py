@@ -65,6 +65,7 @@ class _Loaders:
             if not self._are_ours(loader):
                 return original(loader)
             _check_batch(loader, self.hook_context)
+            self.hook_context.batches.complete = self.hook_context.evaluating()
             if self.hook_context.models and not self.hook_context.evaluating():
                 self.hook_context.streams.diverge()  # before the loader's processes get their seeds
             if isinstance(loader.dataset, IterableDataset):
@@ -155,6 +156,7 @@ def _read_with_own_draws(loader: Any, iterate: Any, hook_context: HookContext) -
     next_data, reset = iterator_methods(iterator)
 
     def next_with_own_draws(iterator: Any = iterator) -> Any:
+        hook_context.batches.complete = False
         with streams.own() if draws is None else nullcontext():
             batch = next_data(iterator)
         if "own draws" not in hook_context.printed:

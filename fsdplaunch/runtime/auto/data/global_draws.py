@@ -14,24 +14,31 @@ import numpy as np
 import torch
 
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.data.rejected_draws import drawing_by_rejection
 from fsdplaunch.runtime.auto.data.single_draws import note_single
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.torch_internals.operators import below, drawing_instead
 
-_IN_PLACE = ("bernoulli_.float", "normal_", "uniform_", "random_", "random_.to", "random_.from", "exponential_")
+_IN_PLACE = (
+    *("bernoulli_.float", "normal_", "uniform_", "random_", "random_.to", "random_.from", "exponential_"),
+    *("cauchy_", "geometric_", "log_normal_"),
+)
 """Operators that dropout of any kind, and noise drawn in place, come down to."""
 _SIZED = ("rand", "randn")
+_SIZE_FIRST = ("random", "standard_normal", "standard_exponential", "standard_cauchy")
+_SIZE_SECOND = ("exponential", "poisson", "geometric", "rayleigh", "weibull", "standard_gamma", "standard_t")
+_SIZE_THIRD = ("normal", "uniform", "binomial", "laplace", "beta", "gamma", "gumbel", "logistic", "lognormal")
 _OF_NUMPY = {
-    **dict.fromkeys(("random", "random_sample", "standard_normal"), 0),
-    **dict.fromkeys(("exponential", "poisson"), 1),
-    **dict.fromkeys(("normal", "uniform", "randint", "binomial", "laplace"), 2),
+    **dict.fromkeys((*_SIZE_FIRST, "random_sample"), 0),
+    **dict.fromkeys(_SIZE_SECOND, 1),
+    **dict.fromkeys((*_SIZE_THIRD, "randint"), 2),
     **dict.fromkeys(("rand", "randn"), None),
 }
 """numpy's functions, and where each is given a size; None where that is all its arguments."""
 _OF_GENERATORS = {
-    **dict.fromkeys(("random", "standard_normal"), 0),
-    **dict.fromkeys(("exponential", "poisson"), 1),
-    **dict.fromkeys(("normal", "uniform", "integers", "binomial", "laplace"), 2),
+    **dict.fromkeys(_SIZE_FIRST, 0),
+    **dict.fromkeys(_SIZE_SECOND, 1),
+    **dict.fromkeys((*_SIZE_THIRD, "integers"), 2),
 }
 """Methods of numpy's newer generators."""
 _LIKE = ("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "multinomial")
@@ -54,6 +61,7 @@ def drawing_for_global_batch(hook_context: HookContext) -> Iterator[None]:
         for name, position in _OF_NUMPY.items():
             stack.enter_context(replaced(np.random, name, slicing.numpys(position)))
         stack.enter_context(replaced(np.random, "default_rng", slicing.default_rng))
+        stack.enter_context(drawing_by_rejection(hook_context, slicing.dim_of_rows))
         yield
 
 
@@ -87,7 +95,7 @@ class _Slicing:
         """Make an operator that fills a tensor."""
 
         def draw(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            dim = self._dim_of_rows(tensor)
+            dim = self.dim_of_rows(tensor)
             with below():
                 if (
                     self.hook_context.streams.seed_offset
@@ -103,7 +111,7 @@ class _Slicing:
 
         return draw
 
-    def _dim_of_rows(self, tensor: torch.Tensor) -> int | None:
+    def dim_of_rows(self, tensor: torch.Tensor) -> int | None:
         """Return the dimension of a tensor that has the rows of this rank's batch; None if there is none.
 
         Masks may have the time first, or the rows of all heads and positions together in one dimension.

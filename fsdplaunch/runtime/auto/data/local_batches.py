@@ -20,6 +20,7 @@ class LocalBatches:
         drawn: How many shares of batches were drawn.
         loss_is_sum: Whether the last loss was a sum over the batch.
         single: Numbers drawn one by one since the last backward, by the script's line.
+        complete: Whether the loader that was read last gave all ranks the same rows, to evaluate by.
         divided: Whether a loader gave this rank its share of something.
         compares: Whether what passes get is still to be compared over ranks.
         fingerprint: A number made of what the last pass got while it is; None before the first.
@@ -33,6 +34,7 @@ class LocalBatches:
     drawn: int = 0
     loss_is_sum: bool = False
     single: dict[str, int] = field(default_factory=dict)
+    complete: bool = False
     divided: bool = False
     compares: bool = True
     fingerprint: float | None = None
@@ -40,6 +42,7 @@ class LocalBatches:
     def note(self, rows: int) -> None:
         """Note that a share has so many rows."""
         self.sizes.add(rows)
+        self.complete = False
         self.drawn += 1
         self.divided = True
 

@@ -10,6 +10,7 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.api.prepare import prepare
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.ddp.unused_parameters import agree_on_alternatives
 from fsdplaunch.runtime.auto.model.deepcopy import allow_deepcopy
 from fsdplaunch.runtime.auto.model.forward_hooks import ForwardHooks, late_parameter, original_name
 from fsdplaunch.runtime.auto.model.row_mixing import mark_inner_outputs, mark_outputs
@@ -49,6 +50,8 @@ def adopt_model(model: nn.Module, hook_context: HookContext, *, what: str, one_u
         msg = f"{line} {what}, and {class_name(model)} cannot be sharded there: {error.message}"
         ways = "or call fsdplaunch.prepare(model, optimizer) in the script where it should be"
         raise ShardingError(msg, hint=f"{error.hint}; {ways}" if error.hint else ways) from error
+    if hook_context.size > 1:
+        agree_on_alternatives(model)
     attach_hooks(model, hook_context, line)
 
 

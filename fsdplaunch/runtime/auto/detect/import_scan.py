@@ -37,6 +37,11 @@ _RANKS = re.compile(
 """What a script says that does one thing on one rank and another on the others."""
 
 
+_GROUP = re.compile(rb"\binit_process_group\b")
+_LOCKS = re.compile(rb"\b(?:fcntl|flock|lockf|filelock|FileLock|portalocker)\b")
+"""What a script says by which processes exclude each other from a file that all have open."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mention:
     """A name that shards, and where the program imports or uses it."""
@@ -62,13 +67,27 @@ def _first_mention(file: str) -> Mention | None:
 def speaks_of_ranks() -> bool:
     """Return whether the user's own source names ranks anywhere, or what shards: ranks may do different things."""
     files = user_files(getattr(sys.modules["__main__"], "__file__", None))
-    return find_mention(files) is not None or any(_names_ranks(file) for file in files)
+    return find_mention(files) is not None or _program_says(_RANKS)
+
+
+def excludes_others() -> bool:
+    """Return whether the user's own source locks files."""
+    return _program_says(_LOCKS)
+
+
+def makes_a_group() -> bool:
+    """Return whether the user's own source joins processes to a group."""
+    return _program_says(_GROUP)
+
+
+def _program_says(words: re.Pattern[bytes]) -> bool:
+    return any(_says(file, words) for file in user_files(getattr(sys.modules["__main__"], "__file__", None)))
 
 
 @functools.cache
-def _names_ranks(file: str) -> bool:
+def _says(file: str, words: re.Pattern[bytes]) -> bool:
     try:
-        return _RANKS.search(Path(file).read_bytes()) is not None
+        return words.search(Path(file).read_bytes()) is not None
     except OSError:
         return False
 

@@ -16,19 +16,24 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor import mixtures, shard_parts, shard_writes
 from fsdplaunch.runtime.auto.dtensor import shard_handlers as handlers
 from fsdplaunch.runtime.auto.dtensor.optimizer_steps import stepping_without_handlers
+from fsdplaunch.runtime.auto.dtensor.own_collectives import COLLECTIVES, refuse_collective
 from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0, full_by_all_or_rank0
 from fsdplaunch.runtime.auto.dtensor.row_loops import rows
 from fsdplaunch.runtime.auto.dtensor.shared_memory import read_only, refuse_memory
+from fsdplaunch.runtime.auto.dtensor.unknown_operators import UnknownOperators
 from fsdplaunch.runtime.auto.dtensor.updates import WrappedUpdates, make_into
 from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import script_line
-from fsdplaunch.runtime.torch_internals.dtensor import finishing_results, knows_operator, operator_handlers
+from fsdplaunch.runtime.torch_internals.dtensor import (
+    computing_unknown,
+    finishing_results,
+    knows_operator,
+    operator_handlers,
+)
 from fsdplaunch.runtime.torch_internals.tensors import gather_for_scripting
 
 Handler = handlers.Handler
@@ -63,10 +68,6 @@ _AVERAGING = (*(f"{name}_" for name in _MIXING), "copy_", "addcmul_", "addcdiv_"
 """How it is updated in place."""
 _UPDATING = (*_AVERAGING, *(f"_foreach_{name}" for name in _AVERAGING))
 """The same, and `torch._foreach_lerp_` and the like, which do so for many."""
-_COLLECTIVES = (
-    *("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_", "_allgather_base_", "gather_"),
-    *("reduce_scatter_", "_reduce_scatter_base_", "scatter_", "alltoall_"),
-)
 _EXTREME_OPERATORS = (*_EXTREMES, "aminmax", "linalg_vector_norm")
 
 
@@ -96,7 +97,7 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
         stack.enter_context(replaced(DTensor, "full_tensor", full_by_all_or_rank0))
         set_plain = _handled(data.__set__, handlers.full_data, ours)
         stack.enter_context(replaced(nn.Parameter, "data", lambda _: property(data.__get__, set_plain)))
-        stack.enter_context(_handling_operators(ours, updates))
+        stack.enter_context(_handling_operators(hook_context, updates))
         yield
 
 
@@ -147,8 +148,9 @@ def _function(func: Any, handler: Handler, ownership: Ownership) -> Any:
 
 
 @contextmanager
-def _handling_operators(ownership: Ownership, updates: WrappedUpdates) -> Iterator[None]:
+def _handling_operators(hook_context: HookContext, updates: WrappedUpdates) -> Iterator[None]:
     """Install the handlers of operators, which backward passes and torch's own functions run as well."""
+    ownership = hook_context.ownership
     table = operator_handlers()
     kept = dict(table)
 
@@ -156,13 +158,15 @@ def _handling_operators(ownership: Ownership, updates: WrappedUpdates) -> Iterat
         table.update({op: _operator(handler, ownership, kept.get(op)) for op, handler in handlers_of.items()})
 
     put(_operators())
-    table.update(dict.fromkeys(_overloads(_COLLECTIVES, torch.ops.c10d), _refused))
+    table.update(dict.fromkeys(_overloads(COLLECTIVES, torch.ops.c10d), refuse_collective))
     writes = PartWrites(put)
     views = shard_writes.view_operators()
     put(dict.fromkeys(views, partial(shard_parts.take_part, writes.begin)))
+    unknown = UnknownOperators(ownership, hook_context.streams, put, writes.begin)
     many = (*views, *shard_writes.writing_operators(), *shard_writes.filling_operators())
     try:
         with (
+            computing_unknown(unknown.meet),
             finishing_results(lambda result: handlers.finish(result) if ownership.ours else result),
             stepping_without_handlers([*_overloads((*_MIXING, *_UPDATING)), *many], updates.wrap),
         ):
@@ -218,19 +222,6 @@ class PartWrites:
 def _overloads(names: Iterable[str], library: Any = torch.ops.aten) -> list[Any]:
     packets = [getattr(library, name) for name in names if hasattr(library, name)]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
-
-
-def _refused(_op: Any, _args: Any, _kwargs: Any) -> Any:
-    """Refuse the script's own collectives: ranks' gradients are averaged already.
-
-    Raises:
-        ShardingError: Always.
-    """
-    msg = f"{script_line()} exchanges parameters or gradients of a sharded model: they are averaged already"
-    hint = (
-        "give the model to DistributedDataParallel; or launch with --hide-ranks, if the script then trains in one"
-    )
-    raise ShardingError(msg, hint=f"{hint} process, or with --shard off, which leaves all to the script")
 
 
 def _operator(handler: Handler, ownership: Ownership, torchs: Any) -> Any:

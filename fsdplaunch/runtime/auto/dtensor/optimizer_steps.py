@@ -55,11 +55,7 @@ def stepping_without_handlers(operators: Iterable[Any], wrap: Callable[[], None]
 
 
 class _Handlers:
-    """Two tables, of which DTensor has one at a time.
-
-    To take entries out of one and put them back touches hundreds of objects, twice in each step, and what the step
-    needs leaves the processor's cache for them.
-    """
+    """Two tables, of which DTensor has one at a time: to exchange entries touches hundreds of objects a step."""
 
     def __init__(self, operators: frozenset[Any]) -> None:
         self._operators = operators

@@ -56,6 +56,7 @@ def draw(streams: RngStreams, func: Any, args: Any, kwargs: Any) -> Any:
     full = torch.empty_strided(  # one with gaps is drawn in another order
         shard.shape, shard.stride(), dtype=shard.dtype, device=shard.to_local().device
     )
+    limits, kwargs = tree_map(full_tensor, (limits, kwargs))
     with streams.shared():
         func(full, *limits, **kwargs)
     with torch.no_grad():

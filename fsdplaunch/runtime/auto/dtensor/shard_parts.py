@@ -36,7 +36,7 @@ def take_part(begun: Callable[[], None], op: Any, args: Any, kwargs: Any) -> Any
     """
     source, *rest = args
     result = _taken_by(op, source, rest, kwargs)
-    if not torch.compiler.is_compiling() and (source.grad_fn is None or is_part(source)):
+    if not torch.compiler.is_compiling() and (is_part(source) or source.grad_fn is None):
         several = isinstance(result, tuple | list)
         seen = [_changes(source)]
         for position, each in enumerate(result if several else (result,)):

@@ -57,8 +57,9 @@ def normalising_global_batch(hook_context: HookContext) -> Iterator[None]:
 
 def _is_share(hook_context: HookContext) -> bool:
     """Return whether the pass that runs was given this rank's share of a batch, not rows that all ranks have."""
-    context = hook_context
-    return bool(context.ownership.ours and context.models and context.batches.current)
+    context, batches = hook_context, hook_context.batches
+    evaluates = batches.complete and not torch.is_grad_enabled()  # as update_bn does, in training mode
+    return bool(context.ownership.ours and context.models and batches.current and not evaluates)
 
 
 def _statistics(given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:

@@ -27,6 +27,7 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import is_user_file, script_line
+from fsdplaunch.runtime.auto.state.files.opened_files import write_in_turn
 from fsdplaunch.runtime.auto.state.gather import (
     PickleWalk,
     ShardGatherer,
@@ -34,7 +35,6 @@ from fsdplaunch.runtime.auto.state.gather import (
 )
 from fsdplaunch.runtime.auto.state.late_storages import LateStorages
 from fsdplaunch.runtime.auto.state.late_tensors import writing_standing
-from fsdplaunch.runtime.auto.state.opened_files import write_in_turn
 from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
 from fsdplaunch.runtime.auto.state.safe_files import saving_safetensors
 from fsdplaunch.runtime.auto.state.saved_paths import note_saved, path_of

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.torch_internals.fsdp1 import is_in_flat_parameter
 
 _COLLECTIVES = (
     *("barrier", "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter"),
@@ -26,7 +28,7 @@ class Position:
     """One rank's place.
 
     Attributes:
-        steps: Optimizer steps made, of all optimizers.
+        steps: Optimizer steps made, of all optimizers that train shards: others may be one rank's own.
         passes: Forward passes begun, of all sharded models.
         collectives: Calls of torch.distributed that the script made.
         states: Calls of `state_dict()` of optimizers that train what FSDP1 has divided.
@@ -78,12 +80,18 @@ class Position:
             self.inside = None
 
 
+def trains_shards(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer trains what is divided over ranks, which all of them step."""
+    trained = (param for group in optimizer.param_groups for param in group["params"])
+    return any(isinstance(param, DTensor) or is_in_flat_parameter(param) for param in trained)
+
+
 @contextmanager
 def counting(position: Position) -> Iterator[None]:
     """Count optimizer steps and the script's collectives."""
 
-    def count_step(*_: Any) -> None:
-        position.steps += 1
+    def count_step(optimizer: Optimizer, *_: Any) -> None:
+        position.steps += trains_shards(optimizer)
 
     def counted(original: Any) -> Any:
         @functools.wraps(original)

@@ -12,7 +12,6 @@ from fsdplaunch.config.schema.config import Config, KubernetesSection, LaunchSec
 from fsdplaunch.errors import UsageError
 from fsdplaunch.launch.schedulers.kubernetes.manifests import PROGRAM, literal, object_name, objects
 
-models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the dev extra kubeflow-trainer-api")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="needs the dev extra kubernetes-validate")
 
 VERSIONS = ("1.31", kubernetes_validate.latest_version())
@@ -90,6 +89,7 @@ def lost_keys(before: Any, after: Any, path: str = "") -> list[str]:
 
 @pytest.mark.parametrize("kube", [replace(FULL, secrets=()), KubernetesSection(image="i")], ids=["full", "least"])
 def test_train_job_passes_the_schema_of_kubeflow_trainer(kube):
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the dev extra kubeflow-trainer-api")
     job = by_kind(make(replace(kube, kind="trainjob")))["TrainJob"]
     read = models.TrainerV1alpha1TrainJob.from_dict(job)
     assert lost_keys(job, read.to_dict()) == []

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fsdplaunch.runtime.auto.state import path_store
-from fsdplaunch.runtime.auto.state.same_operations import counting_for_all
+from fsdplaunch.runtime.auto.state.files import path_store
+from fsdplaunch.runtime.auto.state.files.same_operations import counting_for_all
 
 
 @pytest.fixture

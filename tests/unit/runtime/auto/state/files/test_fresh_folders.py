@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdplaunch.runtime.auto.state import fresh_folders, path_store
-from fsdplaunch.runtime.auto.state.fresh_folders import keeping_fresh_folders
+from fsdplaunch.runtime.auto.state.files import fresh_folders, path_store
+from fsdplaunch.runtime.auto.state.files.fresh_folders import keeping_fresh_folders
 
 
 @pytest.fixture

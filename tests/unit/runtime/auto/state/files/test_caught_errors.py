@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fsdplaunch.runtime.auto.state.caught_errors import goes_on_after
+from fsdplaunch.runtime.auto.state.files.caught_errors import goes_on_after
 
 PARSER = argparse.ArgumentParser()
 

@@ -21,7 +21,7 @@ from fsdplaunch.runtime import script
 from fsdplaunch.runtime.auto.script_line import is_user_file
 
 _EXITS = ("exit", "_exit", "quit", "abort")
-_OWN = str(Path(__file__).parents[3]) + "/"
+_OWN = str(Path(__file__).parents[4]) + "/"
 _STANDARD = tuple(sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib"))
 _INSTALLED = ("/site-packages/", "/dist-packages/")  # inside of Python's own folder
 _RUNS_SCRIPTS = script.__name__
@@ -76,13 +76,13 @@ def _asked(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None and frame.f_globals.get("__name__") != _RUNS_SCRIPTS:
         file = frame.f_code.co_filename
         of_user = is_user_file(file)
-        if of_user or not (by_user or _is_foreign(file)):
+        if of_user or not (by_user or is_foreign(file)):
             yield frame
         by_user = by_user or of_user
         frame = frame.f_back
 
 
-def _is_foreign(file: str) -> bool:
+def is_foreign(file: str) -> bool:
     """Return whether a file is Python's or this package's."""
     return file.startswith(("<frozen ", _OWN)) or (
         file.startswith(_STANDARD) and not any(part in file for part in _INSTALLED)

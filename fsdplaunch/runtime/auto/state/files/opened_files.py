@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdplaunch.runtime.auto.script_line import script_line
-from fsdplaunch.runtime.auto.state.path_store import wait_until
+from fsdplaunch.runtime.auto.state.files.path_store import wait_until
 from fsdplaunch.runtime.collectives.hang_detector import store
 
 _PATIENCE_SECONDS = 1.0

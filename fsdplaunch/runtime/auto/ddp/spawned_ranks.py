@@ -1,0 +1,88 @@
+"""Run what a script starts as its ranks in the workers that the launcher has started for them.
+
+`mp.spawn(train, args, nprocs=2)` in a script for DistributedDataParallel starts a process per rank, and each of
+the launcher's workers would do so: these know nothing of the launch, and wait for each other at one port.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch.distributed as dist
+import torch.multiprocessing
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.auto.detect.import_scan import makes_a_group
+from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.script_line import is_user_file, script_line
+
+_HINT = "leave the processes to fsdplaunch launch: call in the script what each of them would run"
+
+
+@contextmanager
+def running_spawned_ranks() -> Iterator[None]:
+    """Let `mp.spawn` of a script's ranks run this worker's; refuse a group in processes started in another way."""
+    modules = (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"])
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(replaced(module, "spawn", _spawn))
+        stack.enter_context(replaced(BaseProcess, "start", _start))
+        yield
+
+
+class _Ended:
+    """What `mp.spawn(..., join=False)` returns here: its function has returned."""
+
+    processes: tuple[()] = ()
+
+    def join(self, *_: Any, **__: Any) -> bool:
+        return True
+
+
+def _spawn(original: Any) -> Any:
+    @functools.wraps(original)
+    def spawn(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *more: Any, **kwargs: Any) -> Any:
+        if not (dist.is_initialized() and makes_a_group()):
+            return original(fn, args, nprocs, join, *more, **kwargs)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if nprocs != here:
+            msg = f"{script_line()}: mp.spawn starts {nprocs} ranks here, and the launch has {here}"
+            hint = f"launch with --workers-per-node {nprocs}, or have the script start {here}"
+            raise ShardingError(msg, hint=hint)
+        messages.say(f"{script_line()}: mp.spawn: each of the {here} workers runs its rank")
+        fn(int(os.environ.get("LOCAL_RANK", "0")), *args)
+        return None if join else _Ended()
+
+    return spawn
+
+
+def _start(original: Any) -> Any:
+    @functools.wraps(original)
+    def start(self: Any) -> None:
+        target = getattr(self, "_target", None)
+        by_user = is_user_file(sys._getframe(1).f_code.co_filename)
+        if target is not None and by_user and dist.is_initialized() and makes_a_group():
+            self._target = _WithoutGroup(target, script_line())
+        original(self)
+
+    return start
+
+
+class _WithoutGroup:
+    """What a process that the script has started runs: it may do anything but join ranks."""
+
+    def __init__(self, target: Callable[..., Any], line: str) -> None:
+        self.target, self.line = target, line
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def refuse(*_: Any, **__: Any) -> None:
+            msg = f"{self.line} starts a process that calls init_process_group: the launch has started the ranks"
+            raise ShardingError(msg, hint=_HINT)
+
+        dist.init_process_group = dist.distributed_c10d.init_process_group = refuse
+        return self.target(*args, **kwargs)
