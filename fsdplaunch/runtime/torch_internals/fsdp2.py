@@ -160,21 +160,30 @@ def before_reducing_gradients(module: Any, act: Callable[[Any], None]) -> None:
     """Call `act(group)` before the gradients of each parameter group of an FSDP2 unit are reduced; all versions.
 
     Args:
-        module: Any module; one that is no unit has no groups. Done once per group.
-        act: Not called in passes that do not reduce.
+        module: Any module; one that is no unit has no groups.
+        act: In the place of what was given before. Not called in passes that do not reduce.
     """
     for group in param_groups(module) if hasattr(module, "_get_fsdp_state") else []:
-        reduce = group.post_backward
-        if hasattr(reduce, "fsdplaunch_acts"):
-            continue
+        reduce = getattr(group.post_backward, "fsdplaunch_reduces", group.post_backward)
 
         def act_and_reduce(*unused: Any, group: Any = group, reduce: Any = reduce) -> Any:
             if group.reduce_grads:
                 act(group)
             return reduce(*unused)
 
-        act_and_reduce.fsdplaunch_acts = True  # type: ignore[attr-defined]
+        act_and_reduce.fsdplaunch_reduces = reduce  # type: ignore[attr-defined]
         group.post_backward = act_and_reduce
+
+
+def names_without_gradient(group: Any) -> tuple[str, ...]:
+    """Return the names of a group's trained parameters that have no gradient yet; all versions."""
+    return tuple(
+        each._param_fqn
+        for each in group.fsdp_params
+        if each.sharded_param.requires_grad
+        and each.unsharded_accumulated_grad is None
+        and getattr(getattr(each, "_unsharded_param", None), "grad", None) is None
+    )
 
 
 def unsharded_parameters(group: Any) -> list[tuple[torch.Tensor, bool]]:

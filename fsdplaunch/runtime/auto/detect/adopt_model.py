@@ -18,6 +18,7 @@ from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.gather import allow_pickling
 from fsdplaunch.runtime.auto.state.rank0.passes import Passes, note_passes
 from fsdplaunch.runtime.auto.state.rank0.pulling import open_once
+from fsdplaunch.runtime.auto.state.rank0.rank_paths import note_gradients, note_paths
 from fsdplaunch.runtime.auto.state.save_pretrained import save_full
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.inspection.units import is_sharded, restore_classes
@@ -51,6 +52,7 @@ def adopt_model(model: nn.Module, hook_context: HookContext, *, what: str, one_u
         ways = "or call fsdplaunch.prepare(model, optimizer) in the script where it should be"
         raise ShardingError(msg, hint=f"{error.hint}; {ways}" if error.hint else ways) from error
     if hook_context.size > 1:
+        note_gradients(model, original_name(model))
         agree_on_alternatives(model)
     attach_hooks(model, hook_context, line)
 
@@ -84,6 +86,8 @@ def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None
     compiled = hook_context.config.dynamo_config.dynamo_backend != "NO"
     if hook_context.keeps_batch and hook_context.data.size > 1 and not compiled:
         hook_context.inner_marks.extend(mark_inner_outputs(model))
+    if hook_context.size > 1:
+        note_paths(model, original_name(model))
     allow_pickling(model)
     restore_classes(model)
 

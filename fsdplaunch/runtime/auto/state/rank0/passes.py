@@ -76,18 +76,19 @@ def check_turn(model: nn.Module) -> None:
         _passes[model].turn(model)
 
 
-def check_all_ranks(call: str) -> None:
+def check_all_ranks(call: str, hint: str = _HINT) -> None:
     """Check that every rank makes a call; those that are late are waited for.
 
     Args:
         call: What it is, the same on all ranks.
+        hint: What to do where only some make it.
 
     Raises:
         ShardingError: Only rank 0 makes it.
         CheckpointError: Only other ranks make it.
     """
     saves = rank0_saves()
-    if saves is not None and not saves.meet(call, _HINT):
+    if saves is not None and not saves.meet(call, hint):
         rank, where = next(iter(saves.where.items()))
         msg = f"{script_line()} calls {call} on rank 0 only: rank {rank} is at {where}"
-        raise ShardingError(msg, hint=_HINT)
+        raise ShardingError(msg, hint=hint)
