@@ -11,7 +11,10 @@ from typing import Any
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.compat.import_hook import once_imported
 
-_DIVIDES = "keep_global_batch: accelerate divides each batch over the ranks (split_batches)"
+_DIVIDES = (
+    "keep_global_batch: accelerate divides each batch over the ranks (split_batches); not as in one process are\n"
+    "  dropout and noise, which each rank draws for its own rows, and losses that are no mean over the batch"
+)
 
 
 def divide_batches_of_accelerate() -> None:
