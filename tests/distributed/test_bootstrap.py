@@ -281,8 +281,8 @@ def test_script_that_never_shards_fails_with_a_sentence(tmp_path: Path) -> None:
     write(tmp_path / "train.py", "print('trained')")
     run_dir = tmp_path / "run"
     done = forked_workers("train.py", cwd=tmp_path, FSDPLAUNCH_RUN_DIR=str(run_dir))
-    assert done.codes == [1, 1]
-    assert done.stdout == "trained\ntrained\n"
+    assert done.codes == [1, 1], done.stderr
+    assert done.stdout == "trained\ntrained\n", done.stderr
     assert done.stderr.count(NEVER) == 2
     assert "fsdplaunch.prepare(model, ...)" in done.stderr
     assert not (run_dir / "ranks" / "0" / "sharded").exists()

@@ -186,7 +186,7 @@ def test_what_cannot_be_done_names_the_line(
 @pytest.mark.parametrize(
     "line",
     [
-        "torch.histogram(model.weight.detach(), bins=4)",
+        "torch.histogram(model.weight.detach(), bins=4, weight=torch.ones(3, 4))",
         "nn.utils.parameters_to_vector(model.parameters())",
         "torch.ones(4) + model.weight",
     ],

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from fsdplaunch.config.load.flag_layer import AUTO_WRAP
 from fsdplaunch.config.load.key_names import closest, key_prefix, spellings
 from fsdplaunch.config.load.problems import Problem, TextPosition
 from fsdplaunch.config.schema.foreign_options import FOREIGN_OPTIONS, LETTERS, ForeignOption
@@ -34,7 +35,7 @@ _FSDP_WORDS: Mapping[str, str] = {
     "hybrid_shard": "fsdp_config.fsdp_sharding_strategy=HYBRID_SHARD",
     "hybrid_shard_zero2": "fsdp_config.fsdp_sharding_strategy=HYBRID_SHARD_ZERO2",
     "offload": "fsdp_config.fsdp_offload_params=true",
-    "auto_wrap": "fsdp_config.fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP",
+    "auto_wrap": f"fsdp_config.fsdp_auto_wrap_policy={AUTO_WRAP}",
 }
 """Words of transformers' `--fsdp "full_shard auto_wrap"`, and the key each one sets."""
 

@@ -10,6 +10,12 @@ from fsdplaunch.config.load.yaml_reader import read_scalar
 from fsdplaunch.config.load.yaml_text import UnreadableValueError
 from fsdplaunch.config.schema.walk import KeySpec, Path, keys_by_path, section_classes
 
+POLICY: Path = ("fsdp_config", "fsdp_auto_wrap_policy")
+AUTO_WRAP = "auto_wrap"
+"""The word of transformers' `--fsdp "full_shard auto_wrap"`: units, by layers or by size."""
+BY_WORD = f"--fsdp {AUTO_WRAP}"
+"""The origin of a policy that the word has set, and no policy by its name."""
+
 
 def flag_layer(overrides: Iterable[str]) -> Layer:
     """Read `KEY=VALUE` texts; later ones win. An empty VALUE takes back what lower layers set."""
@@ -48,13 +54,16 @@ def _override(layer: Layer, override: str) -> None:
     spec = _named(layer, path, place)
     if spec is None:
         return
+    said = "command line"
+    if spec.path == POLICY and text == AUTO_WRAP:
+        text, said = "TRANSFORMER_BASED_WRAP", BY_WORD
     try:
         value = read_scalar(text, verbatim=spec.key.kind.verbatim)
     except UnreadableValueError as error:
         layer.broken.add(spec.path)
         layer.reject("wrong-value", spec.dotted, f"{shown(text)} {error}", place)
         return
-    layer.take(spec, value, place, ValueOrigin(layer="flag", text="command line"))
+    layer.take(spec, value, place, ValueOrigin(layer="flag", text=said))
 
 
 def _named(layer: Layer, path: Path, place: TextPosition) -> KeySpec | None:

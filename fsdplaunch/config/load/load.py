@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from fsdplaunch.config.load.file_layer import file_layer
-from fsdplaunch.config.load.flag_layer import flag_layer
+from fsdplaunch.config.load.flag_layer import BY_WORD, POLICY, flag_layer
 from fsdplaunch.config.load.layers import Layer, SetValue, ValueOrigin, env_layer
 from fsdplaunch.config.load.problems import ConfigError, Problem, TextPosition, in_order, note_lines
 from fsdplaunch.config.load.yaml_reader import MAX_BYTES, read_text
@@ -28,7 +28,6 @@ _DEFAULT = ValueOrigin(layer="default", text="default")
 _TYPE = "distributed_type"
 _VERSION = ("fsdp_config", "fsdp_version")
 _XLA, _SIZE = ("fsdp_config", "xla"), ("fsdp_config", "fsdp_min_num_params")
-_POLICY, _BY_NAME = ("fsdp_config", "fsdp_auto_wrap_policy"), "TRANSFORMER_BASED_WRAP"
 _NAMES = ("fsdp_config", "fsdp_transformer_layer_cls_to_wrap")
 
 
@@ -207,12 +206,12 @@ def _with_units(values: dict[KeyPath, SetValue]) -> dict[KeyPath, SetValue]:
 
     The policy that `--fsdp auto_wrap` sets is either of both there: by size, where there is one and no names.
     """
-    xla, size, policy = values.get(_XLA), values.get(_SIZE), values.get(_POLICY)
+    xla, size, policy = values.get(_XLA), values.get(_SIZE), values.get(POLICY)
     if xla is None or not xla.value or size is None or not size.value:
         return values
-    if policy is not None and (policy.origin.layer != "flag" or policy.value != _BY_NAME or _NAMES in values):
+    if policy is not None and (policy.origin.text != BY_WORD or _NAMES in values):
         return values
-    return {**values, _POLICY: SetValue(value="SIZE_BASED_WRAP", origin=size.origin, place=size.place)}
+    return {**values, POLICY: SetValue(value="SIZE_BASED_WRAP", origin=size.origin, place=size.place)}
 
 
 def _located(

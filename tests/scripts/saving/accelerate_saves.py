@@ -88,6 +88,7 @@ def save_by_hook(models, weights, folder):
 
 accelerator.register_save_state_pre_hook(save_by_hook)
 accelerator.save_state(out / "checkpoint")
+accelerator.wait_for_everyone()
 if "wrong" in sys.argv:
     wrong = {name: value.flatten()[:3] for name, value in trained.items()}
     inner.save_pretrained(out / "wrong", state_dict=wrong)

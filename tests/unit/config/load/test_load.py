@@ -47,6 +47,18 @@ def test_an_empty_override_takes_back_what_the_file_says(tmp_path):
     assert loaded.origins["num_processes",].layer == "default"
 
 
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [
+        ("fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP", "TRANSFORMER_BASED_WRAP"),  # by its name: it is that
+        ("fsdp_auto_wrap_policy=auto_wrap", "SIZE_BASED_WRAP"),  # of transformers' --fsdp, with a size in the file
+    ],
+)
+def test_a_policy_on_the_command_line_is_what_runs_on_xla(tmp_path, given, policy):
+    path = write(tmp_path, "fsdp_config:\n  xla: true\n  fsdp_min_num_params: 5\n")
+    assert load_config(path, environ={}, overrides=[given]).config.fsdp_config.fsdp_auto_wrap_policy == policy
+
+
 def test_problems_of_all_layers_are_reported_together(tmp_path):
     path = write(tmp_path, "num_process: 2\nfsdp_config:\n  fsdp_version: 3\n")
     with pytest.raises(ConfigError) as caught:
