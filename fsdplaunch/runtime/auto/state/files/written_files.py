@@ -29,6 +29,8 @@ from fsdplaunch.runtime.collectives.hang_detector import store
 
 _PATIENCE_SECONDS = 5.0
 """How late rank 0 may be at a line; one that does not come there leaves the file to the others."""
+_REMEMBERED = 1000
+"""How many openings of one file are kept in the store: another rank may be as far behind as that."""
 _HOOKS = str(Path(__file__).parent)
 
 
@@ -98,6 +100,8 @@ class _WrittenFiles:
         if self.rank:
             return opened
         _set(f"{key}/0")
+        if self.opened[name] > _REMEMBERED:
+            _forget(_key(name, self.opened[name] - _REMEMBERED))
         if not self.told:
             self.told = True
             messages.say(
@@ -171,6 +175,13 @@ def _has(key: str) -> bool:
 def _set(key: str) -> None:
     with contextlib.suppress(RuntimeError):  # the store has ended
         store().set(key, "")
+
+
+def _forget(key: str) -> None:
+    """Remove what is known of an opening; a log that is opened at every step would fill the store's memory."""
+    with contextlib.suppress(RuntimeError):
+        for each in (key, f"{key}/0", f"{key}/closed"):
+            store().delete_key(each)
 
 
 def _key(name: str, number: int) -> str:

@@ -95,6 +95,20 @@ def test_scripts_that_look_at_ranks_or_lock_files_write_what_they_say(
         monkeypatch.setattr(written_files, words, lambda: False)
 
 
+def test_a_log_that_is_opened_at_every_step_keeps_few_keys(
+    ranks: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(written_files, "_REMEMBERED", 3)
+    keys = []
+    with writing_once(ranks[0]):
+        for _ in range(8):
+            with open(tmp_path / "log", "a") as file:  # noqa: PTH123
+                file.write("x")
+            keys.append(path_store.store().num_keys())
+    assert keys[1] < keys[2] == keys[-1]
+    assert (tmp_path / "log").read_text() == "x" * 8
+
+
 def _create(path: Path) -> None:
     with open(path, "x") as file:  # noqa: PTH123
         file.write("new")
