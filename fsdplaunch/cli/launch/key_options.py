@@ -9,8 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from fsdplaunch.config.load.flag_layer import AUTO_WRAP
-from fsdplaunch.config.load.key_names import closest, key_prefix, spellings
+from fsdplaunch.config.load.key_names import AUTO_WRAP, closest, key_prefix, spellings
 from fsdplaunch.config.load.problems import Problem, TextPosition
 from fsdplaunch.config.schema.foreign_options import FOREIGN_OPTIONS, LETTERS, ForeignOption
 from fsdplaunch.config.schema.kinds import FALSE_WORDS, FLAG, TRUE_WORDS

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fsdplaunch.config.load.key_names import find_bare, find_key, path_of
+from fsdplaunch.config.load.key_names import AUTO_WRAP, find_bare, find_key, path_of
 from fsdplaunch.config.load.layers import Layer, ValueOrigin, shown
 from fsdplaunch.config.load.problems import ConfigError, TextPosition
 from fsdplaunch.config.load.yaml_reader import read_scalar
@@ -11,8 +11,6 @@ from fsdplaunch.config.load.yaml_text import UnreadableValueError
 from fsdplaunch.config.schema.walk import KeySpec, Path, keys_by_path, section_classes
 
 POLICY: Path = ("fsdp_config", "fsdp_auto_wrap_policy")
-AUTO_WRAP = "auto_wrap"
-"""The word of transformers' `--fsdp "full_shard auto_wrap"`: units, by layers or by size."""
 BY_WORD = f"--fsdp {AUTO_WRAP}"
 """The origin of a policy that the word has set, and no policy by its name."""
 

@@ -7,6 +7,8 @@ from functools import cache
 from fsdplaunch.config.schema.key import FormerPlace
 from fsdplaunch.config.schema.walk import KeySpec, Path, all_keys, own_sections, section_classes
 
+AUTO_WRAP = "auto_wrap"
+"""The word of transformers' `--fsdp "full_shard auto_wrap"`: units, by layers or by size."""
 _CLOSE = 0.75
 
 

@@ -257,7 +257,7 @@ def test_devices_that_nothing_drives_are_refused(text):
     ],
 )
 def test_auto_wrap_of_transformers_command_line_is_by_size_where_there_is_one(keys, policy):
-    overrides = ("fsdp_config.fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP",)
+    overrides = ("fsdp_config.fsdp_auto_wrap_policy=auto_wrap",)
     loaded = stack(read_text(f"fsdp_config: {{{keys}}}\n", "x.json"), overrides=overrides)
     assert loaded.config.fsdp_config.fsdp_auto_wrap_policy == policy
 
