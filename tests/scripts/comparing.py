@@ -60,4 +60,9 @@ for x, y in loader:
         loss = nn.functional.cross_entropy(torch.cat([found, -found], 1), labels)
     optimizer.zero_grad()
     loss.backward()
+    if mode == "full-gradients":  # as gradients of several tasks are projected on each other
+        whole = torch.cat([param.grad.reshape(-1) for param in model.parameters()])
+        sizes = [param.numel() for param in model.parameters()]
+        for param, part in zip(model.parameters(), whole.split(sizes), strict=True):
+            param.grad = part.view_as(param).clone()
     optimizer.step()

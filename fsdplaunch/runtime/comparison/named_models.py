@@ -26,6 +26,19 @@ def sum_of_squares(tensor: torch.Tensor) -> float:
     return float(own.double().square().sum().item()) if not own.is_sparse else 0.0
 
 
+def squared_gradient(grad: torch.Tensor, param: nn.Parameter, shared: bool) -> tuple[float, bool]:
+    """Return the sum of squares of what is here of a gradient, and whether other workers hold more of it.
+
+    A script may have given a sharded parameter a gradient that each worker holds in full.
+
+    Args:
+        grad: Of the parameter.
+        param: Whose it is.
+        shared: Whether other workers hold more of the parameter.
+    """
+    return sum_of_squares(grad), _is_shard(grad) if isinstance(param, DTensor) else shared
+
+
 class NamedModels:
     """The trained models of one process, in the order in which they were first trained. They are kept alive."""
 
@@ -112,8 +125,8 @@ def _prefix(root: nn.Module, number: int) -> str:
     return f"{class_name(root)}{number + 1}." if number else ""
 
 
-def _is_shard(param: nn.Parameter) -> bool:
-    return isinstance(param, DTensor) and not all(isinstance(each, Replicate) for each in param.placements)
+def _is_shard(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) and not all(isinstance(each, Replicate) for each in tensor.placements)
 
 
 def _sharded_by_wrapper(root: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.model.loss_scale import WEIGHT
 from fsdplaunch.runtime.auto.script_line import script_line
-from fsdplaunch.runtime.comparison.named_models import NamedModels, sum_of_squares
+from fsdplaunch.runtime.comparison.named_models import NamedModels, squared_gradient
 from fsdplaunch.runtime.inspection.accessors import full_tensor
 from fsdplaunch.runtime.torch_internals.tensors import is_function_transforms
 
@@ -120,6 +120,6 @@ class Recorder:
             self.start, self.layers = self.models.squares(), self.models.layers()
         for name, param, shared in known:
             if param.grad is not None:
-                self._now.gradients[name] = (sum_of_squares(param.grad), shared)
+                self._now.gradients[name] = squared_gradient(param.grad, param, shared)
         self.steps.append(self._now)
         self._now, self._state = Step(), None
