@@ -30,7 +30,7 @@ from fsdplaunch.runtime.torch_internals.wrappers import untraced
 
 
 def adopt_model(model: nn.Module, hook_context: HookContext, *, what: str, one_unit: bool = False) -> None:
-    """Shard a model that is not sharded yet, in place.
+    """Shard a model that is not sharded yet, in place; a list or dict of models as each of them by itself.
 
     Args:
         model: Complete, with all its parameters.
@@ -42,6 +42,11 @@ def adopt_model(model: nn.Module, hook_context: HookContext, *, what: str, one_u
         ShardingError: It cannot be sharded; the error names the script's line.
     """
     if is_sharded(model):
+        return
+    if _only_holds(model):
+        for held in model.children():
+            if any(param.requires_grad for param in held.parameters()):
+                adopt_model(held, hook_context, what=what, one_unit=one_unit)
         return
     line = script_line()
     _check_unsharded(model, hook_context, line)
@@ -90,6 +95,11 @@ def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None
         note_paths(model, original_name(model))
     allow_pickling(model)
     restore_classes(model)
+
+
+def _only_holds(model: nn.Module) -> bool:
+    """Return whether a module computes nothing by itself, so that `fully_shard` refuses it: a list or dict."""
+    return isinstance(model, nn.ModuleList | nn.ModuleDict) and type(model).forward is nn.Module.forward
 
 
 def _ignore(_output: Any) -> None:
