@@ -62,6 +62,9 @@ class Net(nn.Module):
     def distributions(self, h):
         return h
 
+    def attack(self, h):
+        return h
+
 
 def noised(x):
     with torch.no_grad():
@@ -90,8 +93,21 @@ def noised_by_numpy(x):
     return x + 0.1 * torch.from_numpy(step[:, None, None] * noise).float()
 
 
+def attacked(x):
+    model.eval()
+    noised = (x + 0.2 * torch.randn_like(x) + 0.2 * torch.randn(x.shape)).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(noised).pow(2).mean(), noised)
+    model.train()
+    return x + 0.2 * noised.detach() + 0.2 * gradient.sign()
+
+
 own, rng = torch.Generator().manual_seed(2), np.random.default_rng(2)
-NOISES = {"diffusion": noised, "numpy": noised_by_numpy, "distributions": noised_by_distributions}
+NOISES = {
+    "diffusion": noised,
+    "numpy": noised_by_numpy,
+    "distributions": noised_by_distributions,
+    "attack": attacked,
+}
 KINDS = (
     "batch first",
     "time first",
@@ -104,6 +120,7 @@ KINDS = (
     "diffusion",
     "numpy",
     "distributions",
+    "attack",
 )
 for kind in KINDS:
     torch.manual_seed(1)

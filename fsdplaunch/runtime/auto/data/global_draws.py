@@ -77,10 +77,15 @@ class _Slicing:
         self.hook_context = hook_context
 
     def _trains(self) -> bool:
-        """Return whether what is drawn now belongs to the rows of a training batch."""
+        """Return whether what is drawn now belongs to the rows of a training batch.
+
+        Adversarial training draws for its batch with the model in evaluation, but with gradients.
+        """
         context = self.hook_context
-        alike = context.streams.alike or not context.batches.sizes or not context.ownership.ours
-        return not alike and any(model.training for model in list(context.models))
+        if context.streams.alike or not context.batches.sizes or not context.ownership.ours:
+            return False
+        with_gradients = torch.is_grad_enabled() and not context.batches.complete
+        return with_gradients or any(model.training for model in list(context.models))
 
     def _own(self, drawn: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's rows of what was drawn for all."""
