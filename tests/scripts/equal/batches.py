@@ -1,5 +1,7 @@
 """Models that need the whole batch or are called in other ways: BatchNorm, `forward`, methods that train."""
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -161,6 +163,15 @@ def on_eval(net, x, y, optimizer):
     by_hand(net.eval(), x, y, optimizer)
 
 
+def taught(net, x, y, optimizer):
+    teacher = copy.deepcopy(net)
+    with torch.no_grad():
+        target = teacher(x)  # normalises as it trains
+    optimizer.zero_grad()
+    (F.mse_loss(net(x), y) + F.mse_loss(net(x), target + 1)).backward()
+    optimizer.step()
+
+
 WAYS = {
     "norm": (Net, by_hand),
     "average": (lambda: Net(momentum=None), by_hand),
@@ -168,6 +179,7 @@ WAYS = {
     "refreshed": (Net, by_hand),
     "experts": (Mixture, by_hand),
     "noise": (Net, of_noise),
+    "taught": (Net, taught),
     "all rows": (Net, of_all_rows),
     "evaluating": (Net, on_eval),
     "wide": (Wide, of_views),
@@ -189,3 +201,22 @@ for name, (build, step) in WAYS.items():
         means, variances = (sum(b.sum() for n, b in net.named_buffers() if n.endswith(e)) for e in ("mean", "var"))
         out, inner = net.forward(inputs), net.embed(inputs)
         print(f"{name}: {F.mse_loss(out, wanted):.6f} {inner.norm():.5f} {means:.5f} {variances:.5f}")
+
+torch.manual_seed(1)
+nets = nn.ModuleDict(
+    {"stem": nn.Linear(32, 8), "layers": nn.ModuleList(Norm(nn.BatchNorm1d(8)) for _ in range(3))}
+)
+nets["head"] = nn.Linear(8, 3)
+nets.to("cpu")
+optimizer = torch.optim.Adam([{"params": each.parameters()} for each in nets.values()], lr=0.01)
+for x, y in DataLoader(TensorDataset(inputs, wanted), batch_size=8, shuffle=True):
+    hidden = nets["stem"](x.flatten(1))
+    for layer in nets["layers"]:
+        hidden = layer(hidden)
+    F.mse_loss(nets["head"](hidden), y).backward()
+    norm = nn.utils.clip_grad_norm_(nets.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+torch.save(nets.state_dict(), "nets.pt")
+values = torch.load("nets.pt", weights_only=True)
+print(f"held: {norm:.6f} {' '.join(f'{value.double().norm():.5f}' for value in values.values())}")

@@ -47,15 +47,18 @@ class LocalBatches:
         self.divided = True
 
     def enter(self, given: Iterable[Any]) -> None:
-        """Note what a model's pass was given, tensors of any shape among it.
+        """Note what a model's pass in training mode was given, tensors of any shape among it.
 
-        Rows may be the second dimension: recurrent models have the time first.
+        Rows may be the second dimension: recurrent models have the time first. A pass without gradients, such as
+        a teacher's, belongs to no backward.
         """
         tensors = list(_tensors(given))
         shapes = [tensor.shape for tensor in tensors]
+        self.current = next((rows for shape in shapes for rows in shape[:2] if rows in self.sizes), 0)
+        if not torch.is_grad_enabled():
+            return
         if self.compares and not self.divided:
             self.fingerprint = float(sum(tensor.detach().double().sum() for tensor in tensors))
-        self.current = next((rows for shape in shapes for rows in shape[:2] if rows in self.sizes), 0)
         if self.current:
             self.shared_passes += 1
         else:

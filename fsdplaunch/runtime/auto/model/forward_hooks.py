@@ -75,9 +75,10 @@ class ForwardHooks:
             self.begin_pass(model)
             if not torch.compiler.is_compiling():
                 self.view.enter(model)
-        if not self.depth and model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if not self.depth and model.training and not torch.compiler.is_compiling():
             self.noted([*args, *kwargs.values()])
-            self.rng_state = torch.get_rng_state() if may_be_differentiated_twice(args, kwargs) else None
+            twice = torch.is_grad_enabled() and may_be_differentiated_twice(args, kwargs)
+            self.rng_state = torch.get_rng_state() if twice else None
         self.depth += 1
         return None if torch.compiler.is_compiling() else _full_arguments(args, kwargs)
 
