@@ -208,7 +208,7 @@ nets = nn.ModuleDict(
 )
 nets["head"] = nn.Linear(8, 3)
 nets.to("cpu")
-optimizer = torch.optim.Adam([{"params": each.parameters()} for each in nets.values()], lr=0.01)
+optimizer = torch.optim.SGD([{"params": each.parameters()} for each in nets.values()], lr=0.05)
 for x, y in DataLoader(TensorDataset(inputs, wanted), batch_size=8, shuffle=True):
     hidden = nets["stem"](x.flatten(1))
     for layer in nets["layers"]:
