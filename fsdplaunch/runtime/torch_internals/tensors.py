@@ -1,6 +1,5 @@
-"""What torch keeps behind plain tensors: hooks, storages, and the functions that stand for them in scripts."""
+"""What torch keeps behind plain tensors: hooks and storages."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,13 +33,6 @@ def inner_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor inside torchao's float8 weights, else the tensor itself; torchao 0.10 to 0.14."""
     inner: torch.Tensor = getattr(tensor, "_tensor", tensor)
     return inner
-
-
-def gather_for_scripting(function: Callable[..., Any], instead: Callable[..., Any]) -> None:
-    """Let `torch.jit.script` take `instead` for torch's `function`, which it knows by identity; all versions."""
-    builtins: Any = torch.jit._builtins
-    if name := builtins._find_builtin(function):
-        builtins._register_builtin(instead, name)
 
 
 def is_function_transforms(tensor: torch.Tensor) -> bool:
