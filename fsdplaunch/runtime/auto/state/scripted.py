@@ -14,7 +14,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.script_line import script_line
 
 _UNEQUAL = re.compile(r"aten::(bernoulli|multinomial|poisson|batch_norm)\(")
-"""Operators that compute for this rank's rows alone. Others fill tensors by operators that are hooked themselves."""
+"""Operators that compute for this rank's rows alone. Others come down to operators that are hooked themselves."""
 _HOOKS = 2
 """Frames between the caller and torch: `script` below, and what gives exports full models."""
 
