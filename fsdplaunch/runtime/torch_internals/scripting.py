@@ -23,7 +23,7 @@ def known_to_scripts(owner: Any, original: Any) -> bool:
     return True
 
 
-def scripted_as(instead: Callable[..., Any], original: Callable[..., Any]) -> None:
+def scripted_as(instead: Any, original: Any) -> None:
     """Let `torch.jit.script` compile `original` where code names what stands in its place; all versions."""
     builtins: Any = torch.jit._builtins
     if name := builtins._find_builtin(original):
@@ -32,7 +32,7 @@ def scripted_as(instead: Callable[..., Any], original: Callable[..., Any]) -> No
         _instead_of[id(instead)] = original
 
 
-def not_scripted(instead: Callable[..., Any]) -> None:
+def not_scripted(instead: Any) -> None:
     """Forget what `scripted_as` was told; all versions."""
     builtins: Any = torch.jit._builtins
     builtins._get_builtin_table().pop(id(instead), None)
