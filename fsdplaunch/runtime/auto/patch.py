@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fsdplaunch.runtime.torch_internals.scripting import known_to_scripts, not_scripted, scripted_as
+from fsdplaunch.runtime.torch_internals.tensors import known_to_scripts, not_scripted, scripted_as
 
 
 @contextmanager

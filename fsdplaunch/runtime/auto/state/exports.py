@@ -18,7 +18,7 @@ from fsdplaunch.runtime.auto.state.gather import ShardGatherer, tensors_of
 from fsdplaunch.runtime.auto.state.scripted import telling_unequal
 from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
 from fsdplaunch.runtime.inspection.units import has_shards, reshard
-from fsdplaunch.runtime.torch_internals.scripting import resolving_as_torch
+from fsdplaunch.runtime.torch_internals.tensors import resolving_as_torch
 
 _EXPORTS = (
     (torch.jit, "trace"),
