@@ -13,7 +13,23 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "fsdplaunch.runtime.api.prepare"]
+PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch._dynamo.backends.registry",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.pattern_matcher",
+    "fsdplaunch.runtime.bootstrap",
+    "fsdplaunch.runtime.saving.save_load",
+    "fsdplaunch.runtime.api.prepare",
+    "fsdplaunch.runtime.auto.install",
+    "fsdplaunch.runtime.compat.adapt_libraries",
+    "accelerate",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+]
+"""What each rank would import by itself, some of it in seconds; one that is not installed is left out."""
 GRACE_SECONDS = 5.0
 
 
