@@ -13,7 +13,23 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "fsdplaunch.runtime.api.prepare"]
+PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch._dynamo.backends.registry",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.pattern_matcher",
+    "fsdplaunch.runtime.bootstrap",
+    "fsdplaunch.runtime.saving.save_load",
+    "fsdplaunch.runtime.api.prepare",
+    "fsdplaunch.runtime.auto.install",
+    "fsdplaunch.runtime.compat.adapt_libraries",
+    "accelerate",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+]
+"""What each rank would import by itself, some of it in seconds; one that is not installed is left out."""
 GRACE_SECONDS = 5.0
 
 
@@ -110,6 +126,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     gc.freeze()  # what the libraries made is no garbage, and to look through it copies it into each rank
+    multiprocessing.set_start_method(None, force=True)  # Python's own, as in a script; a rank would take over ours
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     limit = timedelta(seconds=60)

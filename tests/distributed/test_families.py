@@ -6,6 +6,7 @@ batches.
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -256,9 +257,14 @@ WAYS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 ONLY_2 = ("reshard", "kept", "to two ranks", "two formats")  # FSDP1 clips no fp64 gradients
 
 
+@cache
+def losses_alone(make: Callable[[], nn.Module]) -> list[float]:
+    return train_alone(make(), STEPS)
+
+
 def way(name: str, version: int) -> float:
     make, fields = WAYS[name]
-    alone = train_alone(make(), STEPS)
+    alone = losses_alone(make)
     model = make()
     trained = [param for param in model.parameters() if param.requires_grad]
     model, optimizer = fsdplaunch.prepare(model, adamw(trained), plugin=plugin(fsdp_version=version, **fields))

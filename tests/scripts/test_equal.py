@@ -295,6 +295,41 @@ def test_same_rows_on_all_ranks_are_told_at_the_first_steps(forks: Forks, tmp_pa
     assert many.losses() == pytest.approx(plain.losses(), abs=1e-5)
 
 
+LOADERS = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+class Own(DataLoader):
+    def __iter__(self):
+        return self._get_iterator()
+torch.manual_seed(0)
+rows = TensorDataset(torch.randn(32, 5), torch.randn(32, 4))
+model = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 4)).to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for inputs, wanted in KIND(rows, batch_size=8, sampler=DistributedSampler(rows, num_replicas=1, rank=0)):
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(inputs), wanted)
+    loss.backward()
+    optimizer.step()
+    print(f"loss {loss.item():.6f}")
+"""
+
+
+@pytest.mark.parametrize("kind", ["DataLoader", "Own"])
+def test_a_sampler_for_one_replica_is_divided_and_a_loader_with_its_own_iter_is_told(
+    forks: Forks, tmp_path: Path, kind: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOADERS.replace("KIND", kind))
+    plain = forks.run(script, tmp_path / "plain")
+    many = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
+    assert many.codes == [0] * RANKS, many.err
+    assert ("batches of 4 on each of 2 ranks" in many.err[0]) == (kind == "DataLoader")
+    told = "train.py:15: all 2 ranks compute the same rows, for Own, whose __iter__ is not DataLoader's"
+    assert many.err[0].count(told) == many.err[0].count("compute the same rows") == (kind == "Own")
+    assert many.losses() == pytest.approx(plain.losses(), abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("call", "what"),
     [

@@ -13,6 +13,7 @@ from fsdplaunch.runtime.auto.ddp.construction import sharding_replicas
 from fsdplaunch.runtime.auto.ddp.spawned_ranks import running_spawned_ranks
 from fsdplaunch.runtime.auto.detect.module_registry import registering_modules
 from fsdplaunch.runtime.auto.detect.optimizers import training_shards
+from fsdplaunch.runtime.auto.detect.per_sample import refusing_per_sample
 from fsdplaunch.runtime.auto.detect.shard_triggers import (
     building_in_host_memory,
     sharding_on_compile,
@@ -54,6 +55,7 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         keeping_hooks(hook_context),
         showing_shards(),
         computing_with_given_tensors(hook_context),
+        refusing_per_sample(hook_context),
         training_shards(hook_context),
         sharding_when_training_begins(hook_context),
         sharding_replicas(hook_context),

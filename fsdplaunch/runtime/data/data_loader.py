@@ -136,11 +136,17 @@ def count_readers(loader: DataLoader[Any], ranks: DataRanks) -> None:
 def is_split(loader: DataLoader[Any]) -> bool:
     """Return whether a loader gives each rank its own items already, by this package's means or the script's."""
     inner = getattr(loader.batch_sampler, "sampler", None)
-    ours = (DistributedSampler, SharedOrder)
-    if isinstance(loader.sampler, ours) or isinstance(inner, ours) or isinstance(loader.batch_sampler, ours):
+    if any(_is_share(sampler) for sampler in (loader.sampler, inner, loader.batch_sampler)):
         return True
     split_elsewhere = getattr(loader.dataset, "_distributed", None) is not None  # datasets' split_dataset_by_node
     return isinstance(loader.dataset, TakingTurns) or split_elsewhere
+
+
+def _is_share(sampler: Any) -> bool:
+    """Return whether a sampler gives this rank's items; one made for a single replica gives all of them."""
+    if isinstance(sampler, DistributedSampler) and not isinstance(sampler, EpochSampler):
+        return sampler.num_replicas > 1 or dist.get_world_size() == 1
+    return isinstance(sampler, EpochSampler | SharedOrder)
 
 
 def _sampler(loader: DataLoader[Any], ranks: DataRanks) -> Sampler[Any]:

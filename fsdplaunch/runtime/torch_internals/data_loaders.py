@@ -35,6 +35,13 @@ def around_fetches(read: Callable[[Callable[[], Any]], Any]) -> None:
     kind.fetch = lambda self, index: read(lambda: original(self, index))
 
 
+def iterator_class() -> type[Any]:
+    """Return the class of all iterators of data loaders, which are made with their loader; all versions."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    return _BaseDataLoaderIter
+
+
 def batches_yielded(iterator: Any) -> int:
     """Return how many batches an iterator has given; all versions."""
     return int(iterator._num_yielded)
@@ -52,13 +59,12 @@ def draws_all_items(sampler: Any) -> bool:
 
 def watch_batches(seen: Callable[[Any], None]) -> None:
     """Call `seen` with every batch that any data loader's iterator gives from now on; all versions."""
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-    give = _BaseDataLoaderIter.__next__
+    kind = iterator_class()
+    give = kind.__next__
 
     def give_seen(self: Any) -> Any:
         batch = give(self)
         seen(batch)
         return batch
 
-    setattr(_BaseDataLoaderIter, "__next__", give_seen)  # noqa: B010  (a method, for mypy)
+    setattr(kind, "__next__", give_seen)  # noqa: B010  (a method, for mypy)

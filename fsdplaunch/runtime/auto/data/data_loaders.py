@@ -22,7 +22,7 @@ from fsdplaunch.runtime.auto.data.worker_draws import WorkerDraws
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.data.data_loader import count_readers, is_split, set_attributes
-from fsdplaunch.runtime.torch_internals.data_loaders import iterator_methods, set_iterator_methods
+from fsdplaunch.runtime.torch_internals.data_loaders import iterator_class, iterator_methods, set_iterator_methods
 
 
 @contextmanager
@@ -32,6 +32,7 @@ def dividing_loaders(hook_context: HookContext) -> Iterator[None]:
     with (
         replaced(DataLoader, "__iter__", loaders.reading),
         replaced(DataLoader, "__len__", loaders.measuring),
+        replaced(iterator_class(), "__init__", loaders.beginning),
     ):
         yield
 
@@ -75,6 +76,16 @@ class _Loaders:
             return _read_with_own_draws(loader, original, self.hook_context)
 
         return iterate
+
+    def beginning(self, original: Any) -> Any:
+        """Make an iterator's `__init__`: a subclass with an `__iter__` of its own begins one without `reading`."""
+
+        def begin(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+            if loader not in self.fitted and not is_split(loader):
+                self.hook_context.batches.read_by = type(loader).__name__
+            original(iterator, loader, *args, **kwargs)
+
+        return begin
 
     def measuring(self, original: Any) -> Any:
         """Make a loader's `__len__`."""

@@ -22,6 +22,7 @@ class LocalBatches:
         single: Numbers drawn one by one since the last backward, by the script's line.
         complete: Whether the loader that was read last gave all ranks the same rows, to evaluate by.
         divided: Whether a loader gave this rank its share of something.
+        read_by: A class of loaders that read without being divided, for they begin to in a way of their own.
         compares: Whether what passes get is still to be compared over ranks.
         fingerprint: A number made of what the last pass got while it is; None before the first.
     """
@@ -36,6 +37,7 @@ class LocalBatches:
     single: dict[str, int] = field(default_factory=dict)
     complete: bool = False
     divided: bool = False
+    read_by: str = ""
     compares: bool = True
     fingerprint: float | None = None
 

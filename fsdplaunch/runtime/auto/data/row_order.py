@@ -15,7 +15,6 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
-from fsdplaunch.runtime.torch_internals.tensors import gather_for_scripting
 
 
 @contextmanager
@@ -48,7 +47,6 @@ class _Orders:
                 self._tell()
             return original(*args, **kwargs)
 
-        gather_for_scripting(original, order)
         return order
 
     def _trains(self) -> bool:

@@ -35,9 +35,16 @@ class SameRows:
         ranks = self.hook_context.size
         extremes = torch.tensor([own, -own], dtype=torch.float64, device=self.hook_context.device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        kind = self.hook_context.batches.read_by
+        why, instead = "no DataLoader divides them", "a DataLoader over the tensors (TensorDataset)"
+        if kind:
+            why, instead = (
+                f"{kind}, whose __iter__ is not DataLoader's, gives each all of them",
+                "torch's DataLoader",
+            )
         if extremes[0] == -extremes[1]:
             messages.say(
-                f"{script_line()}: all {ranks} ranks compute the same rows, for no DataLoader divides them: "
+                f"{script_line()}: all {ranks} ranks compute the same rows, for {why}: "
                 "this is the training of one process, and as slow\n"
-                "  try  read batches from a DataLoader over the tensors (TensorDataset)"
+                f"  try  read batches from {instead}"
             )

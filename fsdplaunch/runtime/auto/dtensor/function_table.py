@@ -34,7 +34,6 @@ from fsdplaunch.runtime.torch_internals.dtensor import (
     knows_operator,
     operator_handlers,
 )
-from fsdplaunch.runtime.torch_internals.tensors import gather_for_scripting
 
 Handler = handlers.Handler
 
@@ -143,7 +142,6 @@ def _function(func: Any, handler: Handler, ownership: Ownership) -> Any:
         shards = ownership.ours and any(isinstance(value, DTensor) for value in (*args, *kwargs.values()))
         return handler(func, args, kwargs) if shards else func(*args, **kwargs)
 
-    gather_for_scripting(func, compute)
     return compute
 
 

@@ -190,7 +190,7 @@ def call_for_forward(unit: nn.Module) -> None:
         module: Any = of()
         if torch.compiler.is_compiling() or in_pass():
             return plain(module, *args, **kwargs)
-        return module(*args, **kwargs)
+        return nn.Module.__call__(module, *args, **kwargs)  # a class may call forward in a __call__ of its own
 
     unit.__dict__["forward"] = forward
 

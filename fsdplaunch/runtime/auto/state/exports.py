@@ -15,8 +15,10 @@ from torch import nn
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer, tensors_of
+from fsdplaunch.runtime.auto.state.scripted import telling_unequal
 from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
 from fsdplaunch.runtime.inspection.units import has_shards, reshard
+from fsdplaunch.runtime.torch_internals.tensors import resolving_as_torch
 
 _EXPORTS = (
     (torch.jit, "trace"),
@@ -39,6 +41,8 @@ def exporting_full_models(hook_context: HookContext) -> Iterator[None]:
         return export
 
     with ExitStack() as stack:
+        stack.enter_context(replaced(torch.jit, "script", functools.partial(telling_unequal, hook_context)))
+        stack.enter_context(resolving_as_torch())
         for owner, name in _EXPORTS:
             call = f"{owner.__name__}.{name}"
             stack.enter_context(replaced(owner, name, functools.partial(make, call)))

@@ -1,25 +1,17 @@
 """A step of a plain script costs few calls of this package, whatever else runs on the machine that counts them."""
 
-import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdplaunch
-from fsdplaunch.config.environment import encode
-from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema.walk import build_config
-from fsdplaunch.runtime.auto.context import context_of
-from fsdplaunch.runtime.auto.install import hooks
 
 PACKAGE = str(Path(fsdplaunch.__file__).parent)
 BLOCKS = 4
@@ -44,27 +36,6 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-@pytest.fixture
-def hooked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    given = {
-        ("distributed_type",): "FSDP",
-        ("use_cpu",): True,
-        ("num_processes",): 1,
-        ("fsdp_config", "fsdp_version"): 2,
-    }
-    config = resolve(build_config(given))
-    before = dict(os.environ)
-    os.environ.update(encode(config))
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    context = context_of(config, torch.device("cpu"), rank=0, size=1)
-    context.ownership.ours = True
-    with hooks(context):
-        yield
-    dist.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:

@@ -1,0 +1,66 @@
+"""What libraries do with a model that is sharded for the script: the way of one process, or a clear error."""
+
+import copy
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdplaunch.errors import ShardingError
+
+
+class CallsForward(nn.Module):
+    """As gpytorch's Module: a `__call__` of its own that calls forward and no hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(2 * x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+@pytest.mark.usefixtures("hooked")
+def test_a_model_that_calls_forward_in_a_call_of_its_own_trains() -> None:
+    model = CallsForward()
+    alone = copy.deepcopy(model.linear)
+    trained = torch.optim.SGD(alone.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(2, 4)
+
+    model(x).square().mean().backward()
+    optimizer.step()
+    alone(2 * x).square().mean().backward()
+
+    trained.step()
+
+    assert torch.allclose(model(x), alone(2 * x))
+
+
+class DPOptimizer:
+    def __init__(self, optimizer: Any, *, noise_multiplier: float) -> None:
+        self.given = optimizer, noise_multiplier
+
+
+@pytest.fixture
+def _opacus(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("opacus.optimizers.optimizer")
+    module.DPOptimizer = DPOptimizer
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.usefixtures("_opacus", "hooked")
+def test_opacus_is_refused_where_the_model_is_sharded() -> None:
+    model = nn.Linear(4, 3)
+    plain = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1)
+    sharded = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    assert DPOptimizer(plain, noise_multiplier=1.0).given == (plain, 1.0)
+    with pytest.raises(ShardingError, match=r"test_libraries.py:\d+: Opacus clips the gradient of each sample"):
+        DPOptimizer(sharded, noise_multiplier=1.0)
