@@ -1,6 +1,7 @@
 """Which modules of a model are its repeated blocks, named by the user, by the model itself, or found."""
 
 import difflib
+import inspect
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 
@@ -16,7 +17,8 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 def runs(module: nn.Module) -> bool:
     """Return whether a module can be called; lists and dictionaries of modules cannot."""
-    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+    forward = inspect.getattr_static(type(module), "forward")  # a ScriptModule's cannot be read from its class
+    return forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def class_name(module: nn.Module) -> str:

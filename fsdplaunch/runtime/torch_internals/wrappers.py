@@ -28,7 +28,9 @@ WRAPPER_ATTRIBUTES = frozenset({"_checkpoint_wrapped_module", COMPILED_ATTRIBUTE
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
     """Return the module that torch.compile's wrapper holds; None for any other module; all versions."""
-    return module._modules.get(COMPILED_ATTRIBUTE)
+    if COMPILED_ATTRIBUTE not in module._modules:  # a ScriptModule's has no get
+        return None
+    return module._modules[COMPILED_ATTRIBUTE]
 
 
 def is_compiled(module: nn.Module, modules: Iterable[nn.Module]) -> bool:

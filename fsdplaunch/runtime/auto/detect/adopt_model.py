@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -23,7 +24,7 @@ from fsdplaunch.runtime.auto.state.save_pretrained import save_full
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.inspection.units import is_sharded, restore_classes
 from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin, ambient_plugin
-from fsdplaunch.runtime.sharding.blocks import class_name, find_blocks
+from fsdplaunch.runtime.sharding.blocks import class_name, find_blocks, runs
 from fsdplaunch.runtime.sharding.optimizer_params import sharded_home
 from fsdplaunch.runtime.sharding.root_unit import misses_most
 from fsdplaunch.runtime.torch_internals.wrappers import untraced
@@ -99,7 +100,7 @@ def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None
 
 def _only_holds(model: nn.Module) -> bool:
     """Return whether a module computes nothing by itself, so that `fully_shard` refuses it: a list or dict."""
-    return isinstance(model, nn.ModuleList | nn.ModuleDict) and type(model).forward is nn.Module.forward
+    return isinstance(model, nn.ModuleList | nn.ModuleDict) and not runs(model)
 
 
 def _ignore(_output: Any) -> None:
@@ -110,6 +111,7 @@ def _check_unsharded(model: nn.Module, hook_context: HookContext, line: str) -> 
     """Refuse a model of which a submodule was sharded before, because the script moved it by itself."""
     params = dict(named_parameters(model))
     _check_shapes(model, params, line)
+    _check_unscripted(model, line)
     _check_unshared(model, params, hook_context, line)
     sharded = [name for name, param in params.items() if isinstance(param, DTensor)]
     if not sharded:
@@ -134,6 +136,21 @@ def _check_shapes(model: nn.Module, params: dict[str, Any], line: str) -> None:
     if lazy is not None:
         msg = f"{line}: {lazy} of {class_name(model)} has no shape before the model's first pass"
         raise ShardingError(msg, hint="compute one batch with the model before, or call fsdplaunch.prepare then")
+
+
+def _check_unscripted(model: nn.Module, line: str) -> None:
+    """Refuse parameters of what `torch.jit.script` has compiled, which computes with its own of them.
+
+    Raises:
+        ShardingError: There are some.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            what = name or class_name(model)
+            msg = f"{line}: {what} is compiled by torch.jit.script, and its parameters cannot be sharded"
+            raise ShardingError(
+                msg, hint="train the model as it is written, or by torch.compile; script it afterwards"
+            )
 
 
 def _check_unshared(model: nn.Module, params: dict[str, Any], hook_context: HookContext, line: str) -> None:

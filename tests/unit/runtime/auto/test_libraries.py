@@ -64,3 +64,36 @@ def test_opacus_is_refused_where_the_model_is_sharded() -> None:
     assert DPOptimizer(plain, noise_multiplier=1.0).given == (plain, 1.0)
     with pytest.raises(ShardingError, match=r"test_libraries.py:\d+: Opacus clips the gradient of each sample"):
         DPOptimizer(sharded, noise_multiplier=1.0)
+
+
+class PartlyScripted(nn.Module):
+    """As e3nn's models: of modules in Python and of compiled ones."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.part = nn.Linear(4, 4), torch.jit.script(part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(self.linear(x))
+
+
+@pytest.mark.usefixtures("hooked")
+def test_parameters_of_scripted_modules_are_refused() -> None:
+    model = PartlyScripted(nn.Linear(4, 4))
+
+    with pytest.raises(ShardingError, match=r"test_libraries.py:\d+: part is compiled by torch.jit.script"):
+        torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.usefixtures("hooked")
+def test_scripted_modules_without_parameters_train() -> None:
+    model = PartlyScripted(nn.ReLU())
+    alone = copy.deepcopy(model.linear)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(2, 4)
+
+    model(x).sum().backward()
+    optimizer.step()
+    torch.relu(alone(x)).sum().backward()
+
+    assert torch.allclose(model.linear.weight.full_tensor(), alone.weight - 0.1 * alone.weight.grad)
