@@ -19,7 +19,7 @@ def context(rank: int) -> Any:
         data=SimpleNamespace(rank=rank, size=RANKS),
         streams=SimpleNamespace(alike=False, seed_offset=0),
         ownership=SimpleNamespace(ours=True),
-        batches=SimpleNamespace(sizes={ROWS}, current=ROWS),
+        batches=SimpleNamespace(sizes={ROWS}, current=ROWS, complete=False),
         models=[torch.nn.Linear(1, 1)],
     )
 
