@@ -6,6 +6,7 @@ and under FSDP2 tensors that safetensors cannot write. Here such a call gathers 
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,6 +39,7 @@ def save_full_weights() -> None:
     on_sharding(watch_main_thread)  # a save that only some ranks make is told from where the others wait
     for module, name in _WITH_SAVE_PRETRAINED.items():
         once_imported(module, functools.partial(_adapt_model_class, name=name))
+    once_imported("huggingface_hub.serialization._torch", _adapt_hub)
     once_imported("accelerate.accelerator", _adapt_accelerator)
     once_imported("transformers.trainer", adapt_trainer)
 
@@ -107,6 +109,23 @@ def _gather_and_save(
         given_by_model = own_attribute(model, "state_dict", lambda *_, **__: dict(full))
         with given_by_model, without_wrappers(model):  # not every library takes a state as an argument
             return save(*call.args, **call.kwargs)
+
+
+def _adapt_hub(serialization: Any) -> None:
+    save = serialization.save_torch_state_dict  # which save_torch_model calls, too
+
+    @functools.wraps(save)
+    def save_full_state(state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(value, DTensor) for value in state_dict.values()):
+            return save(state_dict, *args, **kwargs)
+        gathering = late_gatherer("save_torch_state_dict", keep=rank() == 0)
+        full = gathered(state_dict, gathering)
+        with writing_late(gathering, "write what save_torch_state_dict was given"):
+            return save(full, *args, **kwargs) if rank() == 0 else None
+
+    for module in list(sys.modules.values()):  # the package's own name for it, where it was imported before
+        if getattr(module, "__dict__", {}).get("save_torch_state_dict") is save:
+            module.__dict__["save_torch_state_dict"] = save_full_state
 
 
 def _adapt_accelerator(accelerator: Any) -> None:

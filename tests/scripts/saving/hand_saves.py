@@ -2,10 +2,12 @@
 
 import os
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import save_torch_model, save_torch_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -87,6 +89,8 @@ def evaluate():
         model.train()
 
 
+for folder in ("hub", "hub-of-all"):
+    Path(folder).mkdir(exist_ok=True)
 refused("FSDP1, early", flat.state_dict, go_on=lambda: None)
 refused("early", lambda: torch.save(model.state_dict(), "never.pt"))
 refused("shards", lambda: dcp.load({"model": model.state_dict()}, checkpoint_id="never"))
@@ -95,6 +99,7 @@ if rank == 0:
     both = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save([both], "both.pt")
     save_file(model.state_dict(), "file.safetensors")
+    save_torch_model(model, "hub", max_shard_size="3KB")
     torch.save({name: value.full_tensor().cpu() for name, value in model.state_dict().items()}, "gathered.pt")
     torch.save(get_model_state_dict(model, options=options), "dcp.pt")
     torch.save(get_optimizer_state_dict(model, optimizer, options=options), "dcp-optimizer.pt")
@@ -103,6 +108,7 @@ if rank == 0:
     dcp.save({"model": model.state_dict(), "optimizer": moments}, checkpoint_id="alone")
     print("not sharded:", len(frozen.state_dict()))
 full, of_optimizer = get_state_dict(model, optimizer, options=options)
+save_torch_state_dict(model.state_dict(), "hub-of-all")
 torch.save(model.state_dict(), f"own-{rank}.pt")  # each rank its shards
 dcp.save({"model": model.state_dict()}, checkpoint_id="sharded")
 kept = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -112,9 +118,13 @@ for one, other in zip(tree_leaves(found), tree_leaves(kept), strict=True):
     assert torch.equal(*map(local, (one, other))) if isinstance(one, torch.Tensor) else one == other
 if rank == 0:
     [both] = torch.load("both.pt")
+    pieces = sorted(Path("hub").glob("*.safetensors"))
+    assert len(pieces) > 1
     for found in (
         both["model"],
         load_file("file.safetensors"),
+        {name: value for piece in pieces for name, value in load_file(piece).items()},
+        load_file("hub-of-all/model.safetensors"),
         torch.load("gathered.pt"),
         torch.load("dcp.pt"),
         torch.load("dcp-both.pt")[0],
