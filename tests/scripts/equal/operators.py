@@ -70,6 +70,9 @@ READS = {
     "unfold": lambda w, b: w.unfold(0, 2, 1),
 }
 PENALTIES = {
+    "one_view": lambda w, b: torch.norm(torch.cat([p.view(-1) for p in (w, b)]), 1),
+    "one_flatten": lambda w, b: torch.cat([w.flatten(), b.ravel(), w.reshape(-1)]).pow(2).sum(),
+    "one_vector": lambda w, b: nn.utils.parameters_to_vector([w, b]).abs().max(),
     "hardshrink": lambda w, b: F.hardshrink(w, 0.1).pow(2).sum(),
     "logsigmoid": lambda w, b: F.logsigmoid(w).mean(),
     "renormed": lambda w, b: w.renorm(2, 0, 0.5).square().sum(),

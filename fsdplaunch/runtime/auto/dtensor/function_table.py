@@ -114,6 +114,7 @@ def _methods(hook_context: HookContext) -> dict[str, Handler]:
         **dict.fromkeys(
             ("apply_", "map_", "map2_"), shard_writes.write_full
         ),  # torch would read what is no storage
+        **dict.fromkeys(("view", "reshape", "flatten", "ravel"), handlers.take_shape),
         "unbind": shard_parts.unbound,
         "__iter__": by_all_or_rank0(rows),
         "__getitem__": _taken_by_mask,
