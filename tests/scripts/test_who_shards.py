@@ -207,7 +207,7 @@ def test_script_that_averages_gradients_by_itself_is_told_at_that_line(forks: Fo
 def test_ddp_around_a_sharded_model_is_a_wrapper_like_torchs(forks: Forks, tmp_path: Path) -> None:
     done = run(forks, tmp_path, ALREADY_SHARDED)
     assert done.codes == [0, 0], done.err
-    assert len(re.findall(r"train.py:\d+: Sequential is compiled without fullgraph", done.err[0])) == 2
+    assert re.findall(r"train.py:(\d+): Sequential is compiled without fullgraph", done.err[0]) == ["22"]
     assert done.out == ["stepped\nstepped\n0.0 False False\n"] * 2
     assert_sharded(done)
 
