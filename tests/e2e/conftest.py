@@ -25,15 +25,29 @@ def clean_environ() -> dict[str, str]:
     return environ | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"}
 
 
+@pytest.fixture(scope="session")
+def warm_environ(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The variables of launches that find torch imported: tests whose subject is no start need not wait for it."""
+    folder = tmp_path_factory.mktemp("warm")
+    folder.chmod(0o700)
+    environ = clean_environ() | {"XDG_RUNTIME_DIR": str(folder)}
+    command = [sys.executable, "-m", "fsdplaunch", "warm"]
+    start = [*command, "--start", "--set", "launch.keep_warm_seconds=1800"]
+    options = {"cwd": folder, "check": True, "capture_output": True}
+    subprocess.run([*start, "--set", "num_processes=2", "--set", "use_cpu=true"], env=environ, **options)
+    yield environ
+    subprocess.run([*command, "--stop"], env=environ, **options)
+
+
 @pytest.fixture
-def fsdplaunch(tmp_path: Path) -> Run:
+def fsdplaunch(tmp_path: Path, warm_environ: dict[str, str]) -> Run:
     """Return a function that runs `fsdplaunch ARGS` in tmp_path."""
 
     def run(*arguments: str | Path, timeout: float = 180, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "fsdplaunch", *map(str, arguments)],
             cwd=tmp_path,
-            env=clean_environ() | env,
+            env=warm_environ | env,
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -41,12 +55,6 @@ def fsdplaunch(tmp_path: Path) -> Run:
         )
 
     return run
-
-
-@pytest.fixture
-def environ() -> dict[str, str]:
-    """The variables a launch starts with."""
-    return clean_environ()
 
 
 @pytest.fixture

@@ -50,11 +50,16 @@ print("the script is over", flush=True)
 WRAP = ("--use-cpu", "--fsdp-auto-wrap-policy", "SIZE_BASED_WRAP", "--fsdp-min-num-params", "1")
 
 
-def test_stopped_run_saves_exits_75_and_goes_on_when_started_again(environ, examples, tmp_path):
+def test_stopped_run_saves_exits_75_and_goes_on_when_started_again(warm_environ, examples, tmp_path):
     command = [sys.executable, "-m", "fsdplaunch", "launch", "--use-cpu", str(examples / "train_lm.py")]
     script = ["--steps", "100000", "--save-every", "100000"]
     run = subprocess.Popen(
-        [*command, *script], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, *script],
+        cwd=tmp_path,
+        env=warm_environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     limit = time.monotonic() + 60
     while not ((beat := read_heartbeat(tmp_path / "runs/latest/ranks/0")) and beat.steps > 1):  # has asked once
@@ -71,7 +76,7 @@ def test_stopped_run_saves_exits_75_and_goes_on_when_started_again(environ, exam
 
     script = ["--steps", str(step + 2), "--save-every", "100000"]
     done = subprocess.run(
-        [*command, *script], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
+        [*command, *script], cwd=tmp_path, env=warm_environ, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert f"resumed after step {step}\n" in done.stdout
