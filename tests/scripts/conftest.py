@@ -18,6 +18,8 @@ from fsdplaunch.config.schema.walk import build_config, keys_by_path
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
+RANKS = int(os.environ.get("FSDPLAUNCH_TEST_RANKS", "2"))
+"""Over how many ranks a program is compared with one process: scripts/campaigns/four_ranks sets 4."""
 LOSS = re.compile(r"\bloss[ =:]+(-?\d+\.\d+)")
 
 

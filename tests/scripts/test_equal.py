@@ -1,4 +1,4 @@
-"""What one process computes, over two ranks with the global batch kept; and what cannot be equal is told."""
+"""What one process computes, over several ranks with the global batch kept; and what cannot be equal is told."""
 
 import functools
 import random
@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from fsdplaunch.runtime.torch_internals.graph_nodes import takes_partial_passes
-from tests.scripts.conftest import Forks, Run
+from tests.scripts.conftest import RANKS, Forks, Run
 
 EQUAL = Path(__file__).parent / "equal"
-RANKS = 2
 NUMBER = re.compile(r"-?\d+\.\d+")
 
 
@@ -210,6 +209,41 @@ for x in DataLoader(Items(), batch_size=8, num_workers=1, worker_init_fn=init):
     (model(x) * torch.cat(scales)).mean().backward()
     optimizer.step()
 """
+
+
+CUT = """
+import torch
+from torch.utils.data import DataLoader
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for x in DataLoader(torch.ones(16, 2), batch_size=8):
+    for start in range(0, len(x), 2):
+        model(x[start : start + 2]).mean().backward()
+    for part in x.chunk(2):
+        model(part).mean().backward()
+    print(x[:3].mean(), x[0].mean(), x[:, :1].mean(), x[:, 1:].mean())
+    adapts = x[: len(x) // 2]
+    tests = x[len(x) // 2 :]
+    labelled, unlabelled = x.chunk(2)
+    first, rest = torch.split(x, [1, len(x) - 1])
+    all_but_first = x[5:]
+    (model(adapts) - model(tests)).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_batches_that_are_cut_by_position_are_told_unless_all_parts_are_treated_alike(
+    forks: Forks, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(CUT)
+    done = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
+    assert done.codes == [0] * RANKS, done.err
+    told = re.findall(r"train.py:(\d+): rows of the batch are taken by their position", done.err[0])
+    lines = CUT.splitlines()
+    assert [lines[int(number) - 1].split(" =")[0].strip() for number in told] == [
+        *("tests", "labelled, unlabelled", "first, rest", "all_but_first"),
+    ]
 
 
 OWN = """

@@ -1,7 +1,5 @@
 """Ordinary one-process scripts, unchanged: over several ranks they compute and write what one process does."""
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,35 +7,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.scripts.conftest import PROGRAMS, Forks, Run
+from tests.scripts.conftest import PROGRAMS, RANKS, Forks, Run
 
 TOLERANCE = 1e-4
 NAMES = sorted(path.stem for path in PROGRAMS.glob("*.py"))
-RANKS = (2, 4)
 
 
-@pytest.fixture(scope="module")
-def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """Run a program as plain python, once for all tests."""
-
-    @cache
-    def run(name: str) -> Run:
-        plain = forks.run(PROGRAMS / f"{name}.py", tmp_path_factory.mktemp(name) / "plain")
-        assert plain.codes == [0], plain.err[0]
-        assert plain.losses(), plain.out
-        return plain
-
-    return run
-
-
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", NAMES)
 def test_program_over_ranks_computes_and_writes_what_one_process_does(
-    forks: Forks, alone: Callable[[str], Run], tmp_path: Path, name: str, ranks: int
+    forks: Forks, tmp_path: Path, name: str
 ) -> None:
-    plain = alone(name)
-    many = forks.run(PROGRAMS / f"{name}.py", tmp_path / "many", ranks=ranks, launch__keep_global_batch=True)
-    assert many.codes == [0] * ranks, "\n".join(many.err)
+    plain = forks.run(PROGRAMS / f"{name}.py", tmp_path / "plain")
+    assert plain.codes == [0], plain.err[0]
+    assert plain.losses(), plain.out
+    many = forks.run(PROGRAMS / f"{name}.py", tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
+    assert many.codes == [0] * RANKS, "\n".join(many.err)
     assert many.losses() == pytest.approx(plain.losses(), abs=TOLERANCE)
     assert_sharded(many)
     assert_same_files(plain.folder, many.folder)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.data.cut_batches import telling_cut_batches
 from fsdplaunch.runtime.auto.data.data_loaders import dividing_loaders
 from fsdplaunch.runtime.auto.data.global_draws import drawing_for_global_batch
 from fsdplaunch.runtime.auto.data.rng_streams import drawing_alike_in_evaluation, seeding_by_rank
@@ -67,6 +68,7 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         drawing_alike_in_evaluation(hook_context.streams, hook_context.models),
         drawing_for_global_batch(hook_context),
         telling_row_orders(hook_context),
+        telling_cut_batches(hook_context),
         normalising_global_batch(hook_context),
         watching_backward(hook_context),
         clipping_by_full_norm(hook_context),

@@ -23,7 +23,7 @@ WRITES = {
     "threshold_": lambda w, b: F.threshold_(w, 0.1, 0.3),
     "clamp_min_": lambda w, b: w.clamp_min_(w.roll(1, 1)),
     "heaviside_": lambda w, b: w.heaviside_(w.flip(1)),
-    "hypot_": lambda w, b: w.hypot_(w[:, :1]),
+    "hypot_": lambda w, b: w.hypot_(w[:, :1].clone()),  # torch gives no order to a write into what it reads
     "floor_divide_": lambda w, b: w.floor_divide_(0.1),
     "cumsum_": lambda w, b: w.cumsum_(0),
     "put_": lambda w, b: w.put_(index, torch.tensor([0.5, 0.7])),

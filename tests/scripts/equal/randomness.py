@@ -65,6 +65,9 @@ class Net(nn.Module):
     def attack(self, h):
         return h
 
+    def decisions(self, h):
+        return h
+
 
 def noised(x):
     with torch.no_grad():
@@ -93,6 +96,15 @@ def noised_by_numpy(x):
     return x + 0.1 * torch.from_numpy(step[:, None, None] * noise).float()
 
 
+def decided(x):
+    """Draws for the batch as a whole, and for its rows."""
+    if torch.rand(1) < 0.5:
+        x = x.flip(2)
+    if np.random.rand(1) < 0.5:
+        x = x * (1 + 0.1 * torch.empty(1).uniform_() + 0.1 * torch.randint(0, 3, (1,)))
+    return x + 0.1 * torch.rand(len(x)).view(-1, 1, 1) * float(np.random.normal(size=1)[0])
+
+
 def attacked(x):
     model.eval()
     noised = (x + 0.2 * torch.randn_like(x) + 0.2 * torch.randn(x.shape)).requires_grad_()
@@ -107,6 +119,7 @@ NOISES = {
     "numpy": noised_by_numpy,
     "distributions": noised_by_distributions,
     "attack": attacked,
+    "decisions": decided,
 }
 KINDS = (
     "batch first",
@@ -121,19 +134,28 @@ KINDS = (
     "numpy",
     "distributions",
     "attack",
+    "decisions",
 )
-for kind in KINDS:
+BATCHES = dict.fromkeys(KINDS, 8) | {
+    "decisions of 2": 2,
+    # A rank of two has as many rows as there are features, or positions.
+    **{f"{kind} of 16": 16 for kind in ("batch first", "time first", "attention", "flat", "lstm")},
+    **{f"{kind} of 10": 10 for kind in ("batch first", "attention", "flat", "conv", "vae", "recomputed")},
+}
+for name, rows in BATCHES.items():
+    kind = name.partition(" of ")[0]
     torch.manual_seed(1)
     np.random.seed(1)
     model = Net(kind).to("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(2):
         model.train()
-        for x, y in DataLoader(TensorDataset(inputs, wanted), batch_size=8, shuffle=True):
+        for x, y in DataLoader(TensorDataset(inputs, wanted), batch_size=rows, shuffle=True):
             optimizer.zero_grad()
             F.mse_loss(model(NOISES.get(kind, nn.Identity())(x)), y).backward()
             optimizer.step()
         model.eval()
         with torch.no_grad():
             loss = F.mse_loss(model(inputs), wanted).item()
-    print(f"{kind}: {loss:.6f} {torch.rand(1).item():.6f}")
+    after = torch.rand(1)  # for all: also where a share has one row
+    print(f"{name}: {loss:.6f} {after.item():.6f}")

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.data.literal_sizes import has_literal_size
 from fsdplaunch.runtime.auto.data.rejected_draws import drawing_by_rejection
 from fsdplaunch.runtime.auto.data.single_draws import note_single
 from fsdplaunch.runtime.auto.patch import replaced
@@ -94,7 +95,10 @@ class _Slicing:
 
     def _rows_first(self, size: Any) -> bool:
         """Return whether a size is that of one value, or several, per row of this rank's batch."""
-        return len(size) > 0 and size[0] in self.hook_context.batches.sizes and self._trains()
+        batches = self.hook_context.batches
+        if not len(size) or size[0] not in batches.sizes or batches.dim_of_rows(size) != 0:
+            return False
+        return self._trains() and not has_literal_size()
 
     def in_place(self, operator: Any) -> Callable[..., torch.Tensor]:
         """Make an operator that fills a tensor."""
@@ -117,17 +121,11 @@ class _Slicing:
         return draw
 
     def dim_of_rows(self, tensor: torch.Tensor) -> int | None:
-        """Return the dimension of a tensor that has the rows of this rank's batch; None if there is none.
-
-        Masks may have the time first, or the rows of all heads and positions together in one dimension.
-        """
+        """Return the dimension of a tensor that has the rows of this rank's batch; None if there is none."""
         if type(tensor) is not torch.Tensor or tensor.requires_grad or not tensor.dim() or not self._trains():
             return None
-        sizes, current = self.hook_context.batches.sizes, self.hook_context.batches.current
-        exact = next((dim for dim, rows in enumerate(tensor.shape[:2]) if rows == current or rows in sizes), None)
-        if exact is not None:
-            return exact
-        return 0 if current and tensor.size(0) and tensor.size(0) % current == 0 else None
+        dim = self.hook_context.batches.dim_of_rows(tensor.shape)
+        return None if dim is None or has_literal_size() else dim
 
     def sized(self, original: Any) -> Any:
         """Make a function that is given a size."""
@@ -233,9 +231,13 @@ def _has_rows(limits: Any, kwargs: Any) -> bool:
 
 
 def _empty_for_all(tensor: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
-    """Return an empty tensor for the rows of all ranks, in the order in memory that the given one has."""
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda each: (-strides[each], each))
+    """Return an empty tensor for the rows of all ranks, in the order in memory that the given one has.
+
+    A single row has the stride of what is around it where it is further in: (8, 8, 1) for one of (rows, 5, 8) with
+    the 5 outermost, (40, 8, 1) with the rows outermost.
+    """
+    strides, sizes = tensor.stride(), tuple(tensor.shape)
+    order = sorted(range(tensor.dim()), key=lambda each: (-strides[each], -sizes[each], each))
     shape = [tensor.size(each) * (ranks if each == dim else 1) for each in order]
     back = [order.index(each) for each in range(tensor.dim())]
     return torch.empty(shape, dtype=tensor.dtype, device=tensor.device).permute(back)

@@ -1,6 +1,6 @@
 """What this rank's shares of the batches look like, to tell them from data that all ranks hold alike."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ class LocalBatches:
     Attributes:
         sizes: How many rows its shares had so far: those of full batches, and of a last one.
         current: Rows of the share that a model's running or last pass got; 0 where it got none.
+        latest: Rows of the share that was drawn last.
+        time_first: Whether that pass got them in the second dimension: recurrent models have the time first.
         shared_passes: Passes since the last backward that got a share.
         alike_passes: Passes since the last backward that got something else, such as noise for all rows.
         backwards: How many have begun.
@@ -29,6 +31,8 @@ class LocalBatches:
 
     sizes: set[int] = field(default_factory=set)
     current: int = 0
+    latest: int = 0
+    time_first: bool = False
     shared_passes: int = 0
     alike_passes: int = 0
     backwards: int = 0
@@ -44,6 +48,7 @@ class LocalBatches:
     def note(self, rows: int) -> None:
         """Note that a share has so many rows."""
         self.sizes.add(rows)
+        self.latest = rows
         self.complete = False
         self.drawn += 1
         self.divided = True
@@ -51,12 +56,10 @@ class LocalBatches:
     def enter(self, given: Iterable[Any]) -> None:
         """Note what a model's pass in training mode was given, tensors of any shape among it.
 
-        Rows may be the second dimension: recurrent models have the time first. A pass without gradients, such as
-        a teacher's, belongs to no backward.
+        A pass without gradients, such as a teacher's, belongs to no backward.
         """
         tensors = list(_tensors(given))
-        shapes = [tensor.shape for tensor in tensors]
-        self.current = next((rows for shape in shapes for rows in shape[:2] if rows in self.sizes), 0)
+        self.current = next(filter(None, map(self._rows_of, tensors)), 0)
         if not torch.is_grad_enabled():
             return
         if self.compares and not self.divided:
@@ -65,6 +68,41 @@ class LocalBatches:
             self.shared_passes += 1
         else:
             self.alike_passes += 1
+
+    def _rows_of(self, tensor: torch.Tensor) -> int:
+        """Return how many rows of a share a tensor has, 0 where it has none; note in which dimension they are.
+
+        The second one is taken for rows in what has times first, (times, rows) of numbers of words or (times,
+        rows, features), and for chance in (rows, features) or images of as many channels.
+        """
+        shape = tensor.shape
+        by_time = len(shape) == 3 or (len(shape) == 2 and not tensor.is_floating_point())  # noqa: PLR2004
+        first, second = (rows if rows in self.sizes else 0 for rows in (*shape[:2], 0, 0)[:2])
+        second = second if by_time else 0
+        if bool(first) != bool(second):
+            self.time_first = not first
+        return int(second if self.time_first and second else first)
+
+    def dim_of_rows(self, shape: Sequence[int]) -> int | None:
+        """Return which dimension of something drawn for the batch has this rank's rows; None where none has.
+
+        Masks may have the time first, or the rows of all heads and positions together in one dimension. Where
+        several dimensions could be the rows, the batch at hand counts before others, then what the pass got.
+        """
+        now = {self.current, self.latest} - {0}
+        for sizes in (now, self.sizes):
+            found = [dim for dim, rows in enumerate(shape[:2]) if rows in sizes and self._may_hold(dim, shape)]
+            if found:
+                return found[-1 if self.time_first else 0]
+        return 0 if self.current and shape[0] and shape[0] % self.current == 0 else None
+
+    def _may_hold(self, dim: int, shape: Sequence[int]) -> bool:
+        """Return whether a dimension as long as a share has its rows, not as many features or positions by chance.
+
+        (positions, features) have the rows first, and so have weights between positions, (heads, n, n).
+        """
+        square = len(shape) == 3 and shape[1] == shape[2] and shape[0] % shape[1] == 0  # noqa: PLR2004
+        return dim == 0 or self.time_first or (len(shape) > 2 and not square)  # noqa: PLR2004
 
     def await_backward(self) -> bool:
         """Return whether a pass was made that no backward has followed."""

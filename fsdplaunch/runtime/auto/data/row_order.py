@@ -16,6 +16,8 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
 
+_MIXED = "rows of the batch are put into another order: each rank mixes its own rows only"
+
 
 @contextmanager
 def telling_row_orders(hook_context: HookContext) -> Iterator[None]:
@@ -43,26 +45,26 @@ class _Orders:
 
         @wraps(original)
         def order(*args: Any, **kwargs: Any) -> Any:
-            if self._trains() and rows_of(args, kwargs) in self.hook_context.batches.sizes:
-                self._tell()
+            context = self.hook_context
+            if trains_on_batch(context) and rows_of(args, kwargs) in context.batches.sizes:
+                tell_once(context, "order", _MIXED)
             return original(*args, **kwargs)
 
         return order
 
-    def _trains(self) -> bool:
-        """Return whether the script has a training batch before it, and does not read it just now."""
-        context = self.hook_context
-        reads = context.streams.alike or context.streams.draws_own or get_worker_info() is not None
-        return not reads and bool(context.ownership.ours) and not context.evaluating()
 
-    def _tell(self) -> None:
-        line, printed = script_line(), self.hook_context.printed
-        if f"order {line}" not in printed:
-            printed.add(f"order {line}")
-            messages.say_unequal(
-                f"{line}: rows of the batch are put into another order: each rank mixes its own rows only, which"
-                " is not what one process computes"
-            )
+def trains_on_batch(context: HookContext) -> bool:
+    """Return whether the script has a training batch before it, and does not read it just now."""
+    reads = context.streams.alike or context.streams.draws_own or get_worker_info() is not None
+    return not reads and bool(context.ownership.ours) and not context.evaluating()
+
+
+def tell_once(context: HookContext, kind: str, sentence: str) -> None:
+    """Print that the script's line does what one process would not, the first time that it does."""
+    line = script_line()
+    if f"{kind} {line}" not in context.printed:
+        context.printed.add(f"{kind} {line}")
+        messages.say_unequal(f"{line}: {sentence}, which is not what one process computes")
 
 
 def _permuted(args: Any, kwargs: Any) -> int | None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fsdplaunch.runtime.auto.data.global_draws import drawing_for_global_batch
+from fsdplaunch.runtime.auto.data.local_batches import LocalBatches
 
 ROWS, RANKS = 4, 2
 
@@ -19,7 +20,7 @@ def context(rank: int) -> Any:
         data=SimpleNamespace(rank=rank, size=RANKS),
         streams=SimpleNamespace(alike=False, seed_offset=0),
         ownership=SimpleNamespace(ours=True),
-        batches=SimpleNamespace(sizes={ROWS}, current=ROWS, complete=False),
+        batches=LocalBatches(sizes={ROWS}, current=ROWS),
         models=[torch.nn.Linear(1, 1)],
     )
 
