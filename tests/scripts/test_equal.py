@@ -28,9 +28,10 @@ def runs(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     @cache
     def run(name: str) -> tuple[Run, Run]:
         folder = tmp_path_factory.mktemp(name)
-        plain = forks.run(EQUAL / f"{name}.py", folder / "plain")
+        script, ranks = EQUAL / f"{name}.py", str(RANKS)
+        plain = forks.run(script, folder / "plain", ranks)
         assert plain.codes == [0], plain.err
-        many = forks.run(EQUAL / f"{name}.py", folder / "many", ranks=RANKS, launch__keep_global_batch=True)
+        many = forks.run(script, folder / "many", ranks, ranks=RANKS, launch__keep_global_batch=True)
         assert many.codes == [0] * RANKS, many.err
         return plain, many
 

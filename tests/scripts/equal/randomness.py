@@ -1,5 +1,7 @@
 """Models that draw while they train: dropout of every kind, noise, recomputation, diffusion."""
 
+import sys
+
 import numpy as np
 import torch
 import torch.distributions as D
@@ -136,11 +138,12 @@ KINDS = (
     "attack",
     "decisions",
 )
+ranks = int(sys.argv[1])
 BATCHES = dict.fromkeys(KINDS, 8) | {
-    "decisions of 2": 2,
-    # A rank of two has as many rows as there are features, or positions.
-    **{f"{kind} of 16": 16 for kind in ("batch first", "time first", "attention", "flat", "lstm")},
-    **{f"{kind} of 10": 10 for kind in ("batch first", "attention", "flat", "conv", "vae", "recomputed")},
+    "decisions of 1": ranks,
+    # A rank has as many rows as there are features, or positions.
+    **{f"{kind} of 8": 8 * ranks for kind in ("batch first", "time first", "attention", "flat", "lstm")},
+    **{f"{kind} of 5": 5 * ranks for kind in ("batch first", "attention", "flat", "conv", "vae", "recomputed")},
 }
 for name, rows in BATCHES.items():
     kind = name.partition(" of ")[0]
