@@ -14,6 +14,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.ddp.unused_parameters import agree_on_alternatives
 from fsdplaunch.runtime.auto.model.deepcopy import allow_deepcopy
 from fsdplaunch.runtime.auto.model.forward_hooks import ForwardHooks, late_parameter, original_name
+from fsdplaunch.runtime.auto.model.kept_references import keeping_references
 from fsdplaunch.runtime.auto.model.row_mixing import mark_inner_outputs, mark_outputs
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.gather import allow_pickling
@@ -52,7 +53,8 @@ def adopt_model(model: nn.Module, hook_context: HookContext, *, what: str, one_u
     line = script_line()
     _check_unsharded(model, hook_context, line)
     try:
-        prepare(model, plugin=_one_unit() if one_unit else _plugin(model, hook_context))
+        with keeping_references(model):
+            prepare(model, plugin=_one_unit() if one_unit else _plugin(model, hook_context))
     except ShardingError as error:
         msg = f"{line} {what}, and {class_name(model)} cannot be sharded there: {error.message}"
         ways = "or call fsdplaunch.prepare(model, optimizer) in the script where it should be"
