@@ -1,7 +1,7 @@
 """Count each row once in metrics that a library adds up over ranks by itself: torchmetrics', pytorch-ignite's.
 
-Needed because they do so wherever a process group is. Rows that a loader divides are to be added up; those that the
-script evaluates by are complete on every rank, and counts of them would be too large by the number of ranks.
+Needed because they do so wherever a process group is. Rows that a loader divides are to be added up; those that
+the script evaluates by are complete on every rank, and counts of them would be too large by the number of ranks.
 """
 
 import functools
