@@ -296,6 +296,38 @@ def test_same_rows_on_all_ranks_are_told_at_the_first_steps(forks: Forks, tmp_pa
     assert many.losses() == pytest.approx(plain.losses(), abs=1e-5)
 
 
+LATE = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+train, valid = (DataLoader(torch.randn(rows, 4), batch_size=8) for rows in (32, 24))
+for epoch in range(2):
+    for x in train:
+        model.train()
+        with torch.no_grad():
+            model(x)
+        model(x).square().mean().backward()
+        optimizer.step()
+model.train()
+for x in valid:
+    model.eval()
+    model(x)
+for x in valid:
+    model(x)
+"""
+
+
+def test_a_loader_begun_before_the_model_evaluates_is_told(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LATE)
+    many = forks.run(tmp_path / "train.py", tmp_path / "many", ranks=RANKS)
+    assert many.codes == [0] * RANKS, many.err
+    told = "train.py:17: each rank evaluates its own share of the rows"
+    assert many.err[0].count(told) == many.err[0].count("its own share of the rows") == 1
+
+
 METRICS = {
     "torchmetrics/__init__.py": "",
     "torchmetrics/metric.py": """
