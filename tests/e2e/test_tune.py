@@ -20,7 +20,8 @@ print("output of the script")
 for (x,) in torch.utils.data.DataLoader(rows, batch_size=4):
     if os.environ["FSDP_ACTIVATION_CHECKPOINTING"] == "true":
         raise ValueError("no checkpointing here")
-    time.sleep(0.05 if os.environ["FSDP_RESHARD_AFTER_FORWARD"] == "true" else 0.01)  # the known answer
+    # The known answer, by far more than what a busy machine adds to a step.
+    time.sleep(0.4 if os.environ["FSDP_RESHARD_AFTER_FORWARD"] == "true" else 0.01)
     model(x).pow(2).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -57,9 +58,9 @@ def test_a_search_is_stopped_goes_on_finds_the_known_best_and_leaves_the_users_f
     yours, keeps, fails = rows["{}"], rows[str(found["best"])], found["candidates"][2]
     assert (yours["state"], keeps["state"], fails["state"]) == ("slower", "measured", "failed")
     assert re.fullmatch("rank [01]: ValueError: no checkpointing here", fails["reason"])
-    assert yours["step_seconds"] >= 0.05
+    assert yours["step_seconds"] >= 0.4
     assert 0.01 <= keeps["step_seconds"] < yours["step_seconds"]
-    assert 8 / 0.06 > yours["samples_per_second"] > 0  # four rows on each of two workers
+    assert 8 / 0.4 >= yours["samples_per_second"] > 0  # four rows on each of two workers
     assert yours["memory"] > 50 << 20
     assert 0 <= yours["waiting"] <= 1
     assert found["comparisons"][0]["verdict"] == "first"

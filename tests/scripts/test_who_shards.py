@@ -1,5 +1,6 @@
 """Who shards is decided by what a script does, not by a word in it, and known at the first optimizer step."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -101,8 +102,10 @@ utils._sync_module_states(model, group.WORLD, 2**20, src=0, params_and_buffers_t
 ddp = nn.parallel.DistributedDataParallel(model)
 assert list(ddp.state_dict()) == ["module." + name for name in names]
 assert not isinstance(ddp, torch.distributed.fsdp.FSDPModule) and ddp.module is model
-compiled = torch.compile(ddp, backend="eager")
+compiled = torch.compile(ddp, backend="eager", fullgraph=True)
 step(compiled, optimizer)
+model.compile(backend="eager", fullgraph=True)
+step(ddp, optimizer)
 ddp.load_state_dict({name: torch.zeros(value.shape) for name, value in ddp.state_dict().items()})
 print(sum(p.abs().sum().item() for p in model.parameters()), ddp.eval().training, model.training)
 """
@@ -204,7 +207,8 @@ def test_script_that_averages_gradients_by_itself_is_told_at_that_line(forks: Fo
 def test_ddp_around_a_sharded_model_is_a_wrapper_like_torchs(forks: Forks, tmp_path: Path) -> None:
     done = run(forks, tmp_path, ALREADY_SHARDED)
     assert done.codes == [0, 0], done.err
-    assert done.out == ["stepped\n0.0 False False\n"] * 2
+    assert re.findall(r"train.py:(\d+): Sequential is compiled without fullgraph", done.err[0]) == ["22"]
+    assert done.out == ["stepped\nstepped\n0.0 False False\n"] * 2
     assert_sharded(done)
 
 

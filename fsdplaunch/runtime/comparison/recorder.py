@@ -73,6 +73,7 @@ class Recorder:
         register_optimizer_step_pre_hook(self._step)
         torch.autograd.backward = self._recorded(torch.autograd.backward)
         Optimizer.__init__ = self._noted(Optimizer.__init__)  # type: ignore[method-assign]
+        torch.compile = _breaking_at_hooks(torch.compile)
 
     def facts(self) -> dict[str, Any]:
         """Return the record as plain data."""
@@ -142,3 +143,14 @@ class Recorder:
                 self._now.gradients[name] = squared_gradient(param.grad, param, shared)
         self.steps.append(self._now)
         self._now, self._state = Step(), None
+
+
+def _breaking_at_hooks(compile_: Any) -> Any:
+    """Return `torch.compile` without its `fullgraph` for `model.compile()`, whose graph breaks at `_forward`."""
+
+    def compile_in_parts(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if getattr(model, "__name__", "") == "_call_impl":
+            kwargs.pop("fullgraph", None)
+        return compile_(model, *args, **kwargs)
+
+    return compile_in_parts

@@ -112,7 +112,9 @@ def _gather_and_save(
 
 
 def _adapt_hub(serialization: Any) -> None:
-    save = serialization.save_torch_state_dict  # which save_torch_model calls, too
+    save = getattr(serialization, "save_torch_state_dict", None)  # which save_torch_model calls, too
+    if save is None:  # before 0.24
+        return
 
     @functools.wraps(save)
     def save_full_state(state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -71,6 +71,9 @@ READS = {
 }
 PENALTIES = {
     "one_view": lambda w, b: torch.norm(torch.cat([p.view(-1) for p in (w, b)]), 1),
+    "one_function": lambda w, b: (
+        torch.cat([torch.flatten(w), torch.ravel(b), torch.reshape(w, (-1,))]).abs().sum()
+    ),
     "one_flatten": lambda w, b: torch.cat([w.flatten(), b.ravel(), w.reshape(-1)]).pow(2).sum(),
     "one_vector": lambda w, b: nn.utils.parameters_to_vector([w, b]).abs().max(),
     "hardshrink": lambda w, b: F.hardshrink(w, 0.1).pow(2).sum(),

@@ -1,4 +1,4 @@
-"""torch.compile, autocast switched off on CPU, a penalty on the weights, numpy for the record of losses."""
+"""torch.compile of the full graph, autocast switched off on CPU, a penalty on the weights, numpy for the record of losses."""
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 model = Model()
 raw_model = model
-model = torch.compile(model, backend="aot_eager")
+model = torch.compile(model, backend="aot_eager", fullgraph=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 inputs = torch.from_numpy(np.random.randn(24, 4).astype(np.float32))
 targets = torch.from_numpy(np.random.randint(0, 2, 24))

@@ -14,12 +14,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model
 from fsdplaunch.runtime.auto.model.batch_norm import tell_compiled
 from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
-from fsdplaunch.runtime.inspection.units import is_sharded
+from fsdplaunch.runtime.inspection.units import is_sharded, is_unit
 from fsdplaunch.runtime.torch_internals.modules import parse_move
 
 
@@ -89,18 +91,47 @@ def sharding_on_compile(hook_context: HookContext) -> Iterator[None]:
 
     def shard_then_compile(original: Any) -> Any:
         def compile_(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-            due = isinstance(model, nn.Module) and is_due(model, hook_context.device, hook_context)
-            if due and hook_context.ownership.claim(f"compiles {type(model).__name__}"):
-                adopt_model(unwrapped(model), hook_context, what="compiles it")
-            if isinstance(model, nn.Module) and unwrapped(model) in hook_context.models:
-                tell_compiled(unwrapped(model), hook_context)
-                hook_context.stop_marking()  # hooks that go would have the compiler begin again
+            module = _module_of(model)
+            if module is not None:
+                _shard_compiled(module, hook_context)
+                kwargs = _without_full_graph(model, module, kwargs)
             return original(model, *args, **kwargs)
 
         return compile_
 
     with replaced(torch, "compile", shard_then_compile):
         yield
+
+
+def _module_of(compiled: Any) -> nn.Module | None:
+    """Return the module that is compiled, or whose method is: `model.compile()` compiles one of its methods."""
+    owner = getattr(compiled, "__self__", compiled)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def _shard_compiled(module: nn.Module, hook_context: HookContext) -> None:
+    due = is_due(module, hook_context.device, hook_context)
+    if due and hook_context.ownership.claim(f"compiles {type(module).__name__}"):
+        adopt_model(unwrapped(module), hook_context, what="compiles it")
+    if unwrapped(module) in hook_context.models:
+        tell_compiled(unwrapped(module), hook_context)
+        hook_context.stop_marking()  # hooks that go would have the compiler begin again
+
+
+def _without_full_graph(compiled: Any, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the options without `fullgraph` where hooks are called, which no graph holds."""
+    if not kwargs.get("fullgraph") or not _calls_hooks(compiled, module):
+        return kwargs
+    name = type(unwrapped(module)).__name__
+    messages.say(f"{script_line()}: {name} is compiled without fullgraph: no graph holds the hooks that gather it")
+    return {**kwargs, "fullgraph": False}
+
+
+def _calls_hooks(compiled: Any, module: nn.Module) -> bool:
+    name = getattr(compiled, "__name__", "")
+    if name == "_call_impl":  # of `model.compile()`: the hooks of all modules, too
+        return True
+    return any(is_unit(part) and not (name == "forward" and part is module) for part in module.modules())
 
 
 @contextmanager

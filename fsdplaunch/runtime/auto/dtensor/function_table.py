@@ -57,6 +57,7 @@ _FUNCTIONS = (
     *((torch.linalg, name) for name in ("norm", "vector_norm", "matrix_norm")),
 )
 """What penalties are written with; in `loss += torch.norm(weight)` it is too late to gather when it is added."""
+_SHAPES = ("reshape", "flatten", "ravel")
 _LOSS_OPERATORS = (
     *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
@@ -91,6 +92,10 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
         stack.enter_context(
             replaced(torch, "unbind", lambda function: _function(function, shard_parts.unbound, ours))
         )
+        for name in _SHAPES:
+            stack.enter_context(
+                replaced(torch, name, lambda function: _function(function, handlers.take_shape, ours))
+            )
         stack.enter_context(replaced(torch, "eye", lambda function: _function(function, make_into, ours)))
         stack.enter_context(replaced(DTensor, "data", lambda _: property(get_data, set_data)))
         stack.enter_context(replaced(DTensor, "full_tensor", full_by_all_or_rank0))
@@ -114,7 +119,7 @@ def _methods(hook_context: HookContext) -> dict[str, Handler]:
         **dict.fromkeys(
             ("apply_", "map_", "map2_"), shard_writes.write_full
         ),  # torch would read what is no storage
-        **dict.fromkeys(("view", "reshape", "flatten", "ravel"), handlers.take_shape),
+        **dict.fromkeys(("view", *_SHAPES), handlers.take_shape),
         "unbind": shard_parts.unbound,
         "__iter__": by_all_or_rank0(rows),
         "__getitem__": _taken_by_mask,

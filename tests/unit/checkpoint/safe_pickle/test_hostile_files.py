@@ -192,9 +192,9 @@ def test_index_that_is_a_bomb_or_rubbish_is_refused_quickly(name, tmp_path):
     (folder / ".metadata").write_bytes(bombs()[name])
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = peak_kib()
-    started = time.monotonic()
+    started = time.process_time()
     assert_refused(folder, r"\.metadata (is not a checkpoint that is safe to read|is damaged|holds a)")
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
     assert peak_kib() - before < 300_000
 
 
@@ -385,10 +385,10 @@ def test_index_of_many_chunks_is_checked_in_reasonable_time(dcp):
     draft.storage = [
         (dcp.index_key("w", (row, 0)), dcp.info("__0_0.distcp", row * 100, 100)) for row in range(count)
     ]
-    started = time.monotonic()
+    started = time.process_time()
     index = parse_index(draft.index(), where="it")
     assert len(index.tensors[0].chunks) == count
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_irregular_chunks_in_large_number_are_refused_rather_than_compared_for_ever(dcp):

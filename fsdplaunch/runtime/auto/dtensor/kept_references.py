@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.sharding.optimizer_params import ORIGIN
+from fsdplaunch.runtime.torch_internals.tensors import tree_map
 
 _SHARD = "fsdplaunch_shard"
 _OWN = frozenset({_SHARD, ORIGIN, "__torch_function__", "__dict__", "__weakref__", "__hash__"})
@@ -58,9 +58,7 @@ def _shard_of(reference: ShardReference) -> Any:
 
 
 def _resolved(value: Any) -> Any:
-    if type(value) is ShardReference:
-        return _shard_of(value)
-    return tree_map_only(lambda each: type(each) is ShardReference, _shard_of, value)
+    return tree_map(lambda each: _shard_of(each) if type(each) is ShardReference else each, value)
 
 
 @contextmanager
