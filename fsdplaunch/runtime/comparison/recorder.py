@@ -18,6 +18,7 @@ from fsdplaunch.runtime.auto.model.loss_scale import WEIGHT
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.comparison.named_models import Known, NamedModels, squared_gradient
 from fsdplaunch.runtime.inspection.accessors import full_tensor
+from fsdplaunch.runtime.torch_internals.modules import CALL_METHOD
 from fsdplaunch.runtime.torch_internals.tensors import is_function_transforms
 
 
@@ -149,7 +150,7 @@ def _breaking_at_hooks(compile_: Any) -> Any:
     """Return `torch.compile` without its `fullgraph` for `model.compile()`, whose graph breaks at `_forward`."""
 
     def compile_in_parts(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if getattr(model, "__name__", "") == "_call_impl":
+        if getattr(model, "__name__", "") == CALL_METHOD:
             kwargs.pop("fullgraph", None)
         return compile_(model, *args, **kwargs)
 

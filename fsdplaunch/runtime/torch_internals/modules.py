@@ -19,6 +19,8 @@ SEND_STATES = (utils, "_sync_module_states")
 """What sends rank 0's parameters and buffers to the others, but those it is told to ignore; all versions."""
 MOVE_METHOD = "_apply"
 """The method of a module that `to`, `cuda` and `half` end in; all versions."""
+CALL_METHOD = "_call_impl"
+"""The method of a module that calls its hooks and its forward, and that `module.compile()` compiles; all versions."""
 HOOK_TABLES = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",

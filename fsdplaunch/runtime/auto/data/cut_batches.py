@@ -19,6 +19,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.row_order import tell_once, trains_on_batch
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import is_user_file
+from fsdplaunch.runtime.torch_internals.modules import CALL_METHOD
 
 _CUT = "rows of the batch are taken by their position: each rank takes them of its own rows"
 _FUNCTIONS = ("chunk", "split", "tensor_split")
@@ -118,7 +119,7 @@ class _Cuts:
         tell_once(self.hook_context, "cut", _CUT)
 
 
-_PASS = nn.Module._call_impl.__code__
+_PASS = getattr(nn.Module, CALL_METHOD).__code__
 
 
 def _callers(frame: FrameType | None) -> Iterator[CodeType]:

@@ -22,7 +22,7 @@ from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.inspection.units import is_sharded, is_unit
-from fsdplaunch.runtime.torch_internals.modules import parse_move
+from fsdplaunch.runtime.torch_internals.modules import CALL_METHOD, parse_move
 
 
 def is_due(module: nn.Module, device: torch.device | None, hook_context: HookContext) -> bool:
@@ -129,7 +129,7 @@ def _without_full_graph(compiled: Any, module: nn.Module, kwargs: dict[str, Any]
 
 def _calls_hooks(compiled: Any, module: nn.Module) -> bool:
     name = getattr(compiled, "__name__", "")
-    if name == "_call_impl":  # of `model.compile()`: the hooks of all modules, too
+    if name == CALL_METHOD:  # of `model.compile()`: the hooks of all modules, too
         return True
     return any(is_unit(part) and not (name == "forward" and part is module) for part in module.modules())
 
