@@ -45,7 +45,8 @@ def lines(text: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["sums", "randomness", "samplers", "penalties", "optimizers", "operators", "batches"]
+    "name",
+    ["sums", "randomness", "samplers", "penalties", "optimizers", "operators", "batches", "references"],
 )
 def test_training_is_that_of_one_process(runs: Callable[[str], tuple[Run, Run]], name: str) -> None:
     plain, many = runs(name)
@@ -302,6 +303,15 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 class Own(DataLoader):
     def __iter__(self):
         return self._get_iterator()
+class Given:  # as fastai gives to torch's iterators
+    def __init__(self, *args, **kwargs):
+        self.loader = DataLoader(*args, **kwargs)
+    def __getattr__(self, name):
+        if name in ("loader", "batch_sampler"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+    def __iter__(self):
+        return torch.utils.data.dataloader._SingleProcessDataLoaderIter(self)
 torch.manual_seed(0)
 rows = TensorDataset(torch.randn(32, 5), torch.randn(32, 4))
 model = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 4)).to("cpu")
@@ -315,18 +325,20 @@ for inputs, wanted in KIND(rows, batch_size=8, sampler=DistributedSampler(rows, 
 """
 
 
-@pytest.mark.parametrize("kind", ["DataLoader", "Own"])
+@pytest.mark.parametrize(
+    ("kind", "named"), [("DataLoader", None), ("Own", "Own"), ("Given", "a loader of __main__")]
+)
 def test_a_sampler_for_one_replica_is_divided_and_a_loader_with_its_own_iter_is_told(
-    forks: Forks, tmp_path: Path, kind: str
+    forks: Forks, tmp_path: Path, kind: str, named: str | None
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(LOADERS.replace("KIND", kind))
     plain = forks.run(script, tmp_path / "plain")
     many = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
     assert many.codes == [0] * RANKS, many.err
-    assert ("batches of 4 on each of 2 ranks" in many.err[0]) == (kind == "DataLoader")
-    told = "train.py:15: all 2 ranks compute the same rows, for Own, whose __iter__ is not DataLoader's"
-    assert many.err[0].count(told) == many.err[0].count("compute the same rows") == (kind == "Own")
+    assert ("batches of 4 on each of 2 ranks" in many.err[0]) == (named is None)
+    told = f"train.py:24: all 2 ranks compute the same rows, for {named}, whose __iter__ is not DataLoader's"
+    assert many.err[0].count(told) == many.err[0].count("compute the same rows") == (named is not None)
     assert many.losses() == pytest.approx(plain.losses(), abs=1e-5)
 
 

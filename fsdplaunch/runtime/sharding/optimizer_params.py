@@ -19,7 +19,7 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.torch_warnings import quiet_torch
 
-_ORIGIN = "fsdplaunch_origin"
+ORIGIN = "fsdplaunch_origin"
 """Attribute of a full parameter that tells what became of it; optimizers may be prepared later than models."""
 
 State = dict[str, Any]
@@ -54,19 +54,19 @@ def note_full_parameters(full: Mapping[str, torch.Tensor]) -> ShardedHome:
     """
     home = ShardedHome()
     for name, tensor in full.items():
-        setattr(tensor, _ORIGIN, FullParameter(name=name, shape=tensor.shape, home=home))
+        setattr(tensor, ORIGIN, FullParameter(name=name, shape=tensor.shape, home=home))
     return home
 
 
 def name_of(param: torch.Tensor) -> str | None:
     """Return what a full parameter was called in the model that `prepare` sharded; None for any other tensor."""
-    origin: FullParameter | None = getattr(param, _ORIGIN, None)
+    origin: FullParameter | None = getattr(param, ORIGIN, None)
     return None if origin is None else origin.name
 
 
 def sharded_home(param: torch.Tensor) -> nn.Module | None:
     """Return the sharded model that a full parameter was part of, if it is alive; None for any other tensor."""
-    origin: FullParameter | None = getattr(param, _ORIGIN, None)
+    origin: FullParameter | None = getattr(param, ORIGIN, None)
     return None if origin is None else origin.model
 
 
@@ -87,7 +87,7 @@ def repoint(optimizer: Optimizer, known: Mapping[int, str]) -> None:
     optimizer.state.clear()
     pending: dict[nn.Module, dict[str, State]] = {}
     for param, state in held.values():
-        origin: FullParameter | None = getattr(param, _ORIGIN, None)
+        origin: FullParameter | None = getattr(param, ORIGIN, None)
         model = None if origin is None else origin.model
         if origin is None or model is None:
             optimizer.state[param] = state
@@ -102,7 +102,7 @@ def repoint(optimizer: Optimizer, known: Mapping[int, str]) -> None:
 def waits_for_shards(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has a full parameter of a model that is sharded by now."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    origins: list[FullParameter | None] = [getattr(param, _ORIGIN, None) for param in params]
+    origins: list[FullParameter | None] = [getattr(param, ORIGIN, None) for param in params]
     return any(origin is not None and origin.model is not None for origin in origins)
 
 
@@ -125,7 +125,7 @@ class _Moves:
     def _sharded(self, param: Any, where: str) -> list[Any]:
         if id(param) in self.known:
             return [param]
-        origin: FullParameter | None = getattr(param, _ORIGIN, None)
+        origin: FullParameter | None = getattr(param, ORIGIN, None)
         model = None if origin is None else origin.model
         if origin is None or model is None:
             msg = f"the optimizer trains {where}, of shape {tuple(param.shape)}, that no prepared model holds"

@@ -100,14 +100,15 @@ def _asserts_a_gpu(facts: FailureFacts) -> bool:
 
 _SHAPES = re.compile(
     r"shape of the mask|must match the (?:existing )?size|sizes of tensors must match|\bsize mismatch\b"
-    r"|mismatch.* shape|\bshapes? .*(?:is invalid for input of size|cannot be multiplied|(?:not|n't) match|not aligned|mismatch)"
+    r"|mismatch.* shape"
+    r"|\bshapes? .*(?:is invalid for input of size|cannot be multiplied|(?:not|n't) match|mismatch)"
     r"|could not be broadcast|expected (?:input|target) .*\bsize|batch_size \(\d+\) to match target",
     re.IGNORECASE,
 )
 """What torch and numpy say where rows do not fit."""
 _OWN_ROWS = (
-    "if that line counts on the batch size that the script was given: take the number of rows that are there (len(x)),"
-    " or launch without --keep-global-batch"
+    "if that line counts on the batch size that the script was given: take the number of rows that are there"
+    " (len(x)), or launch without --keep-global-batch"
 )
 
 

@@ -81,7 +81,9 @@ class _Loaders:
         """Make an iterator's `__init__`: a subclass with an `__iter__` of its own begins one without `reading`."""
 
         def begin(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-            if loader not in self.fitted and not is_split(loader):
+            if not isinstance(loader, DataLoader):  # what stands for one in a library's own loader
+                self.hook_context.batches.read_by = f"a loader of {type(loader).__module__.partition('.')[0]}"
+            elif loader not in self.fitted and not is_split(loader):
                 self.hook_context.batches.read_by = type(loader).__name__
             original(iterator, loader, *args, **kwargs)
 

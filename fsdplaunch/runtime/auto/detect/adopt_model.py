@@ -12,6 +12,7 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.api.prepare import prepare
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.ddp.unused_parameters import agree_on_alternatives
+from fsdplaunch.runtime.auto.dtensor.kept_references import keeping_references
 from fsdplaunch.runtime.auto.model.deepcopy import allow_deepcopy
 from fsdplaunch.runtime.auto.model.forward_hooks import ForwardHooks, late_parameter, original_name
 from fsdplaunch.runtime.auto.model.row_mixing import mark_inner_outputs, mark_outputs
@@ -52,7 +53,8 @@ def adopt_model(model: nn.Module, hook_context: HookContext, *, what: str, one_u
     line = script_line()
     _check_unsharded(model, hook_context, line)
     try:
-        prepare(model, plugin=_one_unit() if one_unit else _plugin(model, hook_context))
+        with keeping_references(model):
+            prepare(model, plugin=_one_unit() if one_unit else _plugin(model, hook_context))
     except ShardingError as error:
         msg = f"{line} {what}, and {class_name(model)} cannot be sharded there: {error.message}"
         ways = "or call fsdplaunch.prepare(model, optimizer) in the script where it should be"

@@ -18,7 +18,10 @@ from fsdplaunch.runtime.auto.state.rank0.shard_names import (
 )
 from fsdplaunch.runtime.torch_internals.process_groups import default_timeout
 
-_KNOWN = "save the model's state_dict() and the optimizer's, or have every rank make this call"
+_KNOWN = (
+    "save the model's state_dict() and the optimizer's, or have every rank make this call; "
+    "with --hide-ranks a library that saves by rank 0 alone does so"
+)
 
 
 class OtherShardError(Exception):

@@ -1,0 +1,130 @@
+"""What was taken from a model before it was sharded: a list of its parameters, and an optimizer that is not torch's."""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Foreign:
+    """Of the shape of fastai's optimizers: groups, and state by parameter, in tables of its own."""
+
+    def __init__(self, params, lr=0.1):
+        self.groups, self.state, self.lr = [list(params)], {}, lr
+
+    def zero_grad(self):
+        for p in self.groups[0]:
+            if p.grad is not None:
+                p.grad.detach_()
+                p.grad.zero_()
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.groups[0]:
+            if p.grad is not None:
+                state = self.state.setdefault(p, {"average": torch.zeros_like(p.grad)})
+                state["average"].mul_(0.9).add_(p.grad.data)
+                p.data.add_(state["average"], alpha=-self.lr)
+
+
+torch.manual_seed(0)
+inputs, wanted = torch.randn(64, 5), torch.randn(64, 3)
+
+
+def no_change(params, first):
+    pass
+
+
+def clipped(params, first):
+    clip_grad_norm_(params, 0.1)
+
+
+def clipped_values(params, first):
+    clip_grad_value_(params, 0.01)
+
+
+def scaled(params, first):
+    total = sum(p.grad.norm() ** 2 for p in params).sqrt()
+    for p in params:
+        p.grad = p.grad / (total + 1)
+
+
+def multiplied(params, first):
+    for p in params:
+        p.grad *= 0.5 if p.dim() > 1 and len(p) > 3 else 0.25
+
+
+def decayed(params, first):
+    with torch.no_grad():
+        for p in params:
+            p.mul_(0.9)
+        first -= 0.1 * first.grad
+        first[0] = 0.5
+
+
+def written(params, first):
+    vector_to_parameters(parameters_to_vector(params) * 0.9, params)
+
+
+def averaged(params, first):
+    with torch.no_grad():
+        for p, average in zip(params, averages, strict=True):
+            average.lerp_(p, 0.5)
+            p.copy_(average)
+
+
+def frozen(params, first):
+    first.requires_grad_(False)
+
+
+@torch.no_grad()
+def foreach(params, first):
+    torch._foreach_mul_([p.grad for p in params], 0.5)
+    torch._foreach_mul_(params, 0.9)
+
+
+CHANGES = [no_change, clipped, clipped_values, scaled, multiplied, decayed, written, averaged, frozen, foreach]
+for change in CHANGES:
+    for build in (torch.optim.SGD, Foreign):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        params, first = [p for p in model.parameters() if p.requires_grad], model[0].weight
+        averages = copy.deepcopy([p.detach() for p in params])
+        optimizer = build(params, lr=0.1)
+        model.to("cpu")
+        for x, y in DataLoader(TensorDataset(inputs, wanted), batch_size=16):
+            optimizer.zero_grad()
+            penalty = 0.01 * sum(p.pow(2).sum() for p in params) + 0.01 * first.abs().sum()
+            (F.mse_loss(model(x), y) + penalty).backward()
+            change(params, first)
+            optimizer.step()
+        with torch.no_grad():
+            found = (
+                F.mse_loss(model(inputs), wanted).item(),
+                first.norm().item(),
+                sum(p.sum().item() for p in params),
+            )
+        print(f"{change.__name__} {build.__name__}: {' '.join(f'{value:.6f}' for value in found)}")
+        name = f"{change.__name__}_{build.__name__}"
+        torch.save({"model": model.state_dict(), "params": params, "first": first}, f"{name}.pt")
+        saved = torch.load(f"{name}.pt")["params"]
+        print(f"{name} file: {sum(p.sum().item() for p in saved):.6f}")
+
+model = nn.Sequential(nn.Linear(5, 3))
+weight = model[0].weight
+known = {weight: "weight"}
+model.to("cpu")
+x = torch.randn(4, 5)
+print(
+    f"same: {float(known[weight] == 'weight')} {float(isinstance(weight, nn.Parameter))} {float(weight.is_leaf)}"
+)
+first, *_ = torch.autograd.grad(model(x).square().mean(), [weight])
+print(f"gradient: {first.norm().item():.6f}")
+print(
+    f"copy: {copy.deepcopy(weight).norm().item():.6f} {float(weight.detach().numpy().sum()):.6f} {weight.detach().abs().max():.6f}"
+)
+print(f"row: {' '.join(f'{row.sum().item():.6f}' for row in weight)} {len(weight)}.0")
+print(f"shape: {' '.join(f'{size}.0' for size in weight.shape)} {weight.numel()}.0 {weight.size(0)}.0")
