@@ -28,19 +28,22 @@ class EnoughStepsError(SystemExit):
     """Ends the script as if it had called `sys.exit()`: its `finally` blocks and exit handlers run."""
 
 
-def stop_after(steps: int, conclude: Callable[[Optimizer], dict[str, Any]]) -> None:
+def stop_after(steps: int, conclude: Callable[[Any], dict[str, Any]]) -> Callable[[Any], None]:
     """End the script after the optimizer that steps most has made so many steps.
 
     Args:
         steps: At least 1.
         conclude: Called before the end with that optimizer; returns what to record.
+
+    Returns:
+        What to call with anything else that makes steps, after each.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     made: dict[int, int] = {}
     began = time.monotonic()
 
-    def count(optimizer: Optimizer, *_: Any) -> None:
+    def count(optimizer: Any, *_: Any) -> None:
         made[id(optimizer)] = made.get(id(optimizer), 0) + 1
         if made[id(optimizer)] >= steps:
             record = {"steps": steps, "seconds": round(time.monotonic() - began, 2), **conclude(optimizer)}
@@ -50,6 +53,7 @@ def stop_after(steps: int, conclude: Callable[[Optimizer], dict[str, Any]]) -> N
             raise EnoughStepsError(0)
 
     register_optimizer_step_post_hook(count)
+    return count
 
 
 def save_and_load(optimizer: Optimizer) -> dict[str, Any]:

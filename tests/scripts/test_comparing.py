@@ -109,6 +109,27 @@ def test_difference_is_named_with_its_step_and_its_cause(forks, tmp_path, mode, 
         assert as_rounding(forks, tmp_path, verdict.first, mode) is None
 
 
+OWN_UPDATES = """
+import torch
+from torch.utils.data import DataLoader
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).to("cpu")
+for x in DataLoader(torch.randn(32, 4), batch_size=8):
+    model.zero_grad()
+    model(x).square().mean().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.1 * p.grad
+"""
+
+
+def test_where_no_optimizer_is_torchs_each_backward_is_a_step(forks, tmp_path):
+    (tmp_path / "train.py").write_text(OWN_UPDATES)
+    verdict, _ = compared(forks, tmp_path, tmp_path / "train.py")
+    assert verdict.first is None
+    assert verdict.parameters[0] == 4
+
+
 def test_rounding_that_grows_is_told_from_another_computation(forks, tmp_path):
     verdict, cause = compared(forks, tmp_path, SCRIPT, "rounding")
     assert verdict.first is not None

@@ -296,6 +296,118 @@ def test_same_rows_on_all_ranks_are_told_at_the_first_steps(forks: Forks, tmp_pa
     assert many.losses() == pytest.approx(plain.losses(), abs=1e-5)
 
 
+LATE = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+train, valid = (DataLoader(torch.randn(rows, 4), batch_size=8) for rows in (32, 24))
+for epoch in range(2):
+    for x in train:
+        model.train()
+        with torch.no_grad():
+            model(x)
+        model(x).square().mean().backward()
+        optimizer.step()
+model.train()
+for x in valid:
+    model.eval()
+    model(x)
+for x in valid:
+    model(x)
+"""
+
+
+def test_a_loader_begun_before_the_model_evaluates_is_told(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LATE)
+    many = forks.run(tmp_path / "train.py", tmp_path / "many", ranks=RANKS)
+    assert many.codes == [0] * RANKS, many.err
+    told = "train.py:17: each rank evaluates its own share of the rows"
+    assert many.err[0].count(told) == many.err[0].count("its own share of the rows") == 1
+
+
+METRICS = {
+    "torchmetrics/__init__.py": "",
+    "torchmetrics/metric.py": """
+import torch
+import torch.distributed as dist
+class Metric:  # of the shape of torchmetrics'
+    def __init__(self):
+        self.rows, self.update = torch.zeros(()), self._wrap_update(self.update)
+    def _wrap_update(self, update):
+        return update
+    def update(self, rows):
+        self.rows += len(rows)
+    def sync(self):
+        if dist.is_initialized():
+            dist.all_reduce(self.rows)
+    def compute(self):
+        self.sync()
+        return self.rows.item()
+""",
+    "ignite/__init__.py": "",
+    "ignite/distributed.py": """
+import torch.distributed as dist
+def get_world_size():
+    return dist.get_world_size() if dist.is_initialized() else 1
+""",
+    "ignite/metrics.py": """
+import torch
+import torch.distributed as dist
+import ignite.distributed as idist
+class Metric:  # of the shape of pytorch-ignite's
+    def __init__(self):
+        self.rows = torch.zeros(())
+    def update(self, rows):
+        self.rows += len(rows)
+    def compute(self):
+        if idist.get_world_size() > 1:
+            dist.all_reduce(self.rows)
+        return self.rows.item()
+""",
+    "train.py": """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from ignite import metrics as ignite_metrics
+from torchmetrics.metric import Metric
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+train, valid = (DataLoader(torch.randn(rows, 4), batch_size=8) for rows in (32, 24))
+for epoch in range(2):
+    model.train()
+    seen, evaluated = [Metric(), ignite_metrics.Metric()], [Metric(), ignite_metrics.Metric()]
+    for number, x in enumerate(train):
+        model(x).square().mean().backward()
+        optimizer.step()
+        for metric in seen:
+            metric.update(x)
+        if number == 0:
+            model.eval()
+            with torch.no_grad():
+                for rows in valid:
+                    model(rows)
+                    for metric in evaluated:
+                        metric.update(rows)
+            print("evaluated:", *(metric.compute() for metric in evaluated))
+            model.train()
+    print("trained:", *(metric.compute() for metric in seen))
+""",
+}
+
+
+def test_metrics_that_libraries_add_up_over_ranks_count_each_row_once(forks: Forks, tmp_path: Path) -> None:
+    for name, text in METRICS.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    many = forks.run(tmp_path / "train.py", tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
+    assert many.codes == [0] * RANKS, many.err
+    assert many.out == ["evaluated: 24.0 24.0\ntrained: 32.0 32.0\n" * 2] * RANKS
+
+
 LOADERS = """
 import torch
 from torch import nn

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.data_loaders import dividing_loaders
 from fsdplaunch.runtime.auto.data.global_draws import drawing_for_global_batch
+from fsdplaunch.runtime.auto.data.library_metrics import counting_rows_once
 from fsdplaunch.runtime.auto.data.rng_streams import drawing_alike_in_evaluation, seeding_by_rank
 from fsdplaunch.runtime.auto.data.row_order import telling_row_orders
 from fsdplaunch.runtime.auto.data.unseeded import seeding_alike
@@ -61,6 +62,7 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         sharding_replicas(hook_context),
         running_spawned_ranks(),
         dividing_loaders(hook_context),
+        counting_rows_once(hook_context),
         aligning_buffers(hook_context),
         seeding_by_rank(hook_context.streams),
         seeding_alike(hook_context.streams, hook_context.size if alike else 1),

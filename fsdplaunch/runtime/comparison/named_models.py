@@ -48,7 +48,13 @@ class NamedModels:
 
     def parameters_of(self, optimizer: Optimizer) -> list[Known]:
         """Return the parameters that an optimizer trains, with the names they have in their models."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return self._named([param for group in optimizer.param_groups for param in group["params"]])
+
+    def parameters_with_gradients(self) -> list[Known]:
+        """Return the parameters of all models that have a gradient now, with their names."""
+        return self._named([each for root in _roots() for each in root.parameters() if each.grad is not None])
+
+    def _named(self, params: list[nn.Parameter]) -> list[Known]:
         if any(id(param) not in self._known for param in params):
             self._find(params)
         return [self._known[id(param)] for param in params if id(param) in self._known]

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.optim import Optimizer
 
 from fsdplaunch.config.environment import COMPARE_CHANGED, COMPARE_DIR, REHEARSAL_STEPS
 from fsdplaunch.run_dir import COMPARED_CHANGED, COMPARED_PLAIN, write_json
@@ -41,7 +40,7 @@ def record(steps: int) -> None:
     if _is_changed():
         LastDigits().install()
     _recorders.append(recorder)
-    stop_after(steps, _finish_at_step)
+    recorder.count = stop_after(steps, _finish_at_step)
 
 
 def finish() -> None:
@@ -57,7 +56,7 @@ def _seed() -> None:
         sys.modules["numpy"].random.seed(SEED)
 
 
-def _finish_at_step(_optimizer: Optimizer) -> dict[str, Any]:
+def _finish_at_step(_stepping: Any) -> dict[str, Any]:
     finish()
     return {}
 

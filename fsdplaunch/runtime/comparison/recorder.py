@@ -4,6 +4,7 @@ The same recorder runs in a plain process and in every worker. Nothing here is c
 its own part, and the launcher puts the parts together.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.model.loss_scale import WEIGHT
 from fsdplaunch.runtime.auto.script_line import script_line
-from fsdplaunch.runtime.comparison.named_models import NamedModels, squared_gradient
+from fsdplaunch.runtime.comparison.named_models import Known, NamedModels, squared_gradient
 from fsdplaunch.runtime.inspection.accessors import full_tensor
 from fsdplaunch.runtime.torch_internals.tensors import is_function_transforms
 
@@ -49,6 +50,7 @@ class Recorder:
         start: For each parameter the sum of its squares here before the first step, and whether others have more.
         layers: Those that computed something else with another batch, at the first step.
         models: The trained models.
+        count: What to call after a step that no optimizer of torch's makes.
     """
 
     def __init__(self) -> None:
@@ -59,6 +61,8 @@ class Recorder:
         self._now = Step()
         self._state: torch.Tensor | None = None
         self._depth = 0
+        self._built = False
+        self.count: Callable[[Any], None] = lambda _: None
 
     def install(self) -> None:
         """Begin to record, until the process ends."""
@@ -68,6 +72,7 @@ class Recorder:
         register_module_forward_pre_hook(self._forward)
         register_optimizer_step_pre_hook(self._step)
         torch.autograd.backward = self._recorded(torch.autograd.backward)
+        Optimizer.__init__ = self._noted(Optimizer.__init__)  # type: ignore[method-assign]
         torch.compile = _breaking_at_hooks(torch.compile)
 
     def facts(self) -> dict[str, Any]:
@@ -97,13 +102,25 @@ class Recorder:
             counted = not self._depth and self._loss(loss)
             self._depth += 1
             try:
-                return backward(tensors, *args, **kwargs)
+                done = backward(tensors, *args, **kwargs)
             finally:
                 self._depth -= 1
                 if counted and self._now.losses:
                     self._now.losses[-1] *= getattr(loss, WEIGHT, 1.0)
+            if counted and not self._depth and not self._built:
+                self._end_step(self.models.parameters_with_gradients())
+                self.count(self)
+            return done
 
         return recorded
+
+    def _noted(self, build: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(build)
+        def noted(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self._built = True
+            build(optimizer, *args, **kwargs)
+
+        return noted
 
     def _loss(self, loss: Any) -> bool:
         """Record a loss; return whether it is one."""
@@ -116,7 +133,9 @@ class Recorder:
         return True
 
     def _step(self, optimizer: Optimizer, *_: Any) -> None:
-        known = self.models.parameters_of(optimizer)
+        self._end_step(self.models.parameters_of(optimizer))
+
+    def _end_step(self, known: list[Known]) -> None:
         if not self.start:
             self.start, self.layers = self.models.squares(), self.models.layers()
         for name, param, shared in known:

@@ -66,6 +66,7 @@ class _Loaders:
 
         def iterate(loader: Any) -> Any:
             if not self._are_ours(loader):
+                self.hook_context.batches.complete = False
                 return original(loader)
             _check_batch(loader, self.hook_context)
             self.hook_context.batches.complete = self.hook_context.evaluating()

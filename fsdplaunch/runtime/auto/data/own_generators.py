@@ -92,7 +92,7 @@ def _few(values: Any) -> list[Any]:
 
 def _of_module(module: ModuleType) -> list[Any]:
     """Return the functions and generators of a module of the user's own."""
-    own = is_user_file(getattr(module, "__file__", None) or "<")
+    own = is_user_file(vars(module).get("__file__") or "<")
     return [each for each in vars(module).values() if isinstance(each, (FunctionType, *_KINDS))] if own else []
 
 

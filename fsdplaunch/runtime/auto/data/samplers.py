@@ -6,7 +6,7 @@ for another. Orders of samplers other than torch's are drawn by rank 0 and sent:
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import cycle, islice
 from typing import Any
 
@@ -16,6 +16,7 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.rng_streams import random_states, set_random_states
+from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0
 
 
@@ -106,6 +107,23 @@ def say_filled(size: int, more: int, hook_context: HookContext) -> None:
         )
 
 
+@contextmanager
+def _telling_late_evaluation(hook_context: HookContext) -> Iterator[None]:
+    """Print, once a loader was read to its end, that it was divided although the script evaluated by it.
+
+    It is divided where it was begun before `model.eval()` or `torch.no_grad()`: nothing tells then what it is for.
+    """
+    before = hook_context.batches.backwards
+    yield
+    evaluated = hook_context.models and hook_context.evaluating() and hook_context.batches.backwards == before
+    if evaluated and "late evaluation" not in hook_context.printed:
+        hook_context.printed.add("late evaluation")
+        messages.say_unequal(
+            f"{script_line()}: each rank evaluates its own share of the rows, for the loader was begun before "
+            "model.eval() or torch.no_grad()\n  try  call model.eval() before the loop"
+        )
+
+
 class RankBatches(BatchSampler):
     """This rank's share of each batch of items that are drawn one by one.
 
@@ -127,12 +145,13 @@ class RankBatches(BatchSampler):
             yield from self.inner
             return
         first: list[int] = []
-        for batch in rounds(self.sampler, self.together, self.hook_context):
-            if len(batch) < self.together and self.drop_last:
-                self._check_length(first, batch)
-                return
-            first = first or batch
-            yield own_share(batch, first, self.hook_context)
+        with _telling_late_evaluation(self.hook_context):
+            for batch in rounds(self.sampler, self.together, self.hook_context):
+                if len(batch) < self.together and self.drop_last:
+                    self._check_length(first, batch)
+                    return
+                first = first or batch
+                yield own_share(batch, first, self.hook_context)
 
     def _check_length(self, first: list[int], last: list[int]) -> None:
         """Refuse a loader of which nothing would be left."""
@@ -163,9 +182,10 @@ class FullBatches(Sampler[Any]):
             yield from _own_turns(self.inner, self.hook_context)
             return
         first: list[Any] = []
-        for (batch,) in rounds(self.inner, 1, self.hook_context):
-            first = first or list(batch)
-            yield own_share(list(batch), first, self.hook_context)
+        with _telling_late_evaluation(self.hook_context):
+            for (batch,) in rounds(self.inner, 1, self.hook_context):
+                first = first or list(batch)
+                yield own_share(list(batch), first, self.hook_context)
 
     def __len__(self) -> int:
         """Return how many batches an epoch has."""

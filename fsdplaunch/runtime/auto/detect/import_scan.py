@@ -96,7 +96,7 @@ def user_files(main: str | None) -> list[str]:
     """Return the source files of the program's own modules so far: the script first, nothing that is installed."""
     files = [main] if main else []
     for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
+        file = getattr(module, "__dict__", {}).get("__file__")  # reading an attribute would import a lazy module
         if isinstance(file, str) and file.endswith(".py") and is_user_file(file):
             files.append(file)
     return list(dict.fromkeys(files))

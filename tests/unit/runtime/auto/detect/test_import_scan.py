@@ -1,5 +1,7 @@
 """What a script's source says about who shards, and which GPU a script for one GPU sees."""
 
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,16 @@ def test_a_script_speaks_of_ranks_or_not(
     file.write_text(text)
     monkeypatch.setattr(import_scan, "user_files", lambda _main: [str(file)])
     assert speaks_of_ranks() is found
+
+
+class Lazy(types.ModuleType):
+    """As speechbrain has them: the first look at an attribute imports the module, which may not be installed."""
+
+    def __getattr__(self, name: str) -> object:
+        msg = f"lazy import of {name} failed"
+        raise ImportError(msg)
+
+
+def test_lazy_modules_are_not_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
+    assert import_scan.user_files(str(tmp_path / "train.py"))[0] == str(tmp_path / "train.py")
