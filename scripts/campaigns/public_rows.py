@@ -77,6 +77,7 @@ SD += " --seed 1 --lr_warmup_steps 0 --checkpointing_steps 2"
 VOC = "--data-path voc --dataset voc --model lraspp_mobilenet_v3_large --device cpu -b 2 --epochs 1 -j 0"
 VOC += " --output-dir out-voc"
 WORD_MODELS = ("RNN_TANH", "LSTM", "GRU", "Transformer")
+NAMED = {"by_feature/fsdp_with_peak_mem_tracking": " --model_name_or_path bert-base-cased"}
 HF = "huggingface/transformers:examples/pytorch"
 ACCELERATE = "huggingface/accelerate:examples"
 _TRAINERS = (
@@ -119,7 +120,7 @@ _TRAINERS = (
         "out/model.safetensors",
     ),
     *(
-        Row(f"accelerate {path}", f"{ACCELERATE}/{path}.py", "--cpu", (), whole, saves)
+        Row(f"accelerate {path}", f"{ACCELERATE}/{path}.py", f"--cpu{NAMED.get(path, '')}", (), whole, saves)
         for path, whole, saves in (
             ("nlp_example", "", ""),
             ("complete_nlp_example", EPOCHS.format("nlp"), "out-nlp/epoch_2/*"),
@@ -140,7 +141,7 @@ _TRAINERS = (
             ("by_feature/tracking", "", ""),
             (
                 "by_feature/fsdp_with_peak_mem_tracking",
-                "--model_name_or_path bert-base-cased --checkpointing_steps epoch --output_dir out-peak",
+                "--checkpointing_steps epoch --output_dir out-peak",
                 "out-peak/epoch_2/*",
             ),
         )

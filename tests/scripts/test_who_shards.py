@@ -32,6 +32,17 @@ step(model, optimizer)
 assert all(type(p).__name__ == "DTensor" for group in optimizer.param_groups for p in group["params"])
 """
 
+EARLY = """
+from torch.nn.parallel import DistributedDataParallel
+model.to("cpu")
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.ones(16, 4), batch_size=2)
+total = len(loader)
+for number, batch in enumerate(loader, 1):
+    step(model, optimizer)
+print(number, "of", total)
+"""
+
 ACCELERATE = """
 from accelerate import Accelerator
 accelerator = Accelerator()
@@ -138,6 +149,19 @@ def test_what_others_shard_is_left_to_them_and_described_once(
     assert done.err[0].count("sharded Sequential") == 1
     assert "FSDP2 FULL_SHARD over 2 ranks" in done.err[0]
     assert done.parameters == [[], []]
+
+
+def test_length_asked_before_it_is_known_who_shards_is_named(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + EARLY)
+    early = forks.run(script, tmp_path / "early", ranks=2)
+    assert early.codes == [0, 0], early.err
+    said = f"train.py:{(HEAD + EARLY).splitlines().index('total = len(loader)') + 1}: len() of the loader was 8"
+    assert early.err[0].count(said) == 1
+    assert "each rank reads 4 batches" in early.err[0]
+    known = forks.run(script, tmp_path / "known", ranks=2, launch__shard="always")
+    assert known.codes == [0, 0], known.err
+    assert "len() of the loader" not in known.err[0]
 
 
 def test_model_is_sharded_for_the_script_always_if_that_is_set(forks: Forks, tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from fsdplaunch.runtime.compat.fsdp1_calls import answer_fsdp1_calls
 from fsdplaunch.runtime.compat.fsdp1_cpu import shard_on_cpu, take_out_offload_to_cpu
 from fsdplaunch.runtime.compat.fsdp1_gathering import gather_with_all_ranks
 from fsdplaunch.runtime.compat.full_saves import save_full_weights
+from fsdplaunch.runtime.compat.import_hook import once_imported
 from fsdplaunch.runtime.compat.lightning_cpu import adapt_lightning_to_cpu
+from fsdplaunch.runtime.compat.trainer_loss import watch_loss
 from fsdplaunch.runtime.compat.zero_grad import clear_gradients_of_shards
 
 
@@ -28,6 +30,7 @@ def adapt_libraries(config: Config, *, on_cpu: bool) -> None:
     keep_no_cache_for_accelerate()
     let_save_hooks_take_states()
     split_layers_for_accelerate()
+    once_imported("transformers.trainer", watch_loss)
     if config.launch.keep_global_batch:
         divide_batches_of_accelerate()
     if on_cpu:

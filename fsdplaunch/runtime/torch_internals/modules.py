@@ -20,7 +20,7 @@ SEND_STATES = (utils, "_sync_module_states")
 MOVE_METHOD = "_apply"
 """The method of a module that `to`, `cuda` and `half` end in; all versions."""
 CALL_METHOD = "_call_impl"
-"""The method of a module that calls its hooks and its forward, and that `module.compile()` compiles; all versions."""
+"""The method of a module that calls hooks and forward, which `module.compile()` compiles; all versions."""
 HOOK_TABLES = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",

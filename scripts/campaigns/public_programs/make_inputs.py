@@ -105,7 +105,7 @@ Path("preferences/train.json").write_text("".join(json.dumps(row) + "\n" for row
 Path("instructions").mkdir()
 told = [{"instruction": text[:40], "output": text[40:80]} for text in texts]
 Path("instructions/train.json").write_text("".join(json.dumps(row) + "\n" for row in told))
-Path("input.txt").write_text("O God, O God! " * 20)
+Path("input.txt").write_text("O God, O God! The quick brown fox. " * 20)
 letters = ["".join(random.choices("abcdefghij", k=random.randint(3, 9))) for _ in range(400)]
 Path("names.txt").write_text("\n".join(letters))
 tokens = array.array("H", [random.randrange(50257) for _ in range(20000)])

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.data.early_lengths import EarlyLengths
 from fsdplaunch.runtime.auto.data.own_generators import OwnGenerators
 from fsdplaunch.runtime.auto.data.samplers import FullBatches, RankBatches, RankItems, RankTurns
 from fsdplaunch.runtime.auto.data.worker_draws import WorkerDraws
@@ -43,6 +44,7 @@ class _Loaders:
     def __init__(self, hook_context: HookContext) -> None:
         self.hook_context = hook_context
         self.fitted: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.early = EarlyLengths()
 
     def _are_ours(self, loader: Any) -> bool:
         """Return whether a loader is to be divided, after dividing it if it is."""
@@ -70,6 +72,7 @@ class _Loaders:
             self.hook_context.batches.complete = self.hook_context.evaluating()
             if self.hook_context.models and not self.hook_context.evaluating():
                 self.hook_context.streams.diverge()  # before the loader's processes get their seeds
+                self.early.compare(loader)
             if isinstance(loader.dataset, IterableDataset):
                 return _read_stream(loader, original, self.hook_context)
             if not self.hook_context.keeps_batch or self.hook_context.evaluating():
@@ -94,9 +97,11 @@ class _Loaders:
         """Make a loader's `__len__`."""
 
         def measure(loader: Any) -> int:
-            if not self._are_ours(loader) or not isinstance(loader.dataset, IterableDataset):
-                return int(original(loader))
-            length = int(original(loader))
+            ours, length = self._are_ours(loader), int(original(loader))
+            if self.hook_context.size > 1 and self.hook_context.ownership.ours is None:
+                self.early.note(loader, length)
+            if not ours or not isinstance(loader.dataset, IterableDataset):
+                return length
             return (
                 length
                 if self.hook_context.keeps_batch or _is_complete(self.hook_context)
