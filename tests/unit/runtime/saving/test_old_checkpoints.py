@@ -154,8 +154,11 @@ from fsdplaunch.runtime.saving.run_locks import lock_for_run
 root = Path(sys.argv[1])
 target = root / "checkpoint-1" if sys.argv[2] == "numbered" else root
 lock_for_run(target, root)
+forked, tells = os.pipe()
 if os.fork() == 0:
+    os.write(tells, b".")  # Python's own code after a fork has run by now
     time.sleep(60)
+os.read(forked, 1)
 print("held", os.getpid(), flush=True)
 sys.stdin.read()
 """
