@@ -29,7 +29,11 @@ class Block(nn.Module):
         return x + torch.relu(self.linear(self.norm(x)))
 
 
-model = nn.Sequential(nn.Linear(8, 16), *[Block() for _ in range(3)], nn.Linear(16, 1))
+first = nn.Linear(8, 16)
+if mode == "padding":  # with a weight that is not in order in memory
+    first = nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 16, 2), nn.Flatten())
+    first = first.to(memory_format=torch.channels_last)
+model = nn.Sequential(first, *[Block() for _ in range(3)], nn.Linear(16, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 rows = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
 if mode == "batch-norm":  # by a generator that is given no seed

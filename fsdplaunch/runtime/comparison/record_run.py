@@ -66,7 +66,10 @@ def _finish(recorder: Recorder) -> None:
     alone = rank_variable("RANK") is None  # which the script of a worker may not see
     facts = recorder.facts()
     if alone and not _is_changed():
-        tensors = {name: value.clone() for name, value in recorder.models.full_tensors()}
+        tensors = {
+            name: value.clone(memory_format=torch.contiguous_format)
+            for name, value in recorder.models.full_tensors()
+        }
         save_file(tensors, folder / PARAMETERS)
     else:
         facts["parameters"] = _compared(recorder, folder / PARAMETERS)

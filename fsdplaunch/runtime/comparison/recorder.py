@@ -107,7 +107,10 @@ class Recorder:
             finally:
                 self._depth -= 1
                 if counted and self._now.losses:
-                    self._now.losses[-1] *= getattr(loss, WEIGHT, 1.0)
+                    weight = getattr(
+                        loss, WEIGHT, 1.0
+                    )  # 0 where none of a rank's rows count: their mean is no number
+                    self._now.losses[-1] = self._now.losses[-1] * weight if weight else 0.0
             if counted and not self._depth and not self._built:
                 self._end_step(self.models.parameters_with_gradients())
                 self.count(self)
