@@ -121,6 +121,17 @@ ddp.load_state_dict({name: torch.zeros(value.shape) for name, value in ddp.state
 print(sum(p.abs().sum().item() for p in model.parameters()), ddp.eval().training, model.training)
 """
 
+BUFFERS = """
+from accelerate import Accelerator
+accelerator = Accelerator()
+model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+model[1].running_mean.fill_(1.0 if accelerator.is_main_process else 5.0)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+assert model[1].running_mean.tolist() == [1.0] * 4
+step(model, optimizer)
+print(" ".join(name for name in model.state_dict() if name.startswith("1.")))
+"""
+
 
 def run(forks: Forks, folder: Path, body: str, **keys: object) -> Run:
     script = folder / "train.py"
@@ -253,3 +264,10 @@ def test_a_run_may_begin_with_an_evaluation_in_inference_mode(forks: Forks, tmp_
     done = forks.run(script, tmp_path / "run", ranks=ranks)
     assert done.codes == [0] * ranks, done.err
     assert "stepped" in done.out[0]
+
+
+def test_accelerate_shards_models_whose_state_has_buffers(forks: Forks, tmp_path: Path) -> None:
+    done = run(forks, tmp_path, BUFFERS)
+    assert done.codes == [0, 0], done.err
+    names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    assert done.out == ["stepped\n" + " ".join(f"1.{name}" for name in names) + "\n"] * 2

@@ -1,6 +1,7 @@
 """Everything that torch's own FSDP, accelerate and transformers need from us in a run that shards."""
 
 from fsdplaunch.config.schema.config import Config
+from fsdplaunch.runtime.compat.accelerate_buffers import keep_buffers_for_accelerate
 from fsdplaunch.runtime.compat.accelerate_cache import keep_no_cache_for_accelerate
 from fsdplaunch.runtime.compat.accelerate_cpu import adapt_accelerate_to_cpu
 from fsdplaunch.runtime.compat.accelerate_hooks import let_save_hooks_take_states
@@ -27,6 +28,7 @@ def adapt_libraries(config: Config, *, on_cpu: bool) -> None:
     """
     save_full_weights()
     keep_embeddings_out_of_blocks()
+    keep_buffers_for_accelerate()
     keep_no_cache_for_accelerate()
     let_save_hooks_take_states()
     split_layers_for_accelerate()

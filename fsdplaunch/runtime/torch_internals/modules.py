@@ -86,6 +86,12 @@ def is_persistent(module: nn.Module, attribute: str) -> bool:
     return attribute not in module._non_persistent_buffers_set
 
 
+def set_persistent(module: nn.Module, attribute: str, *, persistent: bool) -> None:
+    """Say whether a module's state dict is to hold one of its buffers; all versions."""
+    names = module._non_persistent_buffers_set
+    (names.discard if persistent else names.add)(attribute)
+
+
 def share_tables(module: nn.Module, other: nn.Module) -> None:
     """Let a module have the very parameters, buffers and children of another; all versions."""
     for table in ("_parameters", "_buffers", "_modules"):
