@@ -36,9 +36,9 @@ def param_groups(module: Any) -> list[Any]:
 def allow_class(kind: type) -> None:
     """Let `fully_shard` shard modules of a class whose first base has no `__dict__`: ABC, Generic, a Protocol.
 
-    It gives a module a class derived from FSDPModule and the module's own, in this order. The layout in memory is
-    that of the first, and Python refuses to exchange classes of different layouts. Derived in the other order, with
-    the same method resolution, it is the module's. All versions.
+    It derives a module's new class from FSDPModule and the module's own, in this order. The layout in memory is
+    that of the first, and Python refuses to exchange classes of different layouts. Derived in the other order,
+    with the same method resolution, it is the module's. All versions.
     """
     home: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
     if kind in home.cls_to_fsdp_cls or not _begins_without_dict(kind):
