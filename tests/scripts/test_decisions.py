@@ -146,6 +146,24 @@ def test_accelerators_script_is_left_to_it(forks: Forks, tmp_path: Path) -> None
         ),
         (
             """
+            model = Net()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            """,
+            {},
+            "train.py:17 builds SGD after a backward pass: Net has gradients, of each rank's own rows",
+        ),
+        (
+            """
+            scale = nn.Parameter(torch.ones(4))
+            (scale * torch.ones(2, 4)).sum().backward()
+            optimizer = torch.optim.SGD([scale], lr=0.1)
+            """,
+            {},
+            "train.py:17 builds SGD after a backward pass: a parameter of no module has gradients",
+        ),
+        (
+            """
             part = Net().to("cpu")
             class Whole(nn.Module):
                 def __init__(self):

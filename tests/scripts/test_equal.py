@@ -328,6 +328,7 @@ def test_same_rows_on_all_ranks_are_told_at_the_first_steps(forks: Forks, tmp_pa
     many = forks.run(EQUAL / "rows.py", tmp_path / "many", ranks=RANKS, launch__keep_global_batch=keep)
     assert many.codes == [0] * RANKS, many.err
     assert many.err[0].count("rows.py:14: all 2 ranks compute the same rows, for no DataLoader divides them") == 1
+    assert ("and as slow, until rows are shuffled again, which each rank does" in many.err[0]) == (not keep)
     assert many.losses() == pytest.approx(plain.losses(), abs=1e-5)
 
 

@@ -80,7 +80,7 @@ def naming(what: str) -> Iterator[None]:
         yield
     except ShardingError:  # a ValueError, too, that says more
         raise
-    except (ValueError, NotImplementedError, AssertionError) as refusal:
+    except (ValueError, NotImplementedError, AssertionError, TypeError) as refusal:
         msg = f"torch cannot shard {what}: {str(refusal).splitlines()[0] if str(refusal) else 'no reason given'}"
         raise ShardingError(msg, hint="leave it out with fsdp_ignored_modules, or wrap other modules") from refusal
 

@@ -23,7 +23,11 @@ from fsdplaunch.runtime.sharding.mesh import data_mesh
 from fsdplaunch.runtime.sharding.settings import Settings, fsdp2_policy, offloads
 from fsdplaunch.runtime.sharding.wrap import Units
 from fsdplaunch.runtime.torch_internals.cpu_averages import mend_averages_on_cpu
-from fsdplaunch.runtime.torch_internals.fsdp2 import gather_before_changed_views, let_inputs_be_changed
+from fsdplaunch.runtime.torch_internals.fsdp2 import (
+    allow_class,
+    gather_before_changed_views,
+    let_inputs_be_changed,
+)
 
 
 def shard(
@@ -48,12 +52,14 @@ def shard(
     for name, unit in reversed(units.items()):
         materializer.materialize(unit)
         with naming(name):
+            allow_class(type(unit))
             fully_shard(unit, **common, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward)
     materializer.materialize(model)
     # The root is needed again as soon as backward begins; torch's own default is to keep it gathered, too.
     reshard = False if units else settings.reshard_after_forward
     root_policy = _precision(settings, output=settings.dtypes.output)
     with naming(type(model).__name__):
+        allow_class(type(model))
         fully_shard(model, **common, mp_policy=root_policy, reshard_after_forward=reshard)
     if settings.forward_prefetch:
         _prefetch_forward([unit for unit in (model, *units.values()) if isinstance(unit, FSDPModule)])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.utils._pytree import tree_leaves
 
@@ -30,6 +31,35 @@ def param_groups(module: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def allow_class(kind: type) -> None:
+    """Let `fully_shard` shard modules of a class whose first base has no `__dict__`: ABC, Generic, a Protocol.
+
+    It derives a module's new class from FSDPModule and the module's own, in this order. The layout in memory is
+    that of the first, and Python refuses to exchange classes of different layouts. Derived in the other order,
+    with the same method resolution, it is the module's. All versions.
+    """
+    home: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+    if kind in home.cls_to_fsdp_cls or not _begins_without_dict(kind):
+        return
+
+    class FSDPModuleFirst(type(kind)):  # type: ignore[misc]
+        def mro(cls) -> list[type]:
+            return [cls, *FSDPModule.__mro__[:-1], *kind.__mro__]
+
+    own = {"__deepcopy__": home._unimplemented_deepcopy}
+    home.cls_to_fsdp_cls[kind] = FSDPModuleFirst(f"FSDP{kind.__name__}", (kind, FSDPModule), own)
+
+
+def _begins_without_dict(kind: type) -> bool:
+    """Return whether a class that another one's layout is made from has no `__dict__`, `object` left out."""
+    base = kind.__base__
+    while base is not None and base is not object:
+        if not base.__dictoffset__:
+            return True
+        base = base.__base__
+    return False
 
 
 def gather_outside_of_inference_mode() -> None:

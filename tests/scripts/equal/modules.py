@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+from abc import ABC
+from typing import Generic, TypeVar
 
 import torch
 from torch import nn
@@ -11,7 +13,10 @@ from torch.torch_version import TorchVersion
 torch.manual_seed(0)
 
 
-class Block(nn.Module):
+Rows = TypeVar("Rows")
+
+
+class Block(Generic[Rows], nn.Module):
     def __init__(self):
         super().__init__()
         self.rnn = nn.GRU(4, 4)
@@ -21,7 +26,7 @@ class Block(nn.Module):
         return x + self.rnn(x, weight.new_zeros(1, x.size(1), 4))[0]
 
 
-class Net(nn.Module):
+class Net(ABC, nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.Sequential(Block(), Block())

@@ -7,6 +7,9 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.script_line import script_line
 
+_UNTIL = ", until rows are shuffled again, which each rank does by random numbers of its own"
+"""What is added where ranks draw for themselves: the first pass over the data was shuffled before they did."""
+
 
 class SameRows:
     """The check of one worker, made at its first backward passes.
@@ -42,9 +45,10 @@ class SameRows:
                 f"{kind}, whose __iter__ is not DataLoader's, gives each all of them",
                 "torch's DataLoader",
             )
+        until = "" if self.hook_context.keeps_batch else _UNTIL
         if extremes[0] == -extremes[1]:
             messages.say(
                 f"{script_line()}: all {ranks} ranks compute the same rows, for {why}: "
-                "this is the training of one process, and as slow\n"
+                f"this is the training of one process, and as slow{until}\n"
                 f"  try  read batches from {instead}"
             )

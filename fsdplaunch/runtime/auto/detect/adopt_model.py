@@ -1,5 +1,6 @@
 """Shard one model of the script: what the hooks found, given to `prepare`."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ def adopt_model(model: nn.Module, hook_context: HookContext, *, what: str, one_u
         return
     line = script_line()
     _check_unsharded(model, hook_context, line)
+    check_no_gradients(class_name(model), model.parameters(), what=what)
     try:
         with keeping_references(model):
             prepare(model, plugin=_one_unit() if one_unit else _plugin(model, hook_context))
@@ -126,6 +128,26 @@ def _check_unsharded(model: nn.Module, hook_context: HookContext, line: str) -> 
             raise ShardingError(msg, hint=hint)
     late = next(name for name in params if name not in sharded)
     raise late_parameter(model, late, line)
+
+
+def check_no_gradients(whose: str, params: Iterable[nn.Parameter], *, what: str) -> None:
+    """Refuse parameters that a backward pass gave gradients before they were sharded, or averaged over ranks.
+
+    Args:
+        whose: What has the parameters, for the error.
+        params: Not sharded yet.
+        what: What the script does here, for the error.
+
+    Raises:
+        ShardingError: The next optimizer step would be made with each rank's own gradients, or with none.
+    """
+    if any(param.grad is not None and (param.grad.is_sparse or param.grad.any()) for param in params):
+        msg = f"{script_line()} {what} after a backward pass: {whose} has gradients, of each rank's own rows"
+        hint = (
+            "build the optimizer, or move the model to its device (model.to(device)), before the first backward"
+            " pass; or call fsdplaunch.prepare(model) there. Gradients of no use: model.zero_grad()"
+        )
+        raise ShardingError(msg, hint=hint)
 
 
 def _check_shapes(model: nn.Module, params: dict[str, Any], line: str) -> None:

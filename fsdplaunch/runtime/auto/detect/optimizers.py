@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model
+from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model, check_no_gradients
 from fsdplaunch.runtime.auto.detect.shared_parameters import tell_of_others
 from fsdplaunch.runtime.auto.model.full_step import step_on_full_tensors
 from fsdplaunch.runtime.auto.patch import replaced
@@ -84,7 +84,7 @@ def regroup(optimizer: Optimizer, hook_context: HookContext, *, now: bool = Fals
     for root in roots:
         adopt_model(root, hook_context, what=what)
     if bare and not scripts:
-        _keep_unsharded(bare)
+        _keep_unsharded(bare, what)
     repoint(optimizer, known_parameters() | {id(param): "" for param in bare})
     if not now:
         tell_of_others(optimizer, hook_context)
@@ -96,10 +96,11 @@ def regroup(optimizer: Optimizer, hook_context: HookContext, *, now: bool = Fals
         step_on_full_tensors(optimizer, lambda: hook_context.batches.loss_is_sum)
 
 
-def _keep_unsharded(bare: list[Any]) -> None:
+def _keep_unsharded(bare: list[Any], what: str) -> None:
     """Keep parameters of no module equal on all workers: rank 0's values, gradients averaged."""
     mesh = shard_target(ambient_plugin().settings(), mesh=None, process_group=None, device=None).mesh
     fresh = [param for param in bare if not hasattr(param, "fsdplaunch_unsharded")]
+    check_no_gradients("a parameter of no module", fresh, what=what)
     for param in fresh:
         for axis in range(mesh.ndim):
             group = mesh.get_group(axis)
