@@ -124,7 +124,7 @@ def _rehearse(steps: int) -> None:
 def _set_up_replicas(config: Config) -> None:
     """Prepare for a script that distributes itself: its set-up is its own, as under torchrun."""
     from fsdplaunch.runtime.collectives.gloo_threads import wait_for_gloo_at_exit
-    from fsdplaunch.runtime.compat.accelerate_cpu import keep_accelerate_on_cpu
+    from fsdplaunch.runtime.compat.accelerate.cpu import keep_accelerate_on_cpu
     from fsdplaunch.runtime.independent_copies import refuse_independent_copies
 
     wait_for_gloo_at_exit()

@@ -695,7 +695,7 @@ def _through_accelerate(version: int) -> tuple[bool, bool, int, list[float]]:
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    from fsdplaunch.runtime.compat.accelerate_cpu import adapt_accelerate_to_cpu
+    from fsdplaunch.runtime.compat.accelerate.cpu import adapt_accelerate_to_cpu
 
     adapt_accelerate_to_cpu()
     split = SimpleNamespace(parallelism_config=ParallelismConfig(cp_size=2))

@@ -23,7 +23,7 @@ from fsdplaunch.runtime.auto.data.unseeded import SEED, seeding_from
 from fsdplaunch.runtime.check_run import stop_after
 from fsdplaunch.runtime.comparison.last_digits import LastDigits
 from fsdplaunch.runtime.comparison.recorder import Recorder
-from fsdplaunch.runtime.compat.accelerate_loaders import shuffle_alike_of_accelerate
+from fsdplaunch.runtime.compat.accelerate.loaders import shuffle_alike_of_accelerate
 from fsdplaunch.runtime.rank import rank, rank_variable
 from fsdplaunch.runtime.script import parse_target, run_target
 

@@ -1,13 +1,13 @@
 """Everything that torch's own FSDP, accelerate and transformers need from us in a run that shards."""
 
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.runtime.compat.accelerate_buffers import keep_buffers_for_accelerate
-from fsdplaunch.runtime.compat.accelerate_cache import keep_no_cache_for_accelerate
-from fsdplaunch.runtime.compat.accelerate_cpu import adapt_accelerate_to_cpu
-from fsdplaunch.runtime.compat.accelerate_hooks import let_save_hooks_take_states
-from fsdplaunch.runtime.compat.accelerate_layers import split_layers_for_accelerate
-from fsdplaunch.runtime.compat.accelerate_loaders import divide_batches_of_accelerate
-from fsdplaunch.runtime.compat.accelerate_units import keep_embeddings_out_of_blocks
+from fsdplaunch.runtime.compat.accelerate.buffers import keep_buffers_for_accelerate
+from fsdplaunch.runtime.compat.accelerate.cache import keep_no_cache_for_accelerate
+from fsdplaunch.runtime.compat.accelerate.cpu import adapt_accelerate_to_cpu
+from fsdplaunch.runtime.compat.accelerate.hooks import let_save_hooks_take_states
+from fsdplaunch.runtime.compat.accelerate.layers import split_layers_for_accelerate
+from fsdplaunch.runtime.compat.accelerate.loaders import divide_batches_of_accelerate
+from fsdplaunch.runtime.compat.accelerate.units import keep_embeddings_out_of_blocks
 from fsdplaunch.runtime.compat.checkpoint_calls import checkpoint_with_all_ranks
 from fsdplaunch.runtime.compat.fsdp1_calls import answer_fsdp1_calls
 from fsdplaunch.runtime.compat.fsdp1_cpu import shard_on_cpu, take_out_offload_to_cpu

@@ -20,7 +20,7 @@ from fsdplaunch.config.environment import decode
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.kinds import PREFETCH, STATE_DICT, STRATEGY
 from fsdplaunch.errors import ShardingError, UsageError
-from fsdplaunch.runtime.compat.accelerate_plugin import JoinsAccelerate, join_accelerate
+from fsdplaunch.runtime.compat.accelerate.plugin import JoinsAccelerate, join_accelerate
 from fsdplaunch.runtime.compat.transformers_loading import load_on_first_ranks_only
 from fsdplaunch.runtime.plugin.plugin_checks import REFERENCE_VERSION, check_given, is_set
 from fsdplaunch.runtime.plugin.plugin_objects import (

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fsdplaunch.runtime.compat import accelerate_hooks
+from fsdplaunch.runtime.compat.accelerate import hooks
 
 
 class _Accelerator:
@@ -25,7 +25,7 @@ def test_a_hook_takes_what_is_there_and_none_where_shards_were_saved(weights: li
     class Accelerator(_Accelerator):
         pass
 
-    accelerate_hooks._adapt(SimpleNamespace(Accelerator=Accelerator))
+    hooks._adapt(SimpleNamespace(Accelerator=Accelerator))
     accelerator = Accelerator()
     found = []
 

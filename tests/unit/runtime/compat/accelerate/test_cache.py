@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from fsdplaunch.runtime.compat import accelerate_cache
+from fsdplaunch.runtime.compat.accelerate import cache
 
 
 def _model() -> tuple[nn.Module, Any]:
@@ -36,5 +36,5 @@ def _prepare(plugin: Any, *objects: Any) -> Any:
         def prepare(self, *objects: Any) -> Any:
             return objects
 
-    accelerate_cache._adapt(SimpleNamespace(Accelerator=Accelerator))
+    cache._adapt(SimpleNamespace(Accelerator=Accelerator))
     return Accelerator().prepare(*objects)

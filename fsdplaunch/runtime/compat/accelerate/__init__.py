@@ -1,0 +1,1 @@
+"""What accelerate needs from us in a run that shards."""
