@@ -146,6 +146,19 @@ def test_accelerators_script_is_left_to_it(forks: Forks, tmp_path: Path) -> None
         ),
         (
             """
+            text = "class Policy(Net):\\n def __init__(self):\\n  super().__init__()\\n  {}\\n  {}\\n  {}".format(
+                "self.first = torch.optim.SGD(self.parameters(), lr=0.1)",
+                "self.late = nn.Linear(4, 4)",
+                "self.second = torch.optim.SGD(self.late.parameters(), lr=0.1)",
+            )
+            exec(compile(text, "<library>", "exec"))
+            policy = Policy()
+            """,
+            {},
+            "train.py:21 builds an optimizer before its model is complete, inside of a library: after it, give",
+        ),
+        (
+            """
             model = Net()
             model(torch.ones(2, 4)).sum().backward()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -5,6 +5,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 @functools.cache
@@ -40,4 +41,14 @@ def _running() -> Iterator[str]:
         file = frame.f_code.co_filename
         if is_user_file(file):
             yield f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def being_built() -> Iterator[Any]:
+    """Yield the objects whose constructors are running, the innermost first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__init__" and code.co_varnames:
+            yield frame.f_locals.get(code.co_varnames[0])
         frame = frame.f_back  # type: ignore[assignment]

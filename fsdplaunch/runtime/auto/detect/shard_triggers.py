@@ -4,7 +4,6 @@ The first of these is the last moment at which the full model need not be on any
 which it is complete.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model
 from fsdplaunch.runtime.auto.model.batch_norm import tell_compiled
 from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.auto.script_line import being_built, script_line
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.inspection.units import is_sharded, is_unit
 from fsdplaunch.runtime.torch_internals.modules import CALL_METHOD, parse_move
@@ -38,20 +37,8 @@ def is_due(module: nn.Module, device: torch.device | None, hook_context: HookCon
     params = list(module.parameters())
     if not any(param.requires_grad for param in params) or any(is_lazy(param) for param in params):
         return False  # lazy ones get their shapes in a first pass
-    return not _inside_a_constructor() and hook_context.module_registry.is_root(unwrapped(module))
-
-
-def _inside_a_constructor() -> bool:
-    frame = sys._getframe(2)
-    while frame is not None:
-        code = frame.f_code
-        maker = (
-            frame.f_locals.get(code.co_varnames[0]) if code.co_name == "__init__" and code.co_varnames else None
-        )
-        if isinstance(maker, nn.Module):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    inside = any(isinstance(each, nn.Module) for each in being_built())
+    return not inside and hook_context.module_registry.is_root(unwrapped(module))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.model.double_backward import ModelPass, keep_pass, may_be_differentiated_twice
 from fsdplaunch.runtime.auto.model.gathered_view import view_of
 from fsdplaunch.runtime.auto.model.inner_calls import gather_around_parts
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.auto.script_line import being_built, script_line
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
 from fsdplaunch.runtime.torch_internals.fsdp2 import pass_look
@@ -197,10 +197,17 @@ def call_for_forward(unit: nn.Module) -> None:
 
 def late_parameter(model: nn.Module, name: str, line: str) -> ShardingError:
     """Return the error for a parameter that a model got after it was sharded."""
-    msg = f"{script_line()}: {name} of {original_name(model)} appeared after the model was sharded at {line}"
+    now = script_line()
+    msg = f"{now}: {name} of {original_name(model)} appeared after the model was sharded at {line}"
     hint = (
         f"complete the model before {line}; or call fsdplaunch.prepare(model, optimizer) in the script when it is"
     )
+    if now == line and any(each is model for each in being_built()):  # the script cannot be changed there
+        hint = (
+            f"{line} builds an optimizer before its model is complete, inside of a library: after it, give"
+            " fsdplaunch.prepare each part that the library computes with, and the optimizers"
+            " (fsdplaunch.prepare(model.actor, model.critic, model.actor.optimizer, model.critic.optimizer))"
+        )
     return ShardingError(msg, hint=hint)
 
 
