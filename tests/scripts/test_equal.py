@@ -81,6 +81,10 @@ def test_reductions_that_are_no_means_are_named_with_their_line(runs: Callable[[
     assert mixed == ({"contrast", "centred", "table"} if takes_partial_passes() else {"contrast"})
 
 
+def test_parameters_that_a_script_holds_hold_no_full_tensor(runs: Callable[[str], tuple[Run, Run]]) -> None:
+    assert all("0 elements held" in err.splitlines() for err in runs("references")[1].err)
+
+
 def test_a_model_that_is_mostly_in_no_block_is_gathered_as_one_unit(
     runs: Callable[[str], tuple[Run, Run]],
 ) -> None:

@@ -1,6 +1,8 @@
 """What was taken from a model before it was sharded: a list of its parameters, and an optimizer that is not torch's."""
 
 import copy
+import os
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -128,3 +130,7 @@ print(
 )
 print(f"row: {' '.join(f'{row.sum().item():.6f}' for row in weight)} {len(weight)}.0")
 print(f"shape: {' '.join(f'{size}.0' for size in weight.shape)} {weight.numel()}.0 {weight.size(0)}.0")
+with torch._C.DisableTorchFunctionSubclass():
+    held = torch.Tensor.numel(weight)  # of the reference itself
+if "RANK" in os.environ:
+    print(f"{held} elements held", file=sys.stderr)

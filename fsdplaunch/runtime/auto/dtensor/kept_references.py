@@ -73,5 +73,6 @@ def keeping_references(model: nn.Module) -> Iterator[None]:
     for name, shard in named_parameters(model):
         held = full[name]() if name in full else None
         if type(held) is nn.Parameter and isinstance(shard, DTensor):
+            held.data = held.data.new_empty(0)  # or each rank would go on to hold the full model
             held.__dict__[_SHARD] = shard
             held.__class__ = ShardReference
