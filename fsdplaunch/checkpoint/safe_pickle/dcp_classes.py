@@ -241,6 +241,19 @@ def _folder(arguments: tuple[Any, ...]) -> None:
         raise InvalidFileError(msg)
 
 
+_MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+"""Members of torch's enumeration, in the order of their values."""
+
+
+def _memory_format(arguments: tuple[Any, ...]) -> int:
+    """Read a member as Python 3.11.2 writes it, `getattr(_MEM_FORMAT_ENCODING, name)`, without calling that."""
+    known = len(arguments) == 2 and type(arguments[0]) is PickledCallable  # noqa: PLR2004
+    if not known or "MEM_FORMAT_ENCODING" not in arguments[0].name or arguments[1] not in _MEMORY_FORMATS:
+        msg = "it names 'builtins.getattr' for something else than a memory format"
+        raise InvalidFileError(msg)
+    return _MEMORY_FORMATS.index(arguments[1])
+
+
 SIZE_NAMES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): PickledCallable("torch.Size", call=_size),
     ("torch.serialization", "_get_layout"): PickledCallable("torch.serialization._get_layout", call=_layout),
@@ -275,6 +288,7 @@ NAMES: dict[tuple[str, str], Any] = {
     **_records("torch.distributed.checkpoint.filesystem", {"_StorageInfo": StorageInfo}),
     **_records(_SHARDED_TENSOR, {"TensorProperties": TensorProperties}),
     (METADATA, "_MEM_FORMAT_ENCODING"): PickledCallable("_MEM_FORMAT_ENCODING", call=_one(int, "a memory format")),
+    ("builtins", "getattr"): PickledCallable("builtins.getattr", call=_memory_format),
     (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): PickledCallable(
         "MEM_FORMAT_ENCODING", call=_one(int, "a memory format")
     ),

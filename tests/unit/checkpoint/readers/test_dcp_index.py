@@ -14,6 +14,7 @@ from fsdplaunch.checkpoint.readers.dcp_index import parse_index, read_index
 from fsdplaunch.checkpoint.regions import Region
 from fsdplaunch.checkpoint.safe_pickle.dcp_classes import NAMES
 from fsdplaunch.checkpoint.safe_pickle.interpreter import PickledCallable
+from fsdplaunch.checkpoint.safe_pickle.unpickle import unpickle
 from fsdplaunch.errors import CheckpointError
 
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
@@ -93,7 +94,7 @@ def test_index_with_the_path_it_was_saved_at_is_read(dcp, module, cls):
     draft = dcp.Draft().add("w", (4,))
     path = dcp.Called(dcp.Named(module, cls), ("/", "scratch", "me"))
     meta = {"checkpoint_id": path, "save_id": "0", "load_id": None, "modules": []}
-    draft.extra["storage_meta"] = dcp.Made(dcp.Named(dcp.METADATA, "StorageMeta"), meta)
+    draft.extra["storage_meta"] = dcp.Made(dcp.Named("torch.distributed.checkpoint.metadata", "StorageMeta"), meta)
     assert parse_index(draft.index(), where="it").tensors
 
 
@@ -220,3 +221,21 @@ def test_most_records_of_a_real_index_are_read_at_once(monkeypatch):
     chunks = sum(len(tensor.chunks) for tensor in index.tensors)
     assert chunks / 2 < read["ChunkStorageMetadata"] <= chunks + 1
     assert chunks / 2 < read["MetadataIndex"] <= chunks
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "good"),
+    [("_MEM_FORMAT_ENCODING", "TORCH_PRESERVE_FORMAT", True), ("Metadata", "__init__", False)],
+)
+def test_memory_format_that_an_older_python_has_written_is_read_and_nothing_else_by_getattr(
+    dcp, owner, name, good
+):
+    memory = dcp.Called(
+        dcp.Named("builtins", "getattr"), (dcp.Named("torch.distributed.checkpoint.metadata", owner), name)
+    )
+    data = dcp.dumps(memory)
+    if good:
+        assert unpickle(data, NAMES, where="it") == 2
+    else:
+        with pytest.raises(CheckpointError, match="something else than a memory format"):
+            unpickle(data, NAMES, where="it")
