@@ -245,13 +245,27 @@ _MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRES
 """Members of torch's enumeration, in the order of their values."""
 
 
-def _memory_format(arguments: tuple[Any, ...]) -> int:
-    """Read a member as Python 3.11.2 writes it, `getattr(_MEM_FORMAT_ENCODING, name)`, without calling that."""
-    known = len(arguments) == 2 and type(arguments[0]) is PickledCallable  # noqa: PLR2004
-    if not known or "MEM_FORMAT_ENCODING" not in arguments[0].name or arguments[1] not in _MEMORY_FORMATS:
-        msg = "it names 'builtins.getattr' for something else than a memory format"
+def memory_format(arguments: tuple[Any, ...]) -> int | None:
+    """Read a member as Python 3.11.2 writes it: `getattr(_MEM_FORMAT_ENCODING, name)`, which is not called.
+
+    Args:
+        arguments: What the pickle gives to `getattr`.
+
+    Returns:
+        The member's value; None where they ask for anything else.
+    """
+    match arguments:
+        case (PickledCallable(name=owner), str(name)) if owner.endswith("MEM_FORMAT_ENCODING"):
+            return _MEMORY_FORMATS.index(name) if name in _MEMORY_FORMATS else None
+    return None
+
+
+def _attribute(arguments: tuple[Any, ...]) -> int:
+    found = memory_format(arguments)
+    if found is None:
+        msg = "it asks for an attribute"
         raise InvalidFileError(msg)
-    return _MEMORY_FORMATS.index(arguments[1])
+    return found
 
 
 SIZE_NAMES: dict[tuple[str, str], Any] = {
@@ -288,7 +302,7 @@ NAMES: dict[tuple[str, str], Any] = {
     **_records("torch.distributed.checkpoint.filesystem", {"_StorageInfo": StorageInfo}),
     **_records(_SHARDED_TENSOR, {"TensorProperties": TensorProperties}),
     (METADATA, "_MEM_FORMAT_ENCODING"): PickledCallable("_MEM_FORMAT_ENCODING", call=_one(int, "a memory format")),
-    ("builtins", "getattr"): PickledCallable("builtins.getattr", call=_memory_format),
+    ("builtins", "getattr"): PickledCallable("builtins.getattr", call=_attribute),
     (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): PickledCallable(
         "MEM_FORMAT_ENCODING", call=_one(int, "a memory format")
     ),

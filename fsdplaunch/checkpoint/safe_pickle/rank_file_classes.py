@@ -9,6 +9,7 @@ from fsdplaunch.checkpoint.dtypes import Dtype
 from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
 from fsdplaunch.checkpoint.regions import Region
 from fsdplaunch.checkpoint.safe_pickle import tensor_classes
+from fsdplaunch.checkpoint.safe_pickle.dcp_classes import memory_format
 from fsdplaunch.checkpoint.safe_pickle.interpreter import OBJECT, PickledCallable, PickledDict, PickledRecord
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
 from fsdplaunch.checkpoint.safe_pickle.unpickle import unpickle
@@ -185,8 +186,11 @@ def _numbers(value: Any) -> tuple[int, ...]:
     return check_counts(tuple(value) if type(value) is list else value, "a shard's place")
 
 
-def _attribute(arguments: tuple[Any, ...]) -> PickledCallable:
-    """Read `getattr(ShardedTensor, "ProcessGroupState")`, as a class inside a class is named; nothing else."""
+def _attribute(arguments: tuple[Any, ...]) -> PickledCallable | int:
+    """Read `getattr(ShardedTensor, "ProcessGroupState")`, as a class inside a class is named; a memory format."""
+    found = memory_format(arguments)
+    if found is not None:
+        return found
     owner = arguments[0].name if arguments and isinstance(arguments[0], PickledCallable) else ""
     if not owner.endswith(".ShardedTensor") or arguments[1:] != ("ProcessGroupState",):
         msg = "it asks for an attribute"

@@ -107,9 +107,8 @@ class Recorder:
             finally:
                 self._depth -= 1
                 if counted and self._now.losses:
-                    weight = getattr(
-                        loss, WEIGHT, 1.0
-                    )  # 0 where none of a rank's rows count: their mean is no number
+                    # It is 0 where none of a rank's rows count, whose mean is no number.
+                    weight = getattr(loss, WEIGHT, 1.0)
                     self._now.losses[-1] = self._now.losses[-1] * weight if weight else 0.0
             if counted and not self._depth and not self._built:
                 self._end_step(self.models.parameters_with_gradients())

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.sharding.blocks import class_name
 
 _COPIES = (torch.Tensor.to, torch.Tensor.detach, torch.Tensor.clone)
 _LOOKS = (torch.is_floating_point, torch.Tensor.is_floating_point, torch.is_tensor, torch.Tensor.size)
@@ -72,9 +73,7 @@ def _multiplies(trainer: Any) -> bool:
 
 def _tell(trainer: Any) -> None:
     ranks = trainer.accelerator.num_processes
-    model = type(trainer.accelerator.unwrap_model(trainer.model)).__name__.removeprefix(
-        "FSDP"
-    )  # torch's new class
+    model = class_name(trainer.accelerator.unwrap_model(trainer.model))
     messages.say_unequal(
         f"{script_line()}: the Trainer multiplies the loss by the {ranks} ranks, for the model to divide it by the"
         f" labels of all of them, which {model} does not: gradients are {ranks} times those of one process;"

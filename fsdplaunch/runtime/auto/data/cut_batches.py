@@ -91,7 +91,8 @@ class _Cuts:
 
     def _sliced(self, rows: int, asked: slice, frame: FrameType) -> None:
         start, stop, step = asked.indices(rows) if _is_plain(asked) else (0, rows, 1)
-        past = any(isinstance(end, int) and rows < end + less < self._all(rows) for end, less in _ends(asked))
+        together = rows * self.hook_context.data.size
+        past = any(rows < end < together for end in _ends(asked))
         if step != 1 or (stop - start >= rows and not past) or not self._is_script(frame):
             return
         part, place = Part(rows, start, stop), (frame.f_code, frame.f_lasti)
@@ -106,9 +107,6 @@ class _Cuts:
         others = {Part(part.rows, 0, part.start), Part(part.rows, part.stop, part.rows)}
         took = [seen for place, seen in self.parts.items() if place not in self.told]
         return any(_count(seen, part.rows) == 1 and others & seen for seen in took)
-
-    def _all(self, rows: int) -> int:
-        return rows * self.hook_context.data.size
 
     def _is_script(self, frame: FrameType) -> bool:
         """Return whether the script itself takes rows of what it trains on, in no model's pass."""
@@ -136,9 +134,10 @@ def _is_plain(asked: slice) -> bool:
     return all(end is None or isinstance(end, int) for end in (asked.start, asked.stop, asked.step))
 
 
-def _ends(asked: slice) -> tuple[tuple[Any, int], tuple[Any, int]]:
-    """Return where a slice begins and ends; one that begins right after the last row begins behind it, too."""
-    return (asked.start, 1), (asked.stop, 0)
+def _ends(asked: slice) -> list[int]:
+    """Return up to where a slice's first row, and all of its rows, need there to be rows."""
+    first = [asked.start + 1] if isinstance(asked.start, int) else []
+    return [*first, asked.stop] if isinstance(asked.stop, int) else first
 
 
 def _unpacked(frame: FrameType) -> bool:

@@ -21,6 +21,7 @@ from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import being_built, script_line
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.inspection.units import is_sharded, is_unit
+from fsdplaunch.runtime.sharding.blocks import class_name
 from fsdplaunch.runtime.torch_internals.modules import CALL_METHOD, parse_move
 
 
@@ -109,7 +110,7 @@ def _without_full_graph(compiled: Any, module: nn.Module, kwargs: dict[str, Any]
     """Return the options without `fullgraph` where hooks are called, which no graph holds."""
     if not kwargs.get("fullgraph") or not _calls_hooks(compiled, module):
         return kwargs
-    name = type(unwrapped(module)).__name__
+    name = class_name(module)
     messages.say(f"{script_line()}: {name} is compiled without fullgraph: no graph holds the hooks that gather it")
     return {**kwargs, "fullgraph": False}
 

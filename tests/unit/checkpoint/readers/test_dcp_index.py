@@ -12,6 +12,7 @@ import pytest
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
 from fsdplaunch.checkpoint.readers.dcp_index import parse_index, read_index
 from fsdplaunch.checkpoint.regions import Region
+from fsdplaunch.checkpoint.safe_pickle import rank_file_classes
 from fsdplaunch.checkpoint.safe_pickle.dcp_classes import NAMES
 from fsdplaunch.checkpoint.safe_pickle.interpreter import PickledCallable
 from fsdplaunch.checkpoint.safe_pickle.unpickle import unpickle
@@ -225,17 +226,20 @@ def test_most_records_of_a_real_index_are_read_at_once(monkeypatch):
 
 @pytest.mark.parametrize(
     ("owner", "name", "good"),
-    [("_MEM_FORMAT_ENCODING", "TORCH_PRESERVE_FORMAT", True), ("Metadata", "__init__", False)],
+    [
+        ("MEM_FORMAT_ENCODING", "TORCH_PRESERVE_FORMAT", True),
+        ("MEM_FORMAT_ENCODING", "__class__", False),
+        ("TensorProperties", "__init__", False),
+    ],
 )
-def test_memory_format_that_an_older_python_has_written_is_read_and_nothing_else_by_getattr(
-    dcp, owner, name, good
+@pytest.mark.parametrize("names", [NAMES, rank_file_classes.NAMES], ids=["index", "file of a rank"])
+def test_memory_format_that_python_3_11_2_has_written_is_read_and_no_other_attribute(
+    dcp, names, owner, name, good
 ):
-    memory = dcp.Called(
-        dcp.Named("builtins", "getattr"), (dcp.Named("torch.distributed.checkpoint.metadata", owner), name)
-    )
-    data = dcp.dumps(memory)
+    """It writes a call of getattr, which other versions do not."""
+    data = dcp.dumps(dcp.Called(dcp.Named("builtins", "getattr"), (dcp.Named(SHARDED_TENSOR, owner), name)))
     if good:
-        assert unpickle(data, NAMES, where="it") == 2
+        assert unpickle(data, names, where="it") == 2
     else:
-        with pytest.raises(CheckpointError, match="something else than a memory format"):
-            unpickle(data, NAMES, where="it")
+        with pytest.raises(CheckpointError, match="it asks for an attribute"):
+            unpickle(data, names, where="it")
