@@ -161,7 +161,7 @@ def _handling_operators(hook_context: HookContext, updates: WrappedUpdates) -> I
     def put(handlers_of: dict[Any, Handler]) -> None:
         table.update({op: _operator(handler, ownership, kept.get(op)) for op, handler in handlers_of.items()})
 
-    put(_operators())
+    put(_operators(ownership))
     table.update(dict.fromkeys(_overloads(COLLECTIVES, torch.ops.c10d), refuse_collective))
     writes = PartWrites(put)
     views = shard_writes.view_operators()
@@ -180,7 +180,7 @@ def _handling_operators(hook_context: HookContext, updates: WrappedUpdates) -> I
         table.update(kept)
 
 
-def _operators() -> dict[Any, Handler]:
+def _operators(ownership: Ownership) -> dict[Any, Handler]:
     """Return the handler of each operator that needs one from the beginning."""
     read = by_all_or_rank0(handlers.gather)
     losses = [name + end for name in _LOSS_OPERATORS for end in ("", "_backward")]
@@ -189,7 +189,7 @@ def _operators() -> dict[Any, Handler]:
         ((*losses, "std", "argmax", "argmin"), handlers.replicate),
         (_EXTREME_OPERATORS, handlers.replicate_empty),
         (("mean",), handlers.replicate_unequal),
-        (_MIXING, mixtures.combine_mixed(read)),
+        (_MIXING, mixtures.combine_mixed(read, ownership)),
         (_UPDATING, mixtures.update_mixed(read)),
         (("_foreach_copy_",), mixtures.copy_each),
         (shard_writes.FULL_WRITES, shard_writes.write_full),
