@@ -161,9 +161,10 @@ def _handling_operators(hook_context: HookContext, updates: WrappedUpdates) -> I
     def put(handlers_of: dict[Any, Handler]) -> None:
         table.update({op: _operator(handler, ownership, kept.get(op)) for op, handler in handlers_of.items()})
 
-    put(_operators(ownership))
+    operators = _operators(ownership)
+    put(operators)
     table.update(dict.fromkeys(_overloads(COLLECTIVES, torch.ops.c10d), refuse_collective))
-    writes = PartWrites(put)
+    writes = PartWrites(put, operators)
     views = shard_writes.view_operators()
     put(dict.fromkeys(views, partial(shard_parts.take_part, writes.begin)))
     unknown = UnknownOperators(ownership, hook_context.streams, put, writes.begin)
@@ -208,10 +209,11 @@ class PartWrites:
 
     Args:
         put: Puts handlers into DTensor's table.
+        operators: Those that have one from the beginning.
     """
 
-    def __init__(self, put: Callable[[dict[Any, Handler]], None]) -> None:
-        self._put, self._begun = put, False
+    def __init__(self, put: Callable[[dict[Any, Handler]], None], operators: dict[Any, Handler]) -> None:
+        self._put, self._operators, self._begun = put, operators, False
 
     def begin(self) -> None:
         """Look at them from now on."""
@@ -219,7 +221,7 @@ class PartWrites:
             return
         self._begun = True
         known = dict.fromkeys(shard_writes.writing_operators(), shard_writes.update_placed)
-        own = {op: handler for op, handler in _operators().items() if shard_writes.is_writing(op)}
+        own = {op: handler for op, handler in self._operators.items() if shard_writes.is_writing(op)}
         self._put({op: shard_writes.seen_writing(handler) for op, handler in (known | own).items()})
 
 

@@ -56,10 +56,10 @@ def cut_as_updated(shard: Any, operands: tuple[Any, ...]) -> list[Any]:
 
 
 def combine_mixed(read: Handler, ownership: Ownership) -> Handler:
-    """Return a handler of `average * decay + parameter`, which is full; a loss and a gradient want a shard.
+    """Return a handler of `average * decay + parameter`, full; a loss and a gradient want a shard.
 
-    Where the script has ranks of its own, what each has copied before its model is sharded may differ, as its initial
-    weights do: then the full tensor is computed in any order, of this rank's.
+    Where the script has ranks of its own, what each has copied before its model is sharded may differ, as its
+    initial weights do: then the full tensor is computed in any order, of this rank's.
 
     Args:
         read: Computes with full tensors.

@@ -19,8 +19,8 @@ from fsdplaunch.runtime.auto.state.rank0.position import trains_shards
 def holding_states(hook_context: HookContext) -> Iterator[None]:
     """Hold models, optimizers and copies from one optimizer step to the next.
 
-    A rank comes to a step when all have averaged their gradients: rank 0 is then past what it saved before. All ranks
-    hold the same, because copies have numbers by how many there are.
+    A rank comes to a step when all have averaged their gradients: rank 0 is then past what it saved before. All
+    ranks hold the same, because copies have numbers by how many there are.
 
     Args:
         hook_context: This worker's.
