@@ -21,7 +21,7 @@ from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor import mixtures, shard_parts, shard_writes
 from fsdplaunch.runtime.auto.dtensor import shard_handlers as handlers
 from fsdplaunch.runtime.auto.dtensor.optimizer_steps import stepping_without_handlers
-from fsdplaunch.runtime.auto.dtensor.own_collectives import COLLECTIVES, refuse_collective
+from fsdplaunch.runtime.auto.dtensor.own_collectives import ALIKE, COLLECTIVES, refuse_collective
 from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0, full_by_all_or_rank0
 from fsdplaunch.runtime.auto.dtensor.row_loops import rows
 from fsdplaunch.runtime.auto.dtensor.shared_memory import read_only, refuse_memory
@@ -164,6 +164,8 @@ def _handling_operators(hook_context: HookContext, updates: WrappedUpdates) -> I
     operators = _operators(ownership)
     put(operators)
     table.update(dict.fromkeys(_overloads(COLLECTIVES, torch.ops.c10d), refuse_collective))
+    for name, exchange in ALIKE.items():
+        put(dict.fromkeys(_overloads([name], torch.ops.c10d), exchange))
     writes = PartWrites(put, operators)
     views = shard_writes.view_operators()
     put(dict.fromkeys(views, partial(shard_parts.take_part, writes.begin)))
