@@ -1,6 +1,8 @@
-"""What a script for DistributedDataParallel exchanges of its model by itself, and streams that only write."""
+"""What a script for DistributedDataParallel exchanges by itself, or not by all ranks; streams that only write."""
 
 from pathlib import Path
+
+import pytest
 
 from tests.scripts.conftest import Forks
 
@@ -55,6 +57,18 @@ for value in model.module.parameters():
     dist.broadcast(value.data, 0)
 """
 
+UNEVEN = """
+model.eval()
+count = 0
+with torch.no_grad():
+    for item in range(5):
+        if item % 2 == (rank + MORE) % 2:
+            count += model(torch.ones(2, 4)).numel()
+total = torch.tensor(count)
+dist.all_reduce(total)
+step()
+"""
+
 
 def test_weights_that_all_ranks_have_are_sent_as_they_are(forks: Forks, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -75,3 +89,21 @@ def test_weights_that_one_rank_alone_has_changed_are_not_sent(forks: Forks, tmp_
     said = f"train.py:{line} sends what only some ranks have changed in a sharded model"
     assert said in done.err[1]
     assert "during handling" not in "".join(done.err).lower()
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (0, "calls Sequential in evaluation on rank 0 only: rank 1 is at train.py:"),
+        (1, "Sequential in evaluation was called on rank 1 only"),
+    ],
+)
+def test_ranks_with_unequal_numbers_of_rows_to_evaluate_are_told(
+    forks: Forks, tmp_path: Path, more: int, says: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + UNEVEN.replace("MORE", str(more)))
+    done = forks.run(script, tmp_path / "run", ranks=2, timeout=60)
+    assert 0 not in done.codes
+    assert says in done.err[more], done.err
+    assert "give all ranks as many batches" in done.err[more]
