@@ -162,12 +162,11 @@ def _handling_operators(hook_context: HookContext, updates: WrappedUpdates) -> I
     def put(handlers_of: dict[Any, Handler]) -> None:
         table.update({op: _operator(handler, ownership, kept.get(op)) for op, handler in handlers_of.items()})
 
-    operators = _operators()
-    mixing = _overloads(_MIXING)
-    namer = Namer(hook_context)
+    operators = _operators(ownership)
+    mixing, namer = _overloads(_MIXING), Namer(hook_context)
     put({op: namer.naming(each) if op in mixing else each for op, each in operators.items()})
     table.update(dict.fromkeys(_overloads(COLLECTIVES, torch.ops.c10d), refuse_collective))
-    writes = PartWrites(put)
+    writes = PartWrites(put, operators)
     views = shard_writes.view_operators()
     put(dict.fromkeys(views, partial(shard_parts.take_part, writes.begin)))
     unknown = UnknownOperators(ownership, hook_context.streams, put, writes.begin)
@@ -184,7 +183,7 @@ def _handling_operators(hook_context: HookContext, updates: WrappedUpdates) -> I
         table.update(kept)
 
 
-def _operators() -> dict[Any, Handler]:
+def _operators(ownership: Ownership) -> dict[Any, Handler]:
     """Return the handler of each operator that needs one from the beginning."""
     read = by_all_or_rank0(handlers.gather)
     losses = [name + end for name in _LOSS_OPERATORS for end in ("", "_backward")]
@@ -193,7 +192,7 @@ def _operators() -> dict[Any, Handler]:
         ((*losses, "std", "argmax", "argmin"), handlers.replicate),
         (_EXTREME_OPERATORS, handlers.replicate_empty),
         (("mean",), handlers.replicate_unequal),
-        (_MIXING, mixtures.combine_mixed(read)),
+        (_MIXING, mixtures.combine_mixed(read, ownership)),
         (_UPDATING, mixtures.update_mixed(read)),
         (("_foreach_copy_",), mixtures.copy_each),
         (shard_writes.FULL_WRITES, shard_writes.write_full),
@@ -212,10 +211,11 @@ class PartWrites:
 
     Args:
         put: Puts handlers into DTensor's table.
+        operators: Those that have one from the beginning.
     """
 
-    def __init__(self, put: Callable[[dict[Any, Handler]], None]) -> None:
-        self._put, self._begun = put, False
+    def __init__(self, put: Callable[[dict[Any, Handler]], None], operators: dict[Any, Handler]) -> None:
+        self._put, self._operators, self._begun = put, operators, False
 
     def begin(self) -> None:
         """Look at them from now on."""
@@ -223,7 +223,7 @@ class PartWrites:
             return
         self._begun = True
         known = dict.fromkeys(shard_writes.writing_operators(), shard_writes.update_placed)
-        own = {op: handler for op, handler in _operators().items() if shard_writes.is_writing(op)}
+        own = {op: handler for op, handler in self._operators.items() if shard_writes.is_writing(op)}
         self._put({op: shard_writes.seen_writing(handler) for op, handler in (known | own).items()})
 
 
