@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdplaunch.runtime.auto.dtensor.own_numbers import note_numbers
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler, full_tensor, is_partial, placed_like
 from fsdplaunch.runtime.state_dict.split_like import split_like
 from fsdplaunch.runtime.torch_internals.dtensor import placements_of
@@ -22,6 +23,8 @@ def update_mixed(read: Handler) -> Handler:
 
     def compute(func: Any, args: Any, kwargs: Any) -> Any:
         target = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
+        if isinstance(target, DTensor):
+            note_numbers((*args[1:], *kwargs.values()))
         if not isinstance(target, DTensor):
             return read(func, args, kwargs)
         if target is args[0]:
@@ -73,6 +76,7 @@ def _mix(func: Any, args: Any, kwargs: Any) -> Any:
     """Cut a plain tensor of a parameter's shape that is computed with its shard."""
     like = next((arg for arg in args if isinstance(arg, DTensor)), None)
     if like is not None and like.dim() and not is_partial(like):
+        note_numbers((*args, *kwargs.values()))
         args = [split_like(arg, like) if _is_plain_of(like.shape, arg) else arg for arg in args]
     return func(*args, **kwargs)
 
