@@ -93,12 +93,12 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
         for name in _LIKE:
             stack.enter_context(replaced(torch, name, lambda function: _handled(function, draw_like, ours)))
         get_data = _handled(data.__get__, shard_parts.counted_data, ours)
-        unbind = partial(_function, handler=shard_parts.unbound, ownership=ours)
-        stack.enter_context(replaced(torch, "unbind", unbind))
+        stack.enter_context(
+            replaced(torch, "unbind", partial(_function, handler=shard_parts.unbound, ownership=ours))
+        )
+        shape = partial(_function, handler=handlers.take_shape, ownership=ours)
         for name in _SHAPES:
-            stack.enter_context(
-                replaced(torch, name, lambda function: _function(function, handlers.take_shape, ours))
-            )
+            stack.enter_context(replaced(torch, name, shape))
         stack.enter_context(replaced(torch, "eye", lambda function: _function(function, make_into, ours)))
         stack.enter_context(replaced(DTensor, "data", lambda _: property(get_data, set_data)))
         stack.enter_context(replaced(DTensor, "full_tensor", partial(full_by_all_or_rank0, ours)))
@@ -136,10 +136,10 @@ def _mixing_methods(hook_context: HookContext) -> dict[str, Handler]:
 
 def _taken(read: Handler, func: Any, args: Any, kwargs: Any) -> Any:
     """Take elements of the full tensor where they are told by a tensor: `weight[weight > 0]`, `weight[labels]`."""
-    shard, index = args
+    _, index = args
     indices = index if isinstance(index, tuple) else (index,)
     by_tensor = any(isinstance(each, torch.Tensor) and each.dim() for each in indices)
-    return read(func, args, kwargs) if by_tensor else func(shard, index)
+    return read(func, args, kwargs) if by_tensor else func(*args)
 
 
 def _handled(func: Any, handler: Handler, ownership: Ownership) -> Any:
@@ -168,9 +168,10 @@ def _handling_operators(hook_context: HookContext, updates: WrappedUpdates) -> I
     def put(handlers_of: dict[Any, Handler]) -> None:
         table.update({op: _operator(handler, ownership, kept.get(op)) for op, handler in handlers_of.items()})
 
-    put(_operators())
+    operators = _operators(ownership)
+    put(operators)
     table.update(dict.fromkeys(_overloads(COLLECTIVES, torch.ops.c10d), refuse_collective))
-    writes = PartWrites(put)
+    writes = PartWrites(put, operators)
     views = shard_writes.view_operators()
     put(dict.fromkeys(views, partial(shard_parts.take_part, writes.begin)))
     unknown = UnknownOperators(ownership, hook_context.streams, put, writes.begin)
@@ -187,7 +188,7 @@ def _handling_operators(hook_context: HookContext, updates: WrappedUpdates) -> I
         table.update(kept)
 
 
-def _operators() -> dict[Any, Handler]:
+def _operators(ownership: Ownership) -> dict[Any, Handler]:
     """Return the handler of each operator that needs one from the beginning."""
     read = by_all_or_rank0(handlers.gather)
     losses = [name + end for name in _LOSS_OPERATORS for end in ("", "_backward")]
@@ -196,7 +197,7 @@ def _operators() -> dict[Any, Handler]:
         ((*losses, "std", "argmax", "argmin"), handlers.replicate),
         (_EXTREME_OPERATORS, handlers.replicate_empty),
         (("mean",), handlers.replicate_unequal),
-        (_MIXING, mixtures.combine_mixed(read)),
+        (_MIXING, mixtures.combine_mixed(read, ownership)),
         (_UPDATING, mixtures.update_mixed(read)),
         (("_foreach_copy_",), mixtures.copy_each),
         (shard_writes.FULL_WRITES, shard_writes.write_full),
@@ -215,10 +216,11 @@ class PartWrites:
 
     Args:
         put: Puts handlers into DTensor's table.
+        operators: Those that have one from the beginning.
     """
 
-    def __init__(self, put: Callable[[dict[Any, Handler]], None]) -> None:
-        self._put, self._begun = put, False
+    def __init__(self, put: Callable[[dict[Any, Handler]], None], operators: dict[Any, Handler]) -> None:
+        self._put, self._operators, self._begun = put, operators, False
 
     def begin(self) -> None:
         """Look at them from now on."""
@@ -226,7 +228,7 @@ class PartWrites:
             return
         self._begun = True
         known = dict.fromkeys(shard_writes.writing_operators(), shard_writes.update_placed)
-        own = {op: handler for op, handler in _operators().items() if shard_writes.is_writing(op)}
+        own = {op: handler for op, handler in self._operators.items() if shard_writes.is_writing(op)}
         self._put({op: shard_writes.seen_writing(handler) for op, handler in (known | own).items()})
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor.own_numbers import note_numbers
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler, full_tensor, is_partial, placed_like
 from fsdplaunch.runtime.state_dict.split_like import split_like
@@ -23,10 +24,9 @@ def update_mixed(read: Handler) -> Handler:
 
     def compute(func: Any, args: Any, kwargs: Any) -> Any:
         target = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
-        if isinstance(target, DTensor):
-            note_numbers((*args[1:], *kwargs.values()))
         if not isinstance(target, DTensor):
             return read(func, args, kwargs)
+        note_numbers((*args[1:], *kwargs.values()))
         if target is args[0]:
             return _mix(func, (target, *placed_as_updated(target, args[1:])), kwargs)
         return func(args[0], *(_cut_each(each, args[0]) for each in args[1:]), **kwargs)
@@ -57,17 +57,21 @@ def cut_as_updated(shard: Any, operands: tuple[Any, ...]) -> list[Any]:
     return [split_like(each, shard) if _is_plain_of(shard.shape, each) else each for each in operands]
 
 
-def combine_mixed(read: Handler) -> Handler:
-    """Return a handler of `average * decay + parameter`, which is full; a loss and a gradient want a shard.
+def combine_mixed(read: Handler, ownership: Ownership) -> Handler:
+    """Return a handler of `average * decay + parameter`, full; a loss and a gradient want a shard.
+
+    Where the script has ranks of its own, what each has copied before its model is sharded may differ, as its
+    initial weights do: then the full tensor is computed in any order, of this rank's.
 
     Args:
         read: Computes with full tensors.
+        ownership: Who shards, and whether the script has ranks.
     """
 
     def compute(func: Any, args: Any, kwargs: Any) -> Any:
-        first = args[0]
-        full = isinstance(first, torch.Tensor) and not isinstance(first, DTensor) and first.dim()
-        return read(func, args, kwargs) if full and not torch.is_grad_enabled() else _mix(func, args, kwargs)
+        operands = args if ownership.ranked else args[:1]  # Python turns `plain + shard` round
+        full = not torch.is_grad_enabled() and any(_is_plain(each) and each.dim() for each in operands)
+        return read(func, args, kwargs) if full else _mix(func, args, kwargs)
 
     return compute
 
@@ -95,4 +99,8 @@ def _made_like(target: Any, source: Any) -> Any:
 
 
 def _is_plain_of(shape: Any, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == shape
+    return _is_plain(value) and value.shape == shape
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)

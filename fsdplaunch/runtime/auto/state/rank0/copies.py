@@ -68,6 +68,11 @@ _made: "weakref.WeakValueDictionary[int, DTensor]" = weakref.WeakValueDictionary
 """The copies that are alive, by their ids, in the order in which they were made."""
 
 
+def living_copies() -> list[DTensor]:
+    """Return the copies that are alive."""
+    return list(_made.values())
+
+
 def copied_from(tensor: DTensor) -> Copy | None:
     """Return how a tensor was made; None if it is no copy, or if it or its source was changed since."""
     copy: Copy | None = tensor.__dict__.get(_MARK)
@@ -87,7 +92,7 @@ def named_copies(names: dict[tuple[Any, ...], ShardName]) -> Iterator[tuple[Shar
     """
     made = dict(names)
     alike: dict[ShardName, list[DTensor]] = {}
-    for tensor in list(_made.values()):
+    for tensor in living_copies():
         name = _name(tensor, made)
         if name is not None:
             made[identity(tensor)] = name
