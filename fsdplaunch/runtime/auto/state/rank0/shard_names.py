@@ -38,6 +38,8 @@ def readable(name: ShardName) -> str:
     kind, number, *rest = json.loads(name)
     if kind == "copy":
         return f"a copy of {readable(number)}"
+    if kind == "computed":
+        return "a tensor computed from shards"
     if kind == "model":
         return str(rest[0])
     if kind == "flat":
@@ -86,8 +88,8 @@ def _is_uneven(tensor: DTensor) -> bool:
 
 
 def is_copy(name: ShardName) -> bool:
-    """Return whether a name is that of a copy."""
-    return bool(json.loads(name)[0] == "copy")
+    """Return whether a name is that of a copy, or of what was computed: it tells of changes itself."""
+    return json.loads(name)[0] in ("copy", "computed")
 
 
 def is_flat(name: ShardName) -> bool:
