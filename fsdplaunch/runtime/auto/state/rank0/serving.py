@@ -22,6 +22,7 @@ from fsdplaunch.runtime.auto.state.rank0.flat_shards import (
     places_in_units,
     state_of,
 )
+from fsdplaunch.runtime.auto.state.rank0.made_tensors import named_made
 from fsdplaunch.runtime.auto.state.rank0.position import Position
 from fsdplaunch.runtime.auto.state.rank0.shard_names import (
     ShardName,
@@ -82,7 +83,10 @@ class Server:
     def _look_up(self) -> None:
         """Find the names of what this rank has a shard of."""
         self.shards = dict(named_shards(self.hook_context))
-        self.copies = dict(named_copies({identity(value): name for name, value in self.shards.items()}))
+        names = {identity(value): name for name, value in self.shards.items()}
+        made = dict(named_made(names))
+        names |= {identity(value): name for name, value in made.items()}
+        self.copies = dict(named_copies(names)) | made
 
     def _forget(self) -> None:
         self.shards, self.copies, self.places = {}, {}, {}

@@ -38,6 +38,8 @@ def readable(name: ShardName) -> str:
     kind, number, *rest = json.loads(name)
     if kind == "copy":
         return f"a copy of {readable(number)}"
+    if kind == "made":
+        return "a tensor made like a parameter"
     if kind == "model":
         return str(rest[0])
     if kind == "flat":
@@ -86,8 +88,8 @@ def _is_uneven(tensor: DTensor) -> bool:
 
 
 def is_copy(name: ShardName) -> bool:
-    """Return whether a name is that of a copy."""
-    return bool(json.loads(name)[0] == "copy")
+    """Return whether a name is that of a copy, or of a tensor made like a shard; its changes are in its name."""
+    return json.loads(name)[0] in ("copy", "made")
 
 
 def is_flat(name: ShardName) -> bool:
