@@ -1,6 +1,6 @@
 """Remember tensors that every rank has made like a shard, and find the same one on another rank.
 
-An optimizer that is none of torch's keeps its state in tables of its own: `state["average"] = torch.zeros_like(p)`.
+An optimizer that is none of torch's keeps its state in tables of its own: `state["mean"] = torch.zeros_like(p)`.
 All ranks run the same lines, so the third tensor that was made after the fifth pass is the third on each.
 """
 
