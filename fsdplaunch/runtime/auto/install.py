@@ -35,6 +35,7 @@ from fsdplaunch.runtime.auto.state.exports import exporting_full_models
 from fsdplaunch.runtime.auto.state.files.file_operations import doing_once
 from fsdplaunch.runtime.auto.state.files.fresh_folders import keeping_fresh_folders
 from fsdplaunch.runtime.auto.state.files.same_operations import counting_for_all
+from fsdplaunch.runtime.auto.state.files.written_bytes import writing_bytes_once
 from fsdplaunch.runtime.auto.state.files.written_files import writing_once
 from fsdplaunch.runtime.auto.state.load_hooks import loading_full_tensors
 from fsdplaunch.runtime.auto.state.rank0.copies import remembering_copies
@@ -86,6 +87,7 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         saving_full_tensors(hook_context),
         keeping_fresh_folders(hook_context),
         writing_once(hook_context),
+        writing_bytes_once(hook_context),
         counting_for_all(hook_context.size),
         doing_once(hook_context),
         loading_full_tensors(hook_context),
