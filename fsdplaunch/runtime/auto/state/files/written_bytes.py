@@ -1,4 +1,4 @@
-"""Have a file that all ranks open to write bytes be written by rank 0 alone: a library's `model.save("agent.zip")`.
+"""Have a file that all ranks open to write bytes be written by rank 0: a library's `model.save("agent.zip")`.
 
 Each rank that opens it empties it, so one that is early would read less than it has written. A rank that is not
 the first writes to a temporary file instead, and at the end waits until rank 0's is complete. Below the working
