@@ -394,5 +394,5 @@ def test_an_optimizer_that_a_library_builds_in_its_step_is_told_with_a_fitting_h
     script.write_text(IN_LIBRARY)
     done = forks.run(script, tmp_path / "run", str(packages), mode, ranks=2)
     assert done.codes == [1, 1]
-    assert f"train.py:12 {message}" in done.err[0]
+    assert f"train.py:10 {message}" in done.err[0]
     assert "library builds the optimizer in the step that computes" in done.err[0]

@@ -167,7 +167,7 @@ def check_not_gathered(params: Iterable[nn.Parameter], *, what: str) -> None:
 
 
 def _for_library() -> str | None:
-    """Return what to try where a library builds an optimizer in the step that computes; None where the user does."""
+    """Return what to try where a library builds an optimizer in its step; None where the user does."""
     library = calling_library()
     return library and (
         f"{library} builds the optimizer in the step that computes: build one of torch's of model.parameters()"
