@@ -2,7 +2,8 @@
 
 Needed because FSDP2 sets and adds up the gradients of shards by itself: torch's hooks of tensors, which clamp or
 mask gradients on their way, are never called there, without a word. What is registered at a full parameter is lost
-when its shard comes in its place, as well.
+when its shard comes in its place, as well. Under DistributedDataParallel hooks are given each rank's own full
+gradient, before it is averaged: there they are called where a pass computes with the full parameter.
 
 Gradients that the arithmetic of a script brings to shards, a penalty in the loss, are split as the shards are:
 torch keeps such a result full where a parameter has fewer rows than there are ranks.
@@ -11,8 +12,10 @@ torch keeps such a result full where a parameter has fewer rows than there are r
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,42 +23,85 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
+from fsdplaunch.runtime.state_dict.split_like import split_like
+from fsdplaunch.runtime.torch_internals.fsdp2 import first_gathers
 from fsdplaunch.runtime.torch_internals.tensors import gradient_hooks, has_backward_hooks, renew_backward_hooks
 
 Hook = Callable[[Any], Any]
+Table = OrderedDict[int, Hook]
+"""Hooks by the numbers that their handles have."""
 
 
 class _Hooked:
     """The hooks of one shard. It holds them itself, and this: weak references would keep torch from moving it.
 
     Attributes:
-        hooks: In the order in which they were registered.
+        hooks: In the order in which they were registered; handles that the script has remove from it.
         shard: Whose.
+        local: Whether they are called with this rank's own gradient.
         before: The gradient that the running backward pass adds to; None where there is none.
     """
 
-    def __init__(self, shard: Any) -> None:
-        self.hooks: OrderedDict[int, Hook] = OrderedDict()
+    def __init__(self, shard: Any, hooks: Table | None = None) -> None:
+        self.hooks: Table = OrderedDict() if hooks is None else hooks
         self.shard = shard
+        self.local = False
         self.before: Any = None
-        shard.register_post_accumulate_grad_hook(self.call)
+        with _taking_hooks(shard):
+            shard.register_post_accumulate_grad_hook(self.call)
         _hooked.add(self)
 
     def begin(self) -> None:
         """Keep the gradient that a backward pass adds to."""
-        self.before = None if self.shard.grad is None or not self.hooks else torch.clone(self.shard.grad)
+        kept = self.hooks and not self.local and self.shard.grad is not None
+        self.before = torch.clone(self.shard.grad) if kept else None
+
+    def call_locally(self, when_gathered: Callable[[Callable[[Any], None]], None]) -> None:
+        """Call the hooks from now on with what a backward pass computes for the full parameter on this rank.
+
+        Args:
+            when_gathered: Calls a function with it, as soon as there is one.
+        """
+        if not self.local:
+            self.local = True
+            when_gathered(self._hook_full)
+            with _taking_hooks(self.shard):
+                self.shard.register_hook(self._changed_apart)
+
+    def _hook_full(self, full: Any) -> None:
+        with _taking_hooks(full):
+            full.register_hook(self._changed)
+
+    @unserializable_hook  # type: ignore[untyped-decorator]
+    def _changed_apart(self, gradient: Any) -> Any:
+        """Call the hooks with what arithmetic with the shard brings, full: a pass of the model brings the rest."""
+        if not self.hooks or not isinstance(gradient, DTensor):
+            return None
+        if "penalties" not in _told:
+            _told.add("penalties")
+            line = _line(next(iter(self.hooks.values())))
+            messages.say(
+                f"{line}: this hook is called for the gradient of a penalty and for that of the model's pass, one"
+                " after the other: equal for hooks that scale or mask, not for those that clip"
+            )
+        return split_like(self._changed(gradient.full_tensor()), self.shard)
+
+    @torch.no_grad()
+    def _changed(self, gradient: torch.Tensor) -> torch.Tensor:
+        for hook in list(self.hooks.values()):
+            instead = hook(gradient)
+            gradient = gradient if instead is None else instead
+        return gradient
 
     @torch.no_grad()
     def call(self, shard: Any) -> None:
         """Give what a backward pass has added to the gradient to the hooks, and add what they return instead."""
-        if not self.hooks or shard.grad is None:
+        if not self.hooks or shard.grad is None or self.local:
             return
         before = self.before
-        new = shard.grad if before is None else shard.grad - before
-        for hook in list(self.hooks.values()):
-            instead = hook(new)
-            new = new if instead is None else instead
+        new = self._changed(shard.grad if before is None else shard.grad - before)
         shard.grad = new if before is None else before + new
         self.begin()  # the pass may add to it again
 
@@ -63,14 +109,53 @@ class _Hooked:
 _hooked: "weakref.WeakSet[_Hooked]" = weakref.WeakSet()
 
 
+_told: set[str] = set()
+
+
+def _line(hook: Hook) -> str:
+    code = getattr(hook, "__code__", None)
+    return "the script" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
 def add_hook(shard: Any, hook: Hook) -> RemovableHandle:
     """Have a hook called with each gradient that a backward pass computes for a shard."""
-    _watch_backward()
-    owners = (getattr(each, "__self__", None) for each in gradient_hooks(shard)[1])
-    hooked = next((each for each in owners if isinstance(each, _Hooked)), None) or _Hooked(shard)
+    hooked = _of_shard(shard) or _new(shard)
     handle = RemovableHandle(hooked.hooks)
     hooked.hooks[handle.id] = hook
     return handle
+
+
+def hook_local_gradients(units: Iterable[nn.Module], only: Any = None) -> None:
+    """Call hooks of shards with each rank's own full gradients, before they are averaged.
+
+    Args:
+        units: Of FSDP2.
+        only: One shard; left out, all of theirs.
+    """
+    for unit in units:
+        for shard, when_gathered in first_gathers(unit):
+            hooked = _of_shard(shard) if only is None or shard is only else None
+            if hooked is not None:
+                hooked.call_locally(when_gathered)
+
+
+def _of_shard(shard: Any) -> _Hooked | None:
+    owners = (getattr(each, "__self__", None) for each in gradient_hooks(shard)[1].values())
+    return next((each for each in owners if isinstance(each, _Hooked)), None)
+
+
+def _new(shard: Any, hooks: Table | None = None) -> _Hooked:
+    _watch_backward()
+    return _Hooked(shard, hooks)
+
+
+@contextmanager
+def _taking_hooks(param: Any) -> Iterator[None]:
+    """Let a frozen parameter take hooks, which torch refuses: it may be trained later."""
+    trained = param.requires_grad
+    param.requires_grad_(True)
+    yield
+    param.requires_grad_(trained)
 
 
 @functools.cache
@@ -105,10 +190,16 @@ def carrying_hooks(model: nn.Module) -> Iterator[None]:
         if not isinstance(shard, DTensor) or name not in full:
             continue
         before, after = full[name]
-        for hook in before:
-            add_hook(shard, hook)
-        for hook in after:
-            shard.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        if before:
+            _new(shard, before)
+        if after:
+            with _taking_hooks(shard):
+                shard.register_post_accumulate_grad_hook(partial(_call_all, after))  # type: ignore[no-untyped-call]
+
+
+def _call_all(hooks: Table, shard: Any) -> None:
+    for hook in list(hooks.values()):
+        hook(shard)
 
 
 def place_gradients(model: nn.Module) -> None:
@@ -120,13 +211,11 @@ def place_gradients(model: nn.Module) -> None:
     for param in model.parameters():
         if not isinstance(param, DTensor):
             continue
-        trained = param.requires_grad
-        param.requires_grad_(True)  # torch takes hooks for these only, and a frozen one may be trained later
-        if has_backward_hooks(param):
-            renew_backward_hooks(param)
-        else:
-            param.register_hook(_fit_to(param))  # type: ignore[no-untyped-call]
-        param.requires_grad_(trained)
+        with _taking_hooks(param):
+            if has_backward_hooks(param):
+                renew_backward_hooks(param)
+            else:
+                param.register_hook(_fit_to(param))  # type: ignore[no-untyped-call]
 
 
 def _fit_to(param: DTensor) -> Any:

@@ -6,7 +6,7 @@ import functools
 import importlib
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -262,3 +262,27 @@ def gathered_parameters(module: Any) -> list[tuple[Any, Any]]:
     """List the parameters that an FSDP2 unit has gathered before, each with its shard; all versions."""
     held = [param for group in param_groups(module) for param in group.fsdp_params]
     return [(param._unsharded_param, param.sharded_param) for param in held if hasattr(param, "_unsharded_param")]
+
+
+def first_gathers(module: Any) -> Iterator[tuple[Any, Callable[[Callable[[Any], None]], None]]]:
+    """Yield the shards of an FSDP2 unit, each with what calls a function with its full parameter; all versions.
+
+    At once where it was gathered before, else when it first is. Torch gathers into the same tensor from then on.
+    """
+    for group in param_groups(module):
+        for held in group.fsdp_params:
+            yield held.sharded_param, functools.partial(_call_when_gathered, held)
+
+
+def _call_when_gathered(held: Any, act: Callable[[Any], None]) -> None:
+    gather = held.init_unsharded_param
+
+    def gather_first(*args: Any, **kwargs: Any) -> None:
+        gather(*args, **kwargs)
+        held.init_unsharded_param = gather
+        act(held._unsharded_param)
+
+    if hasattr(held, "_unsharded_param"):
+        act(held._unsharded_param)
+    else:
+        held.init_unsharded_param = gather_first

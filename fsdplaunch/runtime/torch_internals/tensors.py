@@ -1,7 +1,8 @@
 """What torch keeps behind plain tensors: hooks, storages, and the functions that stand for torch's in scripts."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -51,11 +52,19 @@ def change_count(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
-def gradient_hooks(tensor: Any) -> tuple[list[Any], list[Any]]:
-    """Return what was registered at a tensor for its gradient before and after it is added up; all versions."""
-    tables = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
-    before, after = (list(table.values()) if table else [] for table in tables)
-    return before, after
+def overwriting_uncounted(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+    """Return a context in which tensors are overwritten without autograd's notice; all versions."""
+    uncounted: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors))
+    return uncounted  # type: ignore[no-any-return]
+
+
+def gradient_hooks(tensor: Any) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
+    """Return what was registered at a tensor for its gradient before and after it is added up; all versions.
+
+    In torch's own tables, from which handles remove; in empty ones where nothing was registered.
+    """
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return tensor._backward_hooks or OrderedDict(), after or OrderedDict()
 
 
 def apart_from_parameters(output: Any) -> Any:

@@ -28,7 +28,8 @@ from fsdplaunch.runtime.auto.detect.optimizers import regroup
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
-from fsdplaunch.runtime.inspection.units import has_shards, is_sharded
+from fsdplaunch.runtime.inspection.units import has_shards, is_sharded, is_unit
+from fsdplaunch.runtime.sharding.gradient_hooks import hook_local_gradients
 from fsdplaunch.runtime.sharding.optimizer_params import waits_for_shards
 from fsdplaunch.runtime.torch_internals.modules import SEND_STATES
 
@@ -95,6 +96,7 @@ def _shard(module: nn.Module, given: dict[str, Any], hook_context: HookContext) 
             )
         for optimizer in filter(waits_for_shards, hook_context.built_optimizers()):
             regroup(optimizer, hook_context, now=True)
+    hook_local_gradients(filter(is_unit, model.modules()))
     if "replicas" not in hook_context.printed:
         hook_context.printed.add("replicas")
         messages.say(f"{script_line()}: DistributedDataParallel({name}) is the sharded model")

@@ -21,6 +21,7 @@ from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.rank0.passes import check_turn
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.torch_internals.fsdp2 import drop_local_gradients, group_refs
+from fsdplaunch.runtime.torch_internals.tensors import overwriting_uncounted
 from fsdplaunch.runtime.torch_internals.wrappers import untraced
 
 
@@ -63,15 +64,19 @@ class Forward:
 
     @torch.no_grad()
     def _send_buffers(self) -> None:
-        """Overwrite buffers with rank 0's, all of one dtype and device at once. Collective."""
+        """Overwrite buffers with rank 0's, all of one dtype and device at once. Collective.
+
+        Not counted as a change, as under torch's wrapper: an earlier pass may still wait for its backward.
+        """
         kinds: dict[Any, list[torch.Tensor]] = {}
         for buffer in self.buffers:
             kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
         for kind in kinds.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in kind])
             dist.broadcast(flat, src=0)
-            for buffer, part in zip(kind, flat.split([each.numel() for each in kind]), strict=True):
-                buffer.copy_(part.view_as(buffer))
+            with overwriting_uncounted(kind):
+                for buffer, part in zip(kind, flat.split([each.numel() for each in kind]), strict=True):
+                    buffer.copy_(part.view_as(buffer))
 
     @contextmanager
     def joining(self, *, enable: bool) -> Iterator[None]:

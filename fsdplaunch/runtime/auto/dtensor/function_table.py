@@ -29,6 +29,7 @@ from fsdplaunch.runtime.auto.dtensor.shared_memory import read_only, refuse_memo
 from fsdplaunch.runtime.auto.dtensor.unknown_operators import UnknownOperators
 from fsdplaunch.runtime.auto.dtensor.updates import WrappedUpdates, make_into
 from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.state.rank0.computed import Namer
 from fsdplaunch.runtime.torch_internals.dtensor import (
     computing_unknown,
     finishing_results,
@@ -169,7 +170,8 @@ def _handling_operators(hook_context: HookContext, updates: WrappedUpdates) -> I
         table.update({op: _operator(handler, ownership, kept.get(op)) for op, handler in handlers_of.items()})
 
     operators = _operators(ownership)
-    put(operators)
+    mixing, namer = _overloads(_MIXING), Namer(hook_context)
+    put({op: namer.naming(each) if op in mixing else each for op, each in operators.items()})
     table.update(dict.fromkeys(_overloads(COLLECTIVES, torch.ops.c10d), refuse_collective))
     writes = PartWrites(put, operators)
     views = shard_writes.view_operators()

@@ -18,9 +18,9 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
-from fsdplaunch.runtime.inspection.units import has_shards
+from fsdplaunch.runtime.inspection.units import has_shards, is_unit
 from fsdplaunch.runtime.sharding.blocks import class_name
-from fsdplaunch.runtime.sharding.gradient_hooks import add_hook, place_gradients
+from fsdplaunch.runtime.sharding.gradient_hooks import add_hook, hook_local_gradients, place_gradients
 from fsdplaunch.runtime.torch_internals.fsdp2 import gathered_parameters
 from fsdplaunch.runtime.torch_internals.modules import MOVE_METHOD
 
@@ -51,7 +51,13 @@ def keeping_hooks(hook_context: HookContext) -> Iterator[None]:
         def register_hook(tensor: Any, hook: Any) -> Any:
             own = str(getattr(hook, "__module__", "")).startswith(("fsdplaunch.", "torch."))
             shards = hook_context.ownership.ours and isinstance(tensor, nn.Parameter)
-            return add_hook(tensor, hook) if shards and not own else original(tensor, hook)
+            if not shards or own:
+                return original(tensor, hook)
+            handle = add_hook(tensor, hook)
+            if hook_context.ownership.ranked:
+                units = (each for model in hook_context.models for each in model.modules() if is_unit(each))
+                hook_local_gradients(units, tensor)
+            return handle
 
         return register_hook
 

@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.model.forward_hooks import original_name
 from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.state.rank0.passes import meet_rank0
 from fsdplaunch.runtime.inspection.parameter_names import clean_name
 from fsdplaunch.runtime.inspection.units import reshard
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
@@ -29,6 +31,7 @@ def loading_full_tensors(hook_context: HookContext) -> Iterator[None]:
         def load_state_dict(self: nn.Module, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
             targets = _sharded(self) if hook_context.ownership.ours else {}
             if targets:
+                meet_rank0(f"{original_name(self)}.load_state_dict")
                 state_dict, assign = _cut_model(state_dict, targets), False
             return original(self, state_dict, strict=strict, assign=assign)
 
@@ -38,6 +41,7 @@ def loading_full_tensors(hook_context: HookContext) -> Iterator[None]:
         def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
             params = [param for group in self.param_groups for param in group["params"]]
             if hook_context.ownership.ours and any(isinstance(param, DTensor) for param in params):
+                meet_rank0(f"{type(self).__name__}.load_state_dict")
                 state_dict = _cut_optimizer(state_dict, params)
             original(self, state_dict)
 

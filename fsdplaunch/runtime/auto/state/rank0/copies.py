@@ -8,7 +8,7 @@ weights so far, an average kept in a dict), they have it too, made from the same
 import functools
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +93,7 @@ def named_copies(names: dict[tuple[Any, ...], ShardName]) -> Iterator[tuple[Shar
     made = dict(names)
     alike: dict[ShardName, list[DTensor]] = {}
     for tensor in living_copies():
-        name = _name(tensor, made)
+        name = name_of_copy(tensor, lambda source: made.get(identity(source)))
         if name is not None:
             made[identity(tensor)] = name
             alike.setdefault(name, []).append(tensor)
@@ -103,10 +103,20 @@ def named_copies(names: dict[tuple[Any, ...], ShardName]) -> Iterator[tuple[Shar
             yield json.dumps([*json.loads(name), number, len(tensors)]) if changed else name, tensor
 
 
-def _name(tensor: DTensor, names: dict[tuple[Any, ...], ShardName]) -> ShardName | None:
-    """Return how a copy was made, and how often it was changed since; None if its source has no name."""
-    copy: Copy = tensor.__dict__[_MARK]
-    source = names.get(identity(copy.source))
+def name_of_copy(tensor: DTensor, name_of: Callable[[DTensor], ShardName | None]) -> ShardName | None:
+    """Return how a copy was made, and how often it was changed since.
+
+    Args:
+        tensor: Any shard.
+        name_of: Names what it is a copy of.
+
+    Returns:
+        None for what is no copy, and where its source has no name.
+    """
+    copy: Copy | None = tensor.__dict__.get(_MARK)
+    if copy is None:
+        return None
+    source = name_of(copy.source)
     made = *copy.place, copy.changes, _text(copy.calls), changes(tensor) - copy.begun
     return None if source is None else json.dumps(["copy", source, *made])
 

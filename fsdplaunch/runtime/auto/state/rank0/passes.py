@@ -92,3 +92,19 @@ def check_all_ranks(call: str, hint: str = _HINT) -> None:
         rank, where = next(iter(saves.where.items()))
         msg = f"{script_line()} calls {call} on rank 0 only: rank {rank} is at {where}"
         raise ShardingError(msg, hint=hint)
+
+
+def meet_rank0(call: str) -> None:
+    """Wait until rank 0 makes a call that changes shards, too: until then it may still be saving them.
+
+    Rank 0 waits for none that does not come: it may exchange weights for a save, and back.
+
+    Args:
+        call: What it is, the same on all ranks.
+
+    Raises:
+        CheckpointError: Only other ranks make it.
+    """
+    saves = rank0_saves()
+    if saves is not None:
+        saves.meet(call, "make it on all ranks, decided by a number that all of them have alike")

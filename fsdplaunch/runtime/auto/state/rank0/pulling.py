@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.state.rank0.computed import named_computed
 from fsdplaunch.runtime.auto.state.rank0.connection import connect
 from fsdplaunch.runtime.auto.state.rank0.copies import Copy, copied_from, named_copies
 from fsdplaunch.runtime.auto.state.rank0.fetching import (
@@ -122,7 +123,7 @@ class Rank0Saves:
         """Return a full tensor in host memory, of the shards that the other ranks hand over. On rank 0.
 
         Args:
-            tensor: A parameter, a tensor of an optimizer's state, or an unchanged copy of one.
+            tensor: A parameter, a tensor of an optimizer's state, what was computed from them, or a copy.
             call: The script's call that needs it, for errors.
 
         Raises:
@@ -146,7 +147,8 @@ class Rank0Saves:
 
     def _look_up(self) -> None:
         """Find the names of what this rank has a shard of."""
-        shards = {identity(value): (name, value) for name, value in named_shards(self.hook_context)}
+        named = (*named_computed(), *named_shards(self.hook_context))
+        shards = {identity(value): (name, value) for name, value in named}
         shards |= {identity(value): (name, value) for name, value in named_made(shards)}
         names = {key: name for key, (name, _) in shards.items()}
         copies = {identity(value): (name, value) for name, value in named_copies(names)}

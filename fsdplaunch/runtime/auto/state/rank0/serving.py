@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.state.rank0.computed import named_computed
 from fsdplaunch.runtime.auto.state.rank0.connection import Connection, bytes_of
 from fsdplaunch.runtime.auto.state.rank0.copies import named_copies
 from fsdplaunch.runtime.auto.state.rank0.flat_shards import (
@@ -83,10 +84,11 @@ class Server:
     def _look_up(self) -> None:
         """Find the names of what this rank has a shard of."""
         self.shards = dict(named_shards(self.hook_context))
-        names = {identity(value): name for name, value in self.shards.items()}
+        computed = dict(named_computed())
+        names = {identity(value): name for name, value in (*computed.items(), *self.shards.items())}
         made = dict(named_made(names))
         names |= {identity(value): name for name, value in made.items()}
-        self.copies = dict(named_copies(names)) | made
+        self.copies = {**dict(named_copies(names)), **computed, **made}
 
     def _forget(self) -> None:
         self.shards, self.copies, self.places = {}, {}, {}
