@@ -19,6 +19,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.early_lengths import EarlyLengths
 from fsdplaunch.runtime.auto.data.own_generators import OwnGenerators
 from fsdplaunch.runtime.auto.data.samplers import FullBatches, RankBatches, RankItems, RankTurns
+from fsdplaunch.runtime.auto.data.single_draws import drawing_items
 from fsdplaunch.runtime.auto.data.worker_draws import WorkerDraws
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
@@ -176,7 +177,7 @@ def _read_with_own_draws(loader: Any, iterate: Any, hook_context: HookContext) -
 
     def next_with_own_draws(iterator: Any = iterator) -> Any:
         hook_context.batches.complete = False
-        with streams.own() if draws is None else nullcontext():
+        with streams.own() if draws is None else nullcontext(), drawing_items(hook_context):
             batch = next_data(iterator)
         if "own draws" not in hook_context.printed:
             seen = streams.own_drawn or own.drew() if draws is None else draws.seen()

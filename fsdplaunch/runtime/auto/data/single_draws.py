@@ -5,6 +5,8 @@ draws them for its rows.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fsdplaunch.runtime import messages
@@ -27,6 +29,17 @@ def note_single(hook_context: HookContext, size: Any) -> None:
     if not any(is_in_pass(model) for model in list(context.models)):
         line = script_line()
         context.batches.single[line] = context.batches.single.get(line, 0) + 1
+
+
+@contextmanager
+def drawing_items(hook_context: HookContext) -> Iterator[None]:
+    """Read a batch: what its items draw is told for the dataset, and is no draw of the line that reads it."""
+    noted = dict(hook_context.batches.single)
+    try:
+        yield
+    finally:
+        hook_context.batches.single.clear()
+        hook_context.batches.single.update(noted)
 
 
 def tell_single(hook_context: HookContext) -> None:

@@ -1,6 +1,7 @@
 """Shard where training begins, when the source gave a reason to wait: no one else has sharded by then.
 
-Training begins where a loader is read, or a model called, after an optimizer was built on full parameters.
+Training begins where a loader is read, or a model called, after an optimizer was built on full parameters. A
+loader that begins its iterator where it is built is read at the first batch.
 """
 
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.data.late_iterator import LateIterator, asked_by_constructor
 from fsdplaunch.runtime.auto.detect.optimizers import regroup
 from fsdplaunch.runtime.auto.patch import replaced
 
@@ -54,7 +56,12 @@ class _Waiting:
 
     def _reading(self, original: Any) -> Any:
         def iterate(loader: Any) -> Any:
-            if torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
+                return original(loader)
+            return LateIterator(lambda: begin(loader)) if asked_by_constructor() else begin(loader)
+
+        def begin(loader: Any) -> Any:
+            if self.started:
                 self._look(None)
             return original(loader)
 

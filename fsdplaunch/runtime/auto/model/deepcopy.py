@@ -65,18 +65,26 @@ def _method(module: "weakref.ref[nn.Module]", copy_one: Callable[..., nn.Module]
 def _full_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a copy of a module of the model, which is one of plain torch. Collective."""
     reshard(module)
-    gathering = ShardGatherer("copy.deepcopy", keep=True)
+    return _plain(module, memo, ShardGatherer("copy.deepcopy", keep=True))
 
+
+def _plain(module: nn.Module, memo: dict[int, Any], gathering: ShardGatherer) -> nn.Module:
     def full(param: nn.Parameter) -> Any:
         return gathering.full(param) if isinstance(param, DTensor) else copy.deepcopy(param)
 
-    return unsharded_copy(module, full, memo)
+    copied = unsharded_copy(module, full, memo)
+    gathering.leave()
+    return copied
 
 
 def _copied(model: Any, memo: dict[int, Any], attach: Callable[[nn.Module, nn.Module], None]) -> nn.Module:
-    """Return another model with the same values, sharded in the same way."""
+    """Return another model with the same values, sharded in the same way; of plain torch where rank 0 is alone."""
     prepared = registered(model)
     reshard(model)
+    gathering = ShardGatherer("copy.deepcopy", keep=True)
+    gathering.meet()
+    if not gathering.together:
+        return _plain(model, memo, gathering)
     metas: dict[int, Any] = {}
 
     def as_meta(param: nn.Parameter) -> Any:

@@ -44,6 +44,11 @@ _alive: "weakref.WeakValueDictionary[int, DTensor]" = weakref.WeakValueDictionar
 """What was computed, by ids, in the order in which it was made."""
 
 
+def is_computed(name: ShardName) -> bool:
+    """Return whether a name is that of something computed, which one rank alone may have done."""
+    return bool(json.loads(name)[0] == "computed")
+
+
 def named_computed() -> Iterator[tuple[ShardName, DTensor]]:
     """Yield what was computed from shards and is alive, with names that are the same on every rank that did.
 

@@ -1,8 +1,9 @@
 """Remember what a copy of a sharded tensor was made from, and find the same copy on another rank.
 
 Scripts save `{name: value.cpu() for name, value in model.state_dict().items()}`. Where rank 0 alone made the
-copy, the others have what it was made from, and rank 0 can make the copy again. Where all ranks made it (the best
-weights so far, an average kept in a dict), they have it too, made from the same values by the same calls.
+copy, the others have what it was made from, and rank 0 can make the copy again. A share, `(1 - decay) * value`,
+counts as one, for averages that rank 0 alone keeps. Where all ranks made it (the best weights so far, an average
+kept in a dict), they have it too, made from the same values by the same calls.
 """
 
 import functools
@@ -25,6 +26,7 @@ from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
 
 _METHODS = (
     *("detach", "clone", "cpu", "cuda", "to", "type", "float", "half", "bfloat16", "double", "contiguous"),
+    *("mul", "__mul__", "__rmul__", "div", "__truediv__"),  # by a number: an average's share
     "__deepcopy__",
 )
 _MARK = "fsdplaunch_copy"

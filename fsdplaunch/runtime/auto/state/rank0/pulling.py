@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.state.rank0.computed import named_computed
+from fsdplaunch.runtime.auto.state.rank0.computed import is_computed, named_computed
 from fsdplaunch.runtime.auto.state.rank0.connection import connect
 from fsdplaunch.runtime.auto.state.rank0.copies import Copy, copied_from, named_copies
 from fsdplaunch.runtime.auto.state.rank0.fetching import (
@@ -140,7 +140,9 @@ class Rank0Saves:
 
     def _copy_of_now(self, tensor: DTensor) -> Copy | None:
         """Return how a copy of what every rank has was made, if that has not changed since."""
-        copy = None if identity(tensor) in self.shards else copied_from(tensor)  # state may begin as a copy
+        named = self.names[identity(tensor)][0] if identity(tensor) in self.shards else None
+        own = named is not None and not is_computed(named)  # a parameter; or state, which may begin as a copy
+        copy = None if own else copied_from(tensor)
         if copy is None or identity(copy.source) not in self.shards:
             return None  # every rank must have made it
         return copy if copy.is_of(self.names[identity(copy.source)][1], tensor) else None
