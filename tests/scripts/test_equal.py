@@ -519,10 +519,10 @@ def test_second_derivatives_by_parameters_are_refused_at_their_line(
 
 TOLD = """
 import torch
-from fsdplaunch.runtime.auto.model import loss_exchange
+from fsdplaunch.runtime.auto.losses import exchange
 from fsdplaunch.runtime.collectives import hang_detector
 from torch.utils.data import DataLoader
-loss_exchange.NOTICE_SECONDS = loss_exchange.CONFIRM_SECONDS = 0.5
+exchange.NOTICE_SECONDS = exchange.CONFIRM_SECONDS = 0.5
 hang_detector.STILL_SECONDS = 0.5
 blocks = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()) for _ in range(3)]
 model = torch.nn.Sequential(*blocks).to("cpu")
@@ -561,7 +561,7 @@ def test_writes_into_copies_and_passes_without_a_backward_on_some_ranks_are_told
 
 
 def test_graph_of_a_loss_tells_its_reductions() -> None:
-    from fsdplaunch.runtime.auto.model.loss_graph import batch_reductions
+    from fsdplaunch.runtime.auto.losses.graph import batch_reductions
 
     out = torch.nn.Linear(3, 5)(torch.randn(4, 3))
 
@@ -582,7 +582,7 @@ def test_graph_of_a_loss_tells_its_reductions() -> None:
 
 
 def test_what_mixes_rows_is_told_from_what_does_not() -> None:
-    from fsdplaunch.runtime.auto.model.loss_graph import is_by_row
+    from fsdplaunch.runtime.auto.losses.graph import is_by_row
 
     out = torch.randn(4, 3, 2, requires_grad=True)
     by_row = [

@@ -11,9 +11,9 @@ import torch
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.same_rows import SameRows
 from fsdplaunch.runtime.auto.data.single_draws import tell_single
+from fsdplaunch.runtime.auto.losses.scale import LossScale
 from fsdplaunch.runtime.auto.model.double_backward import differentiable_grad, refuse_parameters
 from fsdplaunch.runtime.auto.model.forward_hooks import check_not_gathered
-from fsdplaunch.runtime.auto.model.loss_scale import LossScale
 from fsdplaunch.runtime.auto.model.parameter_gradients import gradients_by_backward, sharded_parameters
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.torch_internals.wrappers import compiles_backward

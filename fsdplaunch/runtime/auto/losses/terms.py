@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fsdplaunch.runtime.auto.model.loss_graph import BatchReduction, kind_of
-from fsdplaunch.runtime.auto.model.loss_plan import Amounts, ReductionFacts, ReductionPlan, plan_reduction
-from fsdplaunch.runtime.auto.model.row_mixing import is_of_model
+from fsdplaunch.runtime.auto.losses.graph import BatchReduction, kind_of
+from fsdplaunch.runtime.auto.losses.plan import Amounts, ReductionFacts, ReductionPlan, plan_reduction
+from fsdplaunch.runtime.auto.losses.row_mixing import is_of_model
 
 _NAMED_NODES = 20
 Ranks = Sequence[Sequence[ReductionFacts]]

@@ -14,12 +14,10 @@ import torch.distributed as dist
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.model.loss_exchange import RankLoss, check_passes, digest_of
-from fsdplaunch.runtime.auto.model.loss_graph import BatchReduction, batch_reductions
-from fsdplaunch.runtime.auto.model.loss_plan import Amounts, facts_of
-from fsdplaunch.runtime.auto.model.loss_terms import LossTerms, term_name
-from fsdplaunch.runtime.auto.model.own_buffers import tell_own_buffers
-from fsdplaunch.runtime.auto.model.row_mixing import (
+from fsdplaunch.runtime.auto.losses.exchange import RankLoss, check_passes, digest_of
+from fsdplaunch.runtime.auto.losses.graph import BatchReduction, batch_reductions
+from fsdplaunch.runtime.auto.losses.plan import Amounts, facts_of
+from fsdplaunch.runtime.auto.losses.row_mixing import (
     compares_rows,
     fixed_rows,
     inner_outputs,
@@ -27,6 +25,8 @@ from fsdplaunch.runtime.auto.model.row_mixing import (
     outputs_of_models,
     penalises_on_meshes,
 )
+from fsdplaunch.runtime.auto.losses.terms import LossTerms, term_name
+from fsdplaunch.runtime.auto.model.own_buffers import tell_own_buffers
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.collectives.monitored_barrier import name_ranks
 from fsdplaunch.runtime.collectives.rank_group import from_all
