@@ -46,13 +46,16 @@ def lines(text: str) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["sums", "randomness", "samplers", "penalties", "optimizers", "operators", "batches", "references"],
+    [
+        *("sums", "randomness", "samplers", "penalties", "optimizers", "operators", "batches", "references"),
+        *("mixtures", "inference"),
+    ],
 )
 def test_training_is_that_of_one_process(runs: Callable[[str], tuple[Run, Run]], name: str) -> None:
     plain, many = runs(name)
     expected = lines(plain.out[0])
     assert len(expected) >= 8
-    for other in ("root", "contrast", "centred", "table", "mistaken"):  # told, below
+    for other in ("root", "contrast", "centred", "table", "mistaken", "over loss", "of loss"):  # told, below
         expected.pop(other, None)
     for out in many.out:
         found = lines(out)
@@ -79,6 +82,54 @@ def test_reductions_that_are_no_means_are_named_with_their_line(runs: Callable[[
     assert told.count("no plain sum or mean") == 1
     mixed = {name for name in names if f"{line[name]}the loss compares rows of the batch with each other" in told}
     assert mixed == ({"contrast", "centred", "table"} if takes_partial_passes() else {"contrast"})
+
+
+def test_losses_by_which_parameters_are_multiplied_are_told_unless_they_are_linear(
+    runs: Callable[[str], tuple[Run, Run]],
+) -> None:
+    told = runs("mixtures")[1].err[0]
+    assert told.count("no plain sum or mean over the batch (Div)") == 1
+    assert told.count("the loss compares rows of the batch with each other") == 1
+    assert told.count("the loss is a sum over the batch") == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "w.grad = w.grad * loss.detach()",
+        "w.grad.mul_(loss.detach())",
+        "w.data.sub_(w.grad, alpha=loss.item())",
+        "w.grad = w.grad.minimum(loss.detach())",
+    ],
+)
+def test_shards_that_are_scaled_by_a_ranks_own_loss_are_told_before_the_first_step(
+    forks: Forks, tmp_path: Path, change: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(OWN_NUMBER.format(change=change))
+    told = {}
+    for rows in (True, False):
+        done = forks.run(script, tmp_path / str(rows), str(rows), ranks=2, launch__keep_global_batch=True)
+        assert done.codes == [0, 0], done.err
+        told[rows] = "is computed with a sharded parameter or gradient" in done.err[0].partition("stepping")[0]
+    assert told == {True: True, False: False}  # where all ranks have the same rows there is nothing to tell
+
+
+OWN_NUMBER = """
+import sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+model = torch.nn.Linear(5, 3).to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+inputs, w = torch.randn(8, 5), model.weight
+(x,) = next(iter(DataLoader(TensorDataset(inputs), batch_size=8))) if sys.argv[1] == "True" else (inputs,)
+loss = model(x).pow(2).mean()
+loss.backward()
+with torch.no_grad():
+    {change}
+optimizer.register_step_post_hook(lambda *_: print("stepping", file=sys.stderr, flush=True))
+optimizer.step()
+"""
 
 
 def test_parameters_that_a_script_holds_hold_no_full_tensor(runs: Callable[[str], tuple[Run, Run]]) -> None:

@@ -24,6 +24,7 @@ from fsdplaunch.runtime.auto.detect.shard_triggers import (
 from fsdplaunch.runtime.auto.detect.training_begins import sharding_when_training_begins
 from fsdplaunch.runtime.auto.dtensor.function_table import handling_shards
 from fsdplaunch.runtime.auto.dtensor.grad_clipping import clipping_by_full_norm
+from fsdplaunch.runtime.auto.dtensor.own_numbers import telling_own_numbers
 from fsdplaunch.runtime.auto.model.backward_hooks import watching_backward
 from fsdplaunch.runtime.auto.model.batch_norm import normalising_global_batch
 from fsdplaunch.runtime.auto.model.buffers import aligning_buffers
@@ -76,6 +77,7 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         watching_backward(hook_context),
         clipping_by_full_norm(hook_context),
         handling_shards(hook_context),
+        telling_own_numbers(),
         counting(hook_context.position),
         remembering_copies(hook_context.position),
         holding_states(hook_context),

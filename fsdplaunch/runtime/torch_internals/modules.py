@@ -102,3 +102,9 @@ def parse_move(args: Any, kwargs: Any) -> tuple[torch.device | None, torch.dtype
     """Return the device and dtype that arguments of `Module.to` name; all versions."""
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     return device, dtype
+
+
+LBFGS_GATHERS = "_gather_flat_grad"
+"""The method by which LBFGS puts all gradients into one row; all versions."""
+LBFGS_ADDS = "_add_grad"
+"""The method by which LBFGS adds a step size times a row to all parameters; all versions."""

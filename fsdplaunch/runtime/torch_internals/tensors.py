@@ -45,8 +45,11 @@ def is_function_transforms(tensor: torch.Tensor) -> bool:
 
 
 def change_count(tensor: torch.Tensor) -> int:
-    """Return how often a tensor, or another one with its storage, was changed in place; all versions."""
-    return int(tensor._version)
+    """Return how often a tensor, or another one with its storage, was changed in place; all versions.
+
+    Torch does not count it for tensors that are made in inference mode: 0.
+    """
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def overwriting_uncounted(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:

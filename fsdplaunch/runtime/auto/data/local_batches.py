@@ -53,6 +53,10 @@ class LocalBatches:
         self.drawn += 1
         self.divided = True
 
+    def may_have_rows(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor may be of this rank's rows, by its size."""
+        return tensor.dim() > 0 and tensor.shape[0] in self.sizes
+
     def enter(self, given: Iterable[Any]) -> None:
         """Note what a model's pass in training mode was given, tensors of any shape among it.
 

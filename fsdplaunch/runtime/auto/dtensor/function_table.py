@@ -20,6 +20,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor import mixtures, shard_parts, shard_writes
 from fsdplaunch.runtime.auto.dtensor import shard_handlers as handlers
+from fsdplaunch.runtime.auto.dtensor.full_mixtures import compute_full, with_plain
 from fsdplaunch.runtime.auto.dtensor.optimizer_steps import stepping_without_handlers
 from fsdplaunch.runtime.auto.dtensor.own_collectives import COLLECTIVES, refuse_collective
 from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0, full_by_all_or_rank0
@@ -80,6 +81,9 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
     set_data = _handled(data.__set__, partial(handlers.assign_data, hook_context.models), ours)
     with ExitStack() as stack:
         updates = WrappedUpdates(ours, stack)
+        for name, handler in _mixing_methods(hook_context).items():
+            method = with_plain(getattr(torch.Tensor, name), handler, ours)
+            stack.enter_context(replaced(DTensor, name, lambda _, method=method: method))  # type: ignore[misc]
         for name, handler in _methods(hook_context).items():
             method = _handled(getattr(torch.Tensor, name), handler, ours)
             stack.enter_context(replaced(DTensor, name, lambda _, method=method: method))  # type: ignore[misc]
@@ -91,15 +95,14 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
             stack.enter_context(replaced(torch, name, lambda function: _handled(function, draw_like, ours)))
         get_data = _handled(data.__get__, shard_parts.counted_data, ours)
         stack.enter_context(
-            replaced(torch, "unbind", lambda function: _function(function, shard_parts.unbound, ours))
+            replaced(torch, "unbind", partial(_function, handler=shard_parts.unbound, ownership=ours))
         )
+        shape = partial(_function, handler=handlers.take_shape, ownership=ours)
         for name in _SHAPES:
-            stack.enter_context(
-                replaced(torch, name, lambda function: _function(function, handlers.take_shape, ours))
-            )
+            stack.enter_context(replaced(torch, name, shape))
         stack.enter_context(replaced(torch, "eye", lambda function: _function(function, make_into, ours)))
         stack.enter_context(replaced(DTensor, "data", lambda _: property(get_data, set_data)))
-        stack.enter_context(replaced(DTensor, "full_tensor", full_by_all_or_rank0))
+        stack.enter_context(replaced(DTensor, "full_tensor", partial(full_by_all_or_rank0, ours)))
         set_plain = _handled(data.__set__, handlers.full_data, ours)
         stack.enter_context(replaced(nn.Parameter, "data", lambda _: property(data.__get__, set_plain)))
         stack.enter_context(_handling_operators(hook_context, updates))
@@ -114,7 +117,6 @@ def _methods(hook_context: HookContext) -> dict[str, Handler]:
         **dict.fromkeys(("numpy", "__array__"), read_only(read, hook_context)),
         **dict.fromkeys(("storage", "__dlpack__"), refuse_memory),
         **dict.fromkeys(_REDUCTIONS, shard_parts.fresh(by_all_or_rank0(handlers.reduce))),
-        **dict.fromkeys(_ADDITIONS, handlers.add),
         **dict.fromkeys(_NEW, handlers.make_new),
         **dict.fromkeys(_DRAWS, partial(handlers.draw, hook_context.streams)),
         **dict.fromkeys(
@@ -123,16 +125,22 @@ def _methods(hook_context: HookContext) -> dict[str, Handler]:
         **dict.fromkeys(("view", *_SHAPES), handlers.take_shape),
         "unbind": shard_parts.unbound,
         "__iter__": by_all_or_rank0(rows),
-        "__getitem__": _taken_by_mask,
+        "__getitem__": partial(_taken, read),
     }
 
 
-def _taken_by_mask(func: Any, args: Any, kwargs: Any) -> Any:
-    """Take elements of the full tensor where a mask is a shard itself: `weight[weight > 0]`."""
-    shard, index = args
+def _mixing_methods(hook_context: HookContext) -> dict[str, Handler]:
+    """Return the handlers of methods that compute a shard with plain tensors."""
+    read = shard_parts.fresh(by_all_or_rank0(handlers.gather))
+    return compute_full(read, dict.fromkeys(_ADDITIONS, handlers.add), hook_context.batches.may_have_rows)
+
+
+def _taken(read: Handler, func: Any, args: Any, kwargs: Any) -> Any:
+    """Take elements of the full tensor where they are told by a tensor: `weight[weight > 0]`, `weight[labels]`."""
+    _, index = args
     indices = index if isinstance(index, tuple) else (index,)
-    by_shard = any(isinstance(each, DTensor) for each in indices)
-    return handlers.gather(func, args, kwargs) if by_shard else func(shard, index)
+    by_tensor = any(isinstance(each, torch.Tensor) and each.dim() for each in indices)
+    return read(func, args, kwargs) if by_tensor else func(*args)
 
 
 def _handled(func: Any, handler: Handler, ownership: Ownership) -> Any:
@@ -155,8 +163,7 @@ def _function(func: Any, handler: Handler, ownership: Ownership) -> Any:
 @contextmanager
 def _handling_operators(hook_context: HookContext, updates: WrappedUpdates) -> Iterator[None]:
     """Install the handlers of operators, which backward passes and torch's own functions run as well."""
-    ownership = hook_context.ownership
-    table = operator_handlers()
+    ownership, table = hook_context.ownership, operator_handlers()
     kept = dict(table)
 
     def put(handlers_of: dict[Any, Handler]) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
+from fsdplaunch.runtime.auto.dtensor.own_numbers import note_numbers
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler, full_tensor, is_partial, placed_like
 from fsdplaunch.runtime.state_dict.split_like import split_like
 from fsdplaunch.runtime.torch_internals.dtensor import placements_of
@@ -25,6 +26,7 @@ def update_mixed(read: Handler) -> Handler:
         target = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
         if not isinstance(target, DTensor):
             return read(func, args, kwargs)
+        note_numbers((*args[1:], *kwargs.values()))
         if target is args[0]:
             return _mix(func, (target, *placed_as_updated(target, args[1:])), kwargs)
         return func(args[0], *(_cut_each(each, args[0]) for each in args[1:]), **kwargs)
@@ -78,6 +80,7 @@ def _mix(func: Any, args: Any, kwargs: Any) -> Any:
     """Cut a plain tensor of a parameter's shape that is computed with its shard."""
     like = next((arg for arg in args if isinstance(arg, DTensor)), None)
     if like is not None and like.dim() and not is_partial(like):
+        note_numbers((*args, *kwargs.values()))
         args = [split_like(arg, like) if _is_plain_of(like.shape, arg) else arg for arg in args]
     return func(*args, **kwargs)
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor.row_loops import put_kept_rows
+from fsdplaunch.runtime.auto.dtensor.shard_handlers import averaged
 from fsdplaunch.runtime.auto.script_line import calling_lines, is_user_file
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer
 from fsdplaunch.runtime.auto.state.rank0.position import Position
@@ -51,17 +53,22 @@ def by_all_or_rank0(compute: Callable[[Any, Any, Any], Any]) -> Callable[[Any, A
     return read
 
 
-def full_by_all_or_rank0(gather: Callable[..., Any]) -> Callable[..., Any]:
+def full_by_all_or_rank0(ownership: Ownership, gather: Callable[..., Any]) -> Callable[..., Any]:
     """Return a `full_tensor` that a script may also call on rank 0 alone, whoever has sharded the tensor.
 
     Args:
+        ownership: Who has.
         gather: Torch's; collective. Libraries keep it as it is: they call it where all ranks come.
     """
 
     def full_tensor(full: torch.Tensor, **_: Any) -> torch.Tensor:
         return full
 
-    read = by_all_or_rank0(lambda _, args, kwargs: gather(*args, **kwargs))
+    def gathered(_: Any, args: Any, kwargs: Any) -> Any:
+        full = gather(*args, **kwargs)
+        return averaged(full, args[0].device_mesh) if ownership.ours else full
+
+    read = by_all_or_rank0(gathered)
 
     @wraps(gather)
     def gather_or_fetch(tensor: DTensor, **kwargs: Any) -> Any:

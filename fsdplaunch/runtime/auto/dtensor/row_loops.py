@@ -43,7 +43,9 @@ class _Rows:
     """
 
     def __init__(self, shard: Any) -> None:
-        self.shard, self.full = shard, full_copy(shard)
+        self.shard = shard
+        with torch.inference_mode(mode=False), torch.no_grad():  # what is made in it does not count its changes
+            self.full = full_copy(shard)
         self.before, self.of = change_count(self.full), change_count(shard)
 
     def each(self) -> Iterator[torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from fsdplaunch.runtime.auto.data.rng_streams import RngStreams
 from fsdplaunch.runtime.inspection.units import is_unit
@@ -161,13 +161,35 @@ def full_tensor(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     value = value if torch.is_grad_enabled() else value.detach()
-    return value.to_local() if _is_replicated(value) else value.full_tensor()
+    full: Any = value.to_local() if _is_replicated(value) else value.full_tensor()
+    return averaged(full, value.device_mesh)
+
+
+def averaged(full: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """Let the gradient of a full tensor be the mean of those of all ranks, for each may have another loss.
+
+    Args:
+        full: Gathered of a shard, or computed of shards.
+        mesh: Over which.
+    """
+    if full.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+
+        def mean(gradient: torch.Tensor) -> torch.Tensor:
+            summed: Any = DTensor.from_local(gradient, mesh, [Partial()] * mesh.ndim, run_check=False)
+            return torch.div(_replicated(summed).to_local(), mesh.size())
+
+        full.register_hook(mean)
+    return full
 
 
 def replicated(value: Any) -> Any:
     """Return a tensor replicated on every rank: torch 2.7 has no gradient of replicating what is."""
     if not isinstance(value, DTensor) or _is_replicated(value):
         return value
+    return _replicated(value)
+
+
+def _replicated(value: Any) -> Any:
     return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
 
 

@@ -6,7 +6,8 @@ views, so that it does not matter by which function or method a part is taken.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,16 +36,30 @@ def take_part(begun: Callable[[], None], op: Any, args: Any, kwargs: Any) -> Any
         kwargs: What it was called with by name.
     """
     source, *rest = args
-    result = _taken_by(op, source, rest, kwargs)
+    with _outside_of_inference_mode(source):
+        result = _taken_by(op, source, rest, kwargs)
     if not torch.compiler.is_compiling() and (is_part(source) or source.grad_fn is None):
         several = isinstance(result, tuple | list)
-        seen = [_changes(source)]
+        seen = [change_count(source)]
         for position, each in enumerate(result if several else (result,)):
             if type(each) is DTensor and each is not source and (is_part(source) or not _shares(each, source)):
                 begun()
                 take = partial(_at, op, rest, kwargs, position if several else None)
                 each.__dict__[_PART] = _Part(each, source, take, seen)
     return result
+
+
+@contextmanager
+def _outside_of_inference_mode(source: Any) -> Iterator[None]:
+    """Make views of a shard as they are elsewhere: torch's, made in inference mode, have no count of changes.
+
+    `Cannot set version_counter for inference tensor` it says then, for it shares the count of the shard.
+    """
+    if not torch.is_inference_mode_enabled() or source.is_inference():
+        yield
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
 
 
 def _taken_by(op: Any, source: Any, rest: Any, kwargs: Any) -> Any:
@@ -58,11 +73,6 @@ def _taken_by(op: Any, source: Any, rest: Any, kwargs: Any) -> Any:
     placements = [Replicate()] * mesh.ndim
     result = op(full_tensor(source.detach()), *rest, **kwargs)
     return tree_map(lambda each: DTensor.from_local(each, mesh, placements, run_check=False), result)
-
-
-def _changes(tensor: Any) -> int:
-    """Return how often a tensor was changed; torch does not count it for those made in inference mode."""
-    return 0 if tensor.is_inference() else change_count(tensor)
 
 
 def _shares(tensor: Any, source: Any) -> bool:
@@ -97,7 +107,7 @@ class _Part:
     def refresh(self, tensor: Any) -> None:
         """Give a part what was written into its source since. Collective where it has to be taken anew."""
         refresh(self.source)
-        if self.seen[0] != _changes(self.source) and not _shares(tensor, self.source):
+        if self.seen[0] != change_count(self.source) and not _shares(tensor, self.source):
             fresh = self.take(full_copy(self.source))
             local_tensor(tensor).copy_(local_tensor(cut_to_shard(fresh, tensor)))
 
@@ -116,7 +126,7 @@ class _Part:
                 self._place(full)
             if not self.source.is_inference():
                 increment_version(self.source)
-        self.seen[0] = _changes(self.source) + 1  # torch counts the change of the part when it has ended
+        self.seen[0] = change_count(self.source) + 1  # torch counts the change of the part when it has ended
         written_back(self.source)
 
     def _place(self, full: torch.Tensor) -> None:

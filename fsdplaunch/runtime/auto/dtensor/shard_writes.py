@@ -31,12 +31,21 @@ FULL_WRITES = (
 """What writes elements by their place in the full tensor, which torch does for no shard."""
 
 
+_MADE_OF_VIEWS = (
+    *("chunk", "narrow", "movedim", "moveaxis", "swapaxes", "swapdims", "tensor_split", "hsplit", "vsplit"),
+    *("dsplit", "unflatten", "expand_as", "view_as", "matrix_H", "mH", "mT"),
+)
+"""What torch computes by other operators before it asks a DTensor, but for inference mode."""
+
+
 def view_operators() -> list[Any]:
     """Return the operators that give views, by their schemas."""
     refused = torch.ops.aten.as_strided.default  # by torch, with its reason
     aten = torch.ops.aten
     unknown = [aten.unfold.default, aten.unbind.int, aten.select.int]  # to all DTensors, the last two to 2.7's
-    known = [op for op in _torchs() if gives_view(op) and op is not refused]
+    packets = [getattr(aten, name) for name in _MADE_OF_VIEWS if hasattr(aten, name)]
+    made = [getattr(packet, each) for packet in packets for each in packet.overloads()]
+    known = [op for op in [*_torchs(), *made] if gives_view(op) and op is not refused]
     return list(dict.fromkeys([*unknown, *known]))
 
 

@@ -20,38 +20,17 @@ from fsdplaunch.runtime.torch_internals.graph_nodes import (
     scale_factor,
     total_weight,
 )
-
-_MOST_NODES = 5000
-_LINEAR = frozenset(
-    (
-        *("Add", "Sub", "Rsub", "Neg", "Mul", "Div", "Stack", "Cat", "Clone", "ToCopy", "Copy", "Alias"),
-        *("View", "ReshapeAlias", "UnsafeView", "Squeeze", "Unsqueeze", "Select", "Slice", "Expand"),
-        *("Permute", "Transpose", "T", "_ToTorchTensor", "_FromTorchTensor", "Redistribute"),
-    )
+from fsdplaunch.runtime.torch_internals.node_kinds import (
+    ALONG,
+    ELEMENTWISE,
+    LINEAR,
+    LOSSES,
+    MOST_NODES,
+    PLAIN,
+    PRODUCTS,
+    is_of_parameters,
+    kind_of,
 )
-"""Nodes that a reduction's value passes with a factor at most."""
-_ELEMENTWISE = _LINEAR | frozenset(
-    (
-        *("Pow", "Abs", "Exp", "Log", "Log1P", "Expm1", "Sqrt", "Rsqrt", "Square", "Sign", "Reciprocal", "Xlogy"),
-        *("Clamp", "ClampMin", "ClampMax", "Where", "Minimum", "Maximum", "MaskedFill"),
-        *("Relu", "LeakyRelu", "Softplus", "LogSigmoid", "Sigmoid", "Tanh"),
-    )
-)
-_LOSSES = frozenset(
-    (
-        *("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"),
-        *("NllLoss", "NllLoss2D", "MultiMarginLoss", "MultilabelMarginLoss", "SoftMarginLoss"),
-    )
-)
-_PRODUCTS = ("Mul", "Div")
-_PLAIN = ("Sum", "Mean")
-_ALONG = frozenset(
-    (
-        *(*_PLAIN, "Softmax", "LogSoftmax", "Logsumexp", "LinalgVectorNorm", "Norm", "Std", "Var"),
-        *("Amax", "Amin", "Max", "Min", "Cumsum", "Gather"),
-    )
-)
-"""Nodes that compute along some dimensions."""
 
 
 class Amount(NamedTuple):
@@ -109,30 +88,58 @@ class _Search:
     def below(self, root: Any, factors: tuple[Factor, ...]) -> Iterator[BatchReduction]:
         """Yield the reductions at and below a node whose value is multiplied by these until it is the loss."""
         waiting = [(root, factors)]
-        while waiting and len(self.seen) < _MOST_NODES:
+        while waiting and len(self.seen) < MOST_NODES:
             node, scales = waiting.pop()
             if node is None or node in self.seen or kind_of(node) == "AccumulateGrad":
                 continue
             self.seen.add(node)
             name = kind_of(node)
-            if name in _PRODUCTS and _mixes_operands(node):
+            if name in PRODUCTS and _mixes_operands(node):
                 yield _unknown(node, name)
-            elif name in _LINEAR or (name in _PLAIN and _only_collects(node)):
+            elif name in LINEAR or (name in PLAIN and (_only_collects(node) or self._is_of_reduced(node))):
                 factor = scale_factor(node)
                 more = scales if factor is None else (*scales, factor)
                 waiting += [(below, more) for below, _ in node.next_functions]
-            elif not _is_of_parameters(node):
+            elif not is_of_parameters(node):
                 yield self._reduction(node, name, scales)
 
+    def _is_of_reduced(self, node: Any) -> bool:
+        """Return whether a sum is of losses that are reduced already, such as a loss times each weight of a model.
+
+        Not a mean, which divides them by how many it is over.
+        """
+        shape = reduced_shape(node)
+        if kind_of(node) != "Sum" or not shape or shape[0] in self.sizes:
+            return False
+        waiting, seen, found = [node.next_functions[0][0]], set[Any](), False
+        while waiting and len(seen) < MOST_NODES:
+            below = waiting.pop()
+            if below is None or below in seen or kind_of(below) == "AccumulateGrad" or is_of_parameters(below):
+                continue
+            seen.add(below)
+            name = kind_of(below)
+            if self._reduces_rows(below, name):
+                found = True
+            elif name in LINEAR and not (name in PRODUCTS and _mixes_operands(below)):
+                waiting += [each for each, _ in below.next_functions]
+            else:
+                return False
+        return found
+
+    def _reduces_rows(self, node: Any, name: str) -> bool:
+        shape = reduced_shape(node)
+        reduces = name in PLAIN or (name in LOSSES and loss_reduction(node) > 0)
+        return reduces and bool(shape) and shape[0] in self.sizes and 0 in reduced_dims(node)
+
     def _reduction(self, node: Any, name: str, factors: tuple[Factor, ...]) -> BatchReduction:
-        how = {"Sum": 2, "Mean": 1}.get(name, loss_reduction(node) if name in _LOSSES else 0)
+        how = {"Sum": 2, "Mean": 1}.get(name, loss_reduction(node) if name in LOSSES else 0)
         if not how:
             return _unknown(node, name)
-        inner = self._over_rows_below(node) if name in _PLAIN else None
+        inner = self._over_rows_below(node) if name in PLAIN else None
         chosen = node if inner is None else inner
         name = kind_of(chosen)
         shape = reduced_shape(chosen)
-        if name == "Mean" or (name in _LOSSES and how == 1):
+        if name == "Mean" or (name in LOSSES and how == 1):
             multiplied = any(factor.value in self.sizes and factor.value > 1 for factor in factors)
             kind, weight = "unknown" if multiplied else "mean", total_weight(chosen)
             amounts: tuple[Amount, ...] = (
@@ -164,14 +171,14 @@ class _Search:
         waiting: list[Any] = [below for below, _ in node.next_functions]
         seen: set[Any] = set()
         found = None
-        while waiting and len(seen) < _MOST_NODES:
+        while waiting and len(seen) < MOST_NODES:
             below = waiting.pop()
             name = kind_of(below) if below is not None else ""
-            if below in seen or name not in _ELEMENTWISE | set(_PLAIN):
+            if below in seen or name not in ELEMENTWISE | set(PLAIN):
                 continue
             seen.add(below)
             shape, dims = reduced_shape(below), reduced_dims(below)
-            if name in _PLAIN and shape and shape[0] in self.sizes and 0 in dims and len(dims) < len(shape):
+            if name in PLAIN and shape and shape[0] in self.sizes and 0 in dims and len(dims) < len(shape):
                 found = below
             waiting += [each for each, _ in below.next_functions]
         return found
@@ -199,24 +206,21 @@ def _unknown(node: Any, name: str) -> BatchReduction:
     return BatchReduction(node=node, outer=node, kind="unknown", shape=(), amounts=(), name=name)
 
 
-def kind_of(node: Any) -> str:
-    """Return a node's name without what all names end in: `MseLossBackward0` is `MseLoss`."""
-    return str(node.name()).rsplit("::", 1)[-1].rstrip("0123456789").removesuffix("Backward")
-
-
 def is_by_row(node: Any) -> bool:
     """Return whether an operation computes each row of its result from the same row of what it is given."""
     name = kind_of(node)
-    if name in _ALONG:
+    if name in ALONG:
         return 0 not in computed_dims(node)
-    return name == "AccumulateGrad" or (name in _ELEMENTWISE | _LOSSES and not moves_rows(node))
+    return name == "AccumulateGrad" or (name in ELEMENTWISE | LOSSES and not moves_rows(node))
 
 
 def _mixes_operands(node: Any) -> bool:
-    """Return whether a product or a quotient is of two values of the batch, as a Dice loss is."""
-    operands = [below for below, _ in node.next_functions if below is not None]
-    moving = [each for each in operands if kind_of(each) != "AccumulateGrad" and not _is_of_parameters(each)]
-    return len(moving) > 1
+    """Return whether a product or a quotient is of two values of the batch, as a Dice loss is, or by one."""
+    operands = [below for below, _ in node.next_functions]
+    moving = [
+        each is not None and kind_of(each) != "AccumulateGrad" and not is_of_parameters(each) for each in operands
+    ]
+    return sum(moving) > 1 or (kind_of(node) == "Div" and moving[1:] == [True])
 
 
 def _only_collects(node: Any) -> bool:
@@ -229,25 +233,3 @@ def _only_collects(node: Any) -> bool:
         and len(shape) == 1
         and shape[0] == len(below.next_functions)
     )
-
-
-def _is_of_parameters(node: Any) -> bool:
-    """Return whether only parameters are below a node, as below a penalty.
-
-    They are sharded where the script takes them itself; where it does so in the model's forward, nothing but
-    arithmetic of single elements is between.
-    """
-    waiting, seen = [node], set[Any]()
-    simple = sharded = True
-    while waiting and (simple or sharded) and len(seen) < _MOST_NODES:
-        each = waiting.pop()
-        if each is None or each in seen:
-            continue
-        seen.add(each)
-        name = kind_of(each)
-        if name == "AccumulateGrad":
-            sharded = sharded and hasattr(each.variable, "device_mesh")
-        elif each is not node and name not in _ELEMENTWISE and name not in _PLAIN:
-            simple = False
-        waiting += [below for below, _ in each.next_functions]
-    return (simple or sharded) and len(seen) > 1

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdplaunch.runtime.auto.losses.graph import BatchReduction, is_by_row
-from fsdplaunch.runtime.auto.model.double_backward import noted
 from fsdplaunch.runtime.torch_internals.graph_nodes import fixed_factor, reduced_shape
+from fsdplaunch.runtime.torch_internals.node_kinds import has_rows, noted
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves
 
 _KEY, _INNER = "fsdplaunch_output", "fsdplaunch_inner_output"
@@ -135,9 +135,10 @@ def may_compare_rows(loss: torch.Tensor, reductions: Sequence[BatchReduction], *
 def fixed_rows(loss: torch.Tensor, rows: int) -> list[float]:
     """Return the sums of what a loss multiplies its rows by that has as many rows and no gradient.
 
-    Where ranks have different ones they are rows of the batch, such as those of a frozen encoder.
+    Where ranks have different ones they are rows of the batch, such as those of a frozen encoder. What the script
+    multiplies by parameters outside of the model is none of them.
     """
-    factors = (fixed_factor(node) for node in _nodes_above(loss.grad_fn, _KEY))
+    factors = (fixed_factor(node) for node in _nodes_above(loss.grad_fn, _KEY) if not has_rows(node))
     return [float(each.double().sum()) for each in factors if each is not None and rows in each.shape]
 
 

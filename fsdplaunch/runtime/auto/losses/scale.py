@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.dtensor.own_numbers import compare_at_backward
 from fsdplaunch.runtime.auto.losses.exchange import RankLoss, check_passes, digest_of
 from fsdplaunch.runtime.auto.losses.graph import BatchReduction, batch_reductions
 from fsdplaunch.runtime.auto.losses.plan import Amounts, facts_of
@@ -58,6 +59,7 @@ class LossScale:
         Args:
             losses: What the script calls `backward` of.
         """
+        compare_at_backward()
         for loss in losses:
             if loss.grad_fn is None or self.reduction == "mean":
                 continue

@@ -22,6 +22,7 @@ from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.unsharded_copy import as_before
 from fsdplaunch.runtime.inspection.units import reshard
 from fsdplaunch.runtime.torch_internals.fsdp2 import root_mixed_precision
+from fsdplaunch.runtime.torch_internals.node_kinds import noted
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves, tree_map
 
 _KEY = "fsdplaunch_pass"
@@ -64,12 +65,6 @@ def keep_pass(made: ModelPass, output: Any) -> None:
         if isinstance(value, torch.Tensor) and value.grad_fn is not None:
             edge = get_gradient_edge(value)
             noted(edge.node).setdefault(_KEY, []).append((made, edge, position))
-
-
-def noted(node: Any) -> dict[Any, Any]:
-    """Return what was noted at a node of a graph, to be read or added to."""
-    notes: dict[Any, Any] = node.metadata
-    return notes
 
 
 def differentiable_grad(grad: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[Any], given: Any) -> Any:

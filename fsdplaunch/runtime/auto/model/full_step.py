@@ -20,7 +20,7 @@ from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.inspection.accessors import full_tensor
 from fsdplaunch.runtime.rank import configured_data_ranks
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
-from fsdplaunch.runtime.torch_internals.optimizers import LBFGS_ADDS, LBFGS_GATHERS
+from fsdplaunch.runtime.torch_internals.modules import LBFGS_ADDS, LBFGS_GATHERS
 
 _FACTORING = frozenset({"Adafactor", "Rprop", "Shampoo", "DistributedShampoo", "SOAP", "CAME", "SM3"})
 """Classes, of torch and of others, whose step needs each parameter in full."""

@@ -27,7 +27,10 @@ HOOKS = (
 
 @pytest.fixture(autouse=True)
 def _hooked() -> Iterator[None]:
-    data, rows = SimpleNamespace(rank=0, size=2), SimpleNamespace(sizes=set(), current=None, complete=False)
+    data, rows = (
+        SimpleNamespace(rank=0, size=2),
+        SimpleNamespace(sizes=set(), current=None, complete=False, may_have_rows=None),
+    )
     context: Any = SimpleNamespace(
         keeps_batch=True,
         size=2,
