@@ -54,7 +54,8 @@ def change_count(tensor: torch.Tensor) -> int:
 
 def overwriting_uncounted(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
     """Return a context in which tensors are overwritten without autograd's notice; all versions."""
-    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[no-any-return]
+    uncounted: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors))
+    return uncounted  # type: ignore[no-any-return]
 
 
 def gradient_hooks(tensor: Any) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
