@@ -62,6 +62,11 @@ class LossExchange:
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
 
+    def group(self) -> Any:
+        """Return the group, which is opened."""
+        self.open()
+        return self._group
+
     def all_ranks(self, own: RankLoss, line: str) -> list[RankLoss]:
         """Return what every rank has sent, in the order of ranks. Collective.
 

@@ -17,7 +17,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.dtensor.own_numbers import compare_at_backward
 from fsdplaunch.runtime.auto.losses.exchange import RankLoss, check_passes, digest_of
 from fsdplaunch.runtime.auto.losses.graph import BatchReduction, batch_reductions
-from fsdplaunch.runtime.auto.losses.plan import Amounts, facts_of
+from fsdplaunch.runtime.auto.losses.plan import Amounts, Need, facts_of
 from fsdplaunch.runtime.auto.losses.row_mixing import (
     compares_rows,
     fixed_rows,
@@ -27,6 +27,7 @@ from fsdplaunch.runtime.auto.losses.row_mixing import (
     penalises_on_meshes,
 )
 from fsdplaunch.runtime.auto.losses.terms import LossTerms, term_name
+from fsdplaunch.runtime.auto.losses.whole_value import WholeValue, common_factor, has_one_value, has_penalty
 from fsdplaunch.runtime.auto.model.own_buffers import tell_own_buffers
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.collectives.monitored_barrier import name_ranks
@@ -35,7 +36,6 @@ from fsdplaunch.runtime.torch_internals.graph_nodes import takes_partial_passes
 
 WEIGHT = "_fsdplaunch_weight"
 """The attribute of a loss by which its value counts in the mean over ranks, where that is not equal."""
-_SAME_PART = 1e-9
 
 
 class LossScale:
@@ -51,25 +51,32 @@ class LossScale:
         self.terms: dict[tuple[float, ...], LossTerms] = {}
         self.digests: dict[Any, float] = {}
 
-    def apply(self, losses: list[torch.Tensor]) -> None:
+    def apply(self, losses: list[torch.Tensor]) -> list[WholeValue]:
         """Scale what the losses are reduced by.
 
         Collective, by an exchange of one size whatever the losses are; more at the first backward of a line.
 
         Args:
             losses: What the script calls `backward` of.
+
+        Returns:
+            The values of one process, to be put into the losses after their backward.
         """
         compare_at_backward()
+        whole = []
         for loss in losses:
             if loss.grad_fn is None or self.reduction == "mean":
                 continue
             if self.reduction == "sum":
                 self.hook_context.batches.loss_is_sum = True
                 loss.grad_fn.register_prehook(_times(self.hook_context.data.size))
-            else:
-                self._scale(loss)
+                continue
+            factor = self._scale(loss)
+            if has_one_value(loss):
+                whole.append(WholeValue(loss, factor, self.hook_context.exchange.group()))
+        return whole
 
-    def _scale(self, loss: torch.Tensor) -> None:
+    def _scale(self, loss: torch.Tensor) -> float | None:
         context = self.hook_context
         found = batch_reductions(loss.grad_fn, context.batches.sizes, context.data.size)
         line = script_line()
@@ -84,7 +91,7 @@ class LossScale:
         terms = self.terms[every]
         by_term = self._followed(line, terms, [each.amounts for each in ranks])
         context.batches.loss_is_sum = bool(terms.plans) and all(plan.need == "ranks" for plan in terms.plans)
-        self._register(loss, found, terms, by_term)
+        return self._register(loss, found, terms, by_term)
 
     def _all_ranks(self, line: str, found: list[BatchReduction], amounts: list[float]) -> list[RankLoss]:
         """Return what the losses of all ranks are. Collective, at every backward."""
@@ -114,18 +121,23 @@ class LossScale:
         found: list[BatchReduction],
         terms: LossTerms,
         by_term: list[list[Amounts | None]],
-    ) -> None:
-        """Let the gradients of this rank's reductions be multiplied by what they need."""
-        parts = []
+    ) -> float | None:
+        """Let the gradients of this rank's reductions be multiplied by what they need; return what its value is."""
+        factors: list[float | None] = []
+        needs: list[Need] = []
         for place, reduction in zip(terms.places[dist.get_rank()], found, strict=True):
-            need = "none" if place is None else terms.plans[place].need
-            if need == "ranks":
-                reduction.node.register_prehook(_times(self.hook_context.data.size))
-            elif need == "part" and place is not None:
-                parts.append(terms.plans[place].part(dist.get_rank(), by_term[place]))
-                reduction.node.register_prehook(_times(parts[-1]))
-        if parts and len(parts) == len(found) and max(parts) - min(parts) < _SAME_PART:
-            vars(loss)[WEIGHT] = parts[0]
+            needs.append("none" if place is None else terms.plans[place].need)
+            factor: float | None = {"none": 1.0, "ranks": float(self.hook_context.data.size)}.get(needs[-1])
+            if needs[-1] == "part" and place is not None:
+                factor = terms.plans[place].part(dist.get_rank(), by_term[place])
+            if factor is not None and needs[-1] != "none":
+                reduction.node.register_prehook(_times(factor))
+            if place is not None:
+                factors.append(factor)
+        whole = common_factor(factors)
+        if whole is not None and set(needs) == {"part"}:
+            vars(loss)[WEIGHT] = whole
+        return None if "ranks" in needs and has_penalty(loss, found) else whole
 
     def _followed(self, line: str, terms: LossTerms, ranks: list[list[float]]) -> list[list[Amounts | None]]:
         """Return for each term what each rank divided it by, and let the plans follow."""
