@@ -67,13 +67,18 @@ class _Hooked:
         if not self.local:
             self.local = True
             when_gathered(self._hook_full)
+            with _taking_hooks(self.shard):
+                self.shard.register_hook(self._changed_apart)
 
     def _hook_full(self, full: Any) -> None:
         with _taking_hooks(full):
             full.register_hook(self._changed)
 
-    def changed_apart(self, gradient: torch.Tensor) -> torch.Tensor:
+    @unserializable_hook  # type: ignore[untyped-decorator]
+    def _changed_apart(self, gradient: Any) -> Any:
         """Call the hooks with what arithmetic with the shard brings, full: a pass of the model brings the rest."""
+        if not self.hooks or not isinstance(gradient, DTensor):
+            return None
         if "penalties" not in _told:
             _told.add("penalties")
             line = _line(next(iter(self.hooks.values())))
@@ -81,7 +86,7 @@ class _Hooked:
                 f"{line}: this hook is called for the gradient of a penalty and for that of the model's pass, one"
                 " after the other: equal for hooks that scale or mask, not for those that clip"
             )
-        return self._changed(gradient)
+        return split_like(self._changed(gradient.full_tensor()), self.shard)
 
     @torch.no_grad()
     def _changed(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -214,15 +219,12 @@ def place_gradients(model: nn.Module) -> None:
 
 
 def _fit_to(param: DTensor) -> Any:
-    mesh, placements, shard = param.device_mesh, param.placements, weakref.ref(param)
+    mesh, placements = param.device_mesh, param.placements
 
     @unserializable_hook  # type: ignore[untyped-decorator]
     def fit(gradient: Any) -> Any:
-        if not isinstance(gradient, DTensor):
+        if not isinstance(gradient, DTensor) or gradient.placements == placements:
             return None
-        hooked = _of_shard(shard())
-        if hooked is not None and hooked.local and hooked.hooks:
-            gradient = split_like(hooked.changed_apart(gradient.full_tensor()), gradient)
-        return gradient if gradient.placements == placements else gradient.redistribute(mesh, placements)
+        return gradient.redistribute(mesh, placements)
 
     return fit
