@@ -1,7 +1,7 @@
 """Give a loss the value of one process when its backward has run, where each rank has a share of the batch.
 
-Scripts decide by `loss.item()`: when to lower the learning rate, when to stop, which weights are the best so far. By
-the losses of their own shares, ranks would decide differently.
+Scripts decide by `loss.item()`: when to lower the learning rate, when to stop, which weights are the best so far.
+By the losses of their own shares, ranks would decide differently.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def is_whole(loss: Any) -> bool:
 
 
 def common_factor(factors: Sequence[float | None]) -> float | None:
-    """Return the factor that all terms of a loss have; None where they have different ones, or one is not known."""
+    """Return the factor that all terms of a loss have; None where they differ, or one is not known."""
     known = [factor for factor in factors if factor is not None]
     if not known or len(known) < len(factors) or max(known) - min(known) > _CLOSE:
         return None

@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.same_rows import SameRows
@@ -24,8 +25,13 @@ from fsdplaunch.runtime.torch_internals.wrappers import compiles_backward
 def watching_backward(hook_context: HookContext) -> Iterator[None]:
     """Give losses the gradients of one process, and refuse or tell what cannot have them."""
     watch = _Watch(hook_context)
-    with replaced(torch.autograd, "backward", watch.backward), replaced(torch.autograd, "grad", watch.grad):
-        yield
+    noting = register_optimizer_step_post_hook(watch.scale.rates.note) if hook_context.keeps_batch else None
+    try:
+        with replaced(torch.autograd, "backward", watch.backward), replaced(torch.autograd, "grad", watch.grad):
+            yield
+    finally:
+        if noting is not None:
+            noting.remove()
 
 
 _BACKWARD = "backward(create_graph=True)"
@@ -116,7 +122,7 @@ class _Watch:
 
 
 def _put(whole: list[WholeValue], done: Any, retain_graph: bool | None) -> Any:
-    """Give losses their values, unless another backward may need them as they were computed; return what is done."""
+    """Give losses their values, unless another backward may need them as they were computed; return `done`."""
     for each in () if retain_graph else whole:
         each.put()
     return done
