@@ -96,10 +96,10 @@ def test_losses_by_which_parameters_are_multiplied_are_told_unless_they_are_line
 @pytest.mark.parametrize(
     "change",
     [
-        "w.grad = w.grad * loss.detach()",
-        "w.grad.mul_(loss.detach())",
-        "w.data.sub_(w.grad, alpha=loss.item())",
-        "w.grad = w.grad.minimum(loss.detach())",
+        "w.grad = w.grad * share",
+        "w.grad.mul_(share)",
+        "w.data.sub_(w.grad, alpha=share.item())",
+        "w.grad = w.grad.minimum(share)",
     ],
 )
 def test_shards_that_are_scaled_by_a_ranks_own_loss_are_told_before_the_first_step(
@@ -124,6 +124,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 inputs, w = torch.randn(8, 5), model.weight
 (x,) = next(iter(DataLoader(TensorDataset(inputs), batch_size=8))) if sys.argv[1] == "True" else (inputs,)
 loss = model(x).pow(2).mean()
+share = loss.detach().clone()
 loss.backward()
 with torch.no_grad():
     {change}

@@ -54,7 +54,9 @@ def train(name, loss_of, epochs=6):
             optimizer.zero_grad()
             loss.backward()
             for group in optimizer.param_groups:
-                group["weight_decay"] = 0.01 * float(loss)
+                group["weight_decay"] = 0.01 * loss.item()
+            if loss_of is mean:
+                model[0].weight.grad.mul_(loss.detach())
             optimizer.step()
             total += loss.item()
         schedule.step(total)
