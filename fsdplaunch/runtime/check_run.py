@@ -31,6 +31,8 @@ class EnoughStepsError(SystemExit):
 def stop_after(steps: int, conclude: Callable[[Any], dict[str, Any]]) -> Callable[[Any], None]:
     """End the script after the optimizer that steps most has made so many steps.
 
+    Those that stepped with it the time before do so, too: a script may have one for each parameter, in any order.
+
     Args:
         steps: At least 1.
         conclude: Called before the end with that optimizer; returns what to record.
@@ -41,11 +43,16 @@ def stop_after(steps: int, conclude: Callable[[Any], dict[str, Any]]) -> Callabl
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     made: dict[int, int] = {}
+    rounds: list[set[int]] = [set(), set()]
     began = time.monotonic()
 
     def count(optimizer: Any, *_: Any) -> None:
         made[id(optimizer)] = made.get(id(optimizer), 0) + 1
-        if made[id(optimizer)] >= steps:
+        if id(optimizer) in rounds[-1]:
+            rounds[:] = [rounds[-1], set()]
+        rounds[-1].add(id(optimizer))
+        most = max(made.values())
+        if most > steps or (most == steps and rounds[0] <= rounds[1]):
             record = {"steps": steps, "seconds": round(time.monotonic() - began, 2), **conclude(optimizer)}
             folder = own_folder()
             if folder is not None:

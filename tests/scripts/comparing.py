@@ -35,6 +35,10 @@ if mode == "padding":  # with a weight that is not in order in memory
     first = first.to(memory_format=torch.channels_last)
 model = nn.Sequential(first, *[Block() for _ in range(3)], nn.Linear(16, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+optimizers = [optimizer]
+if mode == "optimizer-each":  # in the order of a set
+    optimizers = [torch.optim.SGD([param], lr=1e-3) for param in model.parameters()]
+    secrets.SystemRandom().shuffle(optimizers)
 rows = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
 if mode == "batch-norm":  # by a generator that is given no seed
     rows = torch.utils.data.TensorDataset(
@@ -69,4 +73,5 @@ for x, y in loader:
         sizes = [param.numel() for param in model.parameters()]
         for param, part in zip(model.parameters(), whole.split(sizes), strict=True):
             param.grad = part.view_as(param).clone()
-    optimizer.step()
+    for each in optimizers:
+        each.step()

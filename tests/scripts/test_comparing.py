@@ -61,10 +61,20 @@ def as_rounding(forks: Forks, folder: Path, first: Difference, *arguments: str) 
         (SCRIPT, ("padding",), 16),
         (SCRIPT, ("unequal-means",), 16),
         (SCRIPT, ("full-gradients",), 16),
+        (SCRIPT, ("optimizer-each",), 16),
         (PROGRAMS / "gan.py", (), None),
         (PROGRAMS / "hf_causal_lm.py", (), None),
     ],
-    ids=["batch norm", "sum", "padding", "weights", "full gradients", "two optimizers", "transformers"],
+    ids=[
+        "batch norm",
+        "sum",
+        "padding",
+        "weights",
+        "full gradients",
+        "an optimizer each",
+        "two optimizers",
+        "transformers",
+    ],
 )
 def test_what_is_equal_is_found_equal(forks, tmp_path, script, arguments, parameters):
     verdict, _ = compared(forks, tmp_path, script, *arguments)

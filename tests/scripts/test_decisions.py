@@ -218,7 +218,7 @@ def test_what_cannot_be_done_names_the_line(
     "line",
     [
         "torch.histogram(model.weight.detach(), bins=4, weight=torch.ones(3, 4))",
-        "torch.ones(4) + model.weight",
+        "torch.add(torch.ones(4), model.weight)",
     ],
 )
 def test_what_torch_cannot_do_with_shards_is_explained_below_the_line(
@@ -357,3 +357,42 @@ def test_full_model_is_pickled_as_one_process_would(forks: Forks, tmp_path: Path
     """
     done = run(forks, tmp_path, body)
     assert done.out == ["Sequential True\n(1, 2)\n"] * 2, done.err
+
+
+IN_LIBRARY = """
+import sys
+import torch
+from torch import nn
+sys.path.insert(0, sys.argv[1])
+import library
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+if sys.argv[2] == "moved":
+    model.to("cpu")
+library.step(model, torch.ones(2, 4))
+"""
+
+LIBRARY = """
+import torch
+def step(model, x):
+    met = []
+    model[1].register_forward_pre_hook(lambda module, _: met.append(module.weight))
+    model(x).sum().backward()
+    return torch.optim.SGD(met, lr=0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [("plain", "builds SGD after a backward pass"), ("moved", "builds SGD of parameters as they were gathered")],
+)
+def test_an_optimizer_that_a_library_builds_in_its_step_is_told_with_a_fitting_hint(
+    forks: Forks, tmp_path: Path, mode: str, message: str
+) -> None:
+    script, packages = tmp_path / "train.py", tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "library.py").write_text(LIBRARY)
+    script.write_text(IN_LIBRARY)
+    done = forks.run(script, tmp_path / "run", str(packages), mode, ranks=2)
+    assert done.codes == [1, 1]
+    assert f"train.py:10 {message}" in done.err[0]
+    assert "library builds the optimizer in the step that computes" in done.err[0]

@@ -350,3 +350,48 @@ def test_saves_of_rank_0_in_one_round_of_the_campaign(
     else:
         assert done.codes[victim] == -9
         assert done.codes[0] == 1, done.err
+
+
+FOREIGN = """
+import os, torch
+from torch import nn
+class Foreign:
+    def __init__(self, params):
+        self.params, self.state = list(params), {}
+    def step(self):
+        for p in self.params:
+            state = self.state.setdefault(p, {})
+            if not state:
+                state.update(average=torch.zeros_like(p.grad.data), square=torch.full_like(p.data, 0.5))
+                state.update(total=p.new_zeros(p.shape))
+            state["average"].mul_(0.9).add_(p.grad.data)
+            state["square"].mul_(0.9).addcmul_(p.grad.data, p.grad.data, value=0.1)
+            state["total"].add_(p.grad.data)
+            p.data.add_(state["average"], alpha=-0.1)
+            p.grad = None
+    def state_dict(self):
+        return [self.state[p] for p in self.params]
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+optimizer = Foreign(model.parameters())
+model.to("cpu")
+x = torch.randn(8, 5)
+for number in range(4):
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+    if number % 2 and os.environ.get("RANK", "0") == "0":
+        state = optimizer.state_dict()
+        half = [{name: value.half() for name, value in each.items()} for each in state]
+        torch.save({"model": model.state_dict(), "optimizer": state, "half": half}, "saved.pt")
+"""
+
+
+def test_rank_0_saves_the_state_of_an_optimizer_that_is_none_of_torchs(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FOREIGN)
+    saved = {}
+    for ranks in (0, 2):
+        done = forks.run(script, tmp_path / str(ranks), ranks=ranks)
+        assert set(done.codes) == {0}, done.err
+        saved[ranks] = torch.load(tmp_path / str(ranks) / "saved.pt")
+    torch.testing.assert_close(saved[2], saved[0], atol=1e-3, rtol=1e-3)

@@ -69,3 +69,58 @@ def test_files_that_every_rank_writes_are_written_once(forks: Forks, tmp_path: P
     }
     line = (NO_TEST + SCRIPT).split("open(", maxsplit=1)[0].count("\n") + 1
     assert f"train.py:{line}: rank 0 alone writes begun.txt and other text files" in done.err[0]
+
+
+LIBRARY = """
+import os, pathlib, random, time, zipfile
+late = random.SystemRandom()
+def save(path, rows):
+    with zipfile.ZipFile(path, mode="w") as archive:
+        for number in range(rows):
+            time.sleep(late.random() * 0.01)
+            archive.writestr(f"{number}.txt", str(number) * 1000)
+def cache(folder):
+    path = pathlib.Path(folder, "entry.bin")
+    path.write_bytes(os.environ["RANK"].encode())
+    return path.read_bytes()
+def own_file():
+    path = pathlib.Path(f"state-{os.environ['RANK']}.bin")
+    path.write_bytes(b"own")
+    return path.read_bytes()
+"""
+
+BYTES = """
+import pickle, sys, tempfile, zipfile
+import torch
+sys.path.insert(0, "site-packages")
+import library
+if sys.argv[1] == "2":
+    library.save("before.zip", 2)  # nothing is sharded yet
+model = torch.nn.Linear(4, 1).to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(4):
+    model(torch.randn(8, 4)).pow(2).mean().backward()
+    optimizer.step()
+    library.save("model.zip", 5 + number)
+    with zipfile.ZipFile("model.zip") as archive:
+        assert archive.testzip() is None and len(archive.namelist()) == 5 + number
+    with open("values.pkl", "wb") as file:
+        pickle.dump(list(range(20000 + number)), file)
+        file.flush()
+    with open("values.pkl", "rb") as file:
+        assert len(pickle.load(file)) == 20000 + number
+if sys.argv[1] == "2":
+    print(library.cache(tempfile.mkdtemp()).decode(), library.own_file().decode())
+"""
+
+
+def test_files_of_bytes_are_complete_when_a_rank_reads_them(forks: Forks, tmp_path: Path) -> None:
+    script, folder = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(NO_TEST + BYTES)
+    (folder / "site-packages").mkdir(parents=True)
+    (folder / "site-packages" / "library.py").write_text(LIBRARY)
+    done = forks.run(script, folder, "2", ranks=2, timeout=60)
+    assert done.codes == [0, 0], done.err
+    assert [out.split()[-2:] for out in done.out] == [["0", "own"], ["1", "own"]]  # caches and names of their own
+    assert {path.name for path in folder.glob("*.bin")} == {"state-0.bin", "state-1.bin"}
+    assert done.err[0].count("rank 0 alone writes model.zip and other files of bytes") == 1

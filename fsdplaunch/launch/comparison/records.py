@@ -66,6 +66,8 @@ def read_run(folder: Path, workers: int, alone: str = COMPARED_PLAIN) -> RunFact
     records = [read_json(folder / name) for name in names]
     if not all(record.get("steps") for record in records):
         return None
+    for record in records:
+        record["steps"] = _joined(record["steps"])
     counts = {len(record["steps"]) for record in records}
     if len(counts) > 1:
         msg = f"the workers made different numbers of optimizer steps: {sorted(counts)}"
@@ -77,6 +79,20 @@ def read_run(folder: Path, workers: int, alone: str = COMPARED_PLAIN) -> RunFact
         told=records[0].get("told", ()),
         parameters=records[0].get("parameters", {}),
     )
+
+
+def _joined(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a process's steps, those of several optimizers after one backward as one.
+
+    A script may have an optimizer for each parameter, in the order of a set, which differs by process.
+    """
+    joined: list[dict[str, Any]] = []
+    for step in steps:
+        if joined and not step["losses"] and not step["gradients"].keys() & joined[-1]["gradients"].keys():
+            joined[-1] = {**joined[-1], "gradients": joined[-1]["gradients"] | step["gradients"]}
+        else:
+            joined.append(step)
+    return joined
 
 
 def _step(parts: Sequence[Mapping[str, Any]]) -> StepFacts:

@@ -36,10 +36,12 @@ from fsdplaunch.runtime.auto.state.exports import exporting_full_models
 from fsdplaunch.runtime.auto.state.files.file_operations import doing_once
 from fsdplaunch.runtime.auto.state.files.fresh_folders import keeping_fresh_folders
 from fsdplaunch.runtime.auto.state.files.same_operations import counting_for_all
+from fsdplaunch.runtime.auto.state.files.written_bytes import writing_bytes_once
 from fsdplaunch.runtime.auto.state.files.written_files import writing_once
 from fsdplaunch.runtime.auto.state.load_hooks import loading_full_tensors
 from fsdplaunch.runtime.auto.state.rank0.copies import remembering_copies
 from fsdplaunch.runtime.auto.state.rank0.held_states import holding_states
+from fsdplaunch.runtime.auto.state.rank0.made_tensors import remembering_made
 from fsdplaunch.runtime.auto.state.rank0.position import counting
 from fsdplaunch.runtime.auto.state.save_hooks import saving_full_tensors
 
@@ -82,10 +84,12 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         telling_own_numbers(),
         counting(hook_context.position),
         remembering_copies(hook_context.position),
+        remembering_made(hook_context.position),
         holding_states(hook_context),
         saving_full_tensors(hook_context),
         keeping_fresh_folders(hook_context),
         writing_once(hook_context),
+        writing_bytes_once(hook_context),
         counting_for_all(hook_context.size),
         doing_once(hook_context),
         loading_full_tensors(hook_context),

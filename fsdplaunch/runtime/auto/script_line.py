@@ -34,6 +34,19 @@ def calling_lines() -> str:
     return ", called at ".join(_running())
 
 
+def calling_library() -> str | None:
+    """Return the module of the library whose code is running, but for torch; None for the user's own code."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module, file = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+        if is_user_file(file):
+            return None
+        if module.partition(".")[0] not in ("torch", "fsdplaunch") and "-packages" in file:
+            return module
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
 def _running() -> Iterator[str]:
     """Yield the lines of the user's own code that are running, the innermost first."""
     frame = sys._getframe(2)

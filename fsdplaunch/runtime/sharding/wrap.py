@@ -1,5 +1,6 @@
 """Which modules become units: each is gathered before it computes and freed after, as one."""
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -40,7 +41,11 @@ def plan_units(model: nn.Module, settings: Settings, left_out: set[nn.Module]) -
     }
     if not units and not settings.wraps_nothing:
         raise _nothing_chosen(model, settings)
-    return _without_shared(model, units)
+    kept = without_shared(model, units)
+    if len(kept) < len(units):
+        names = ", ".join(name for name in units if name not in kept)
+        messages.say(f"{names}: shares parameters with other modules, so it is gathered together with them")
+    return kept
 
 
 def _chosen(model: nn.Module, settings: Settings, left_out: set[nn.Module]) -> set[nn.Module]:
@@ -105,19 +110,32 @@ def _nothing_chosen(model: nn.Module, settings: Settings) -> ShardingError:
     return ShardingError(msg, hint="name other block classes, or set fsdp_auto_wrap_policy to NO_WRAP")
 
 
-def _without_shared(model: nn.Module, units: Units) -> Units:
+def without_shared(model: nn.Module, units: Units) -> Units:
+    """Return the units that share no parameter with a module outside of them."""
     holders: dict[int, set[nn.Module]] = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):
             holders.setdefault(id(param), set()).add(module)
     shared = [modules for modules in holders.values() if len(modules) > 1]
-    kept = {name: unit for name, unit in units.items() if not _splits(unit, shared)}
-    if len(kept) < len(units):
-        names = ", ".join(name for name in units if name not in kept)
-        messages.say(f"{names}: shares parameters with other modules, so it is gathered together with them")
-    return kept
+    places = _places(model)
+    return {
+        name: unit for name, unit in units.items() if not _splits(unit, shared) and not _is_shared(unit, places)
+    }
 
 
 def _splits(unit: nn.Module, shared: list[set[nn.Module]]) -> bool:
     inside = set(unit.modules())
     return any(modules & inside and modules - inside for modules in shared)
+
+
+def _places(module: nn.Module) -> Counter[nn.Module]:
+    """Return how often each module is in a module, and that in itself."""
+    return Counter(each for _, each in module.named_modules(remove_duplicate=False))
+
+
+def _is_shared(unit: nn.Module, places: Counter[nn.Module]) -> bool:
+    """Return whether a layer inside of a unit is in the model by another way, too, such as in each block."""
+    return any(
+        places[each] > places[unit] * number and next(each.parameters(recurse=False), None) is not None
+        for each, number in _places(unit).items()
+    )

@@ -67,6 +67,19 @@ def gradient_hooks(tensor: Any) -> tuple[OrderedDict[int, Any], OrderedDict[int,
     return tensor._backward_hooks or OrderedDict(), after or OrderedDict()
 
 
+def apart_from_parameters(output: Any) -> Any:
+    """Return what a module has returned with copies of parameters and of views of them, alone or in a row.
+
+    Memory of gathered parameters is given back after the module; all versions.
+    """
+    if type(output) in (tuple, list) and any(isinstance(each, torch.Tensor) for each in output):
+        return type(output)(map(apart_from_parameters, output))
+    if not isinstance(output, torch.Tensor):
+        return output
+    of = output._base if output._is_view() else output
+    return output.clone() if isinstance(of, torch.nn.Parameter) else output
+
+
 _instead_of: dict[int, Callable[..., Any]] = {}
 """By the identity of what stands for a function of torch written in Python: that function; all versions."""
 

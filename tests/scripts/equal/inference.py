@@ -47,3 +47,65 @@ for name, read in READS.items():
     with torch.inference_mode():
         print(f"{name}: {read(model[0].weight).sum().item():.6f} {model[0].weight.norm().item():.6f}")
 print(f"trained: {step().item():.6f} {step().item():.6f}")
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(6, 4)
+
+    def forward(self, rows=None):
+        return self.table.weight if rows is None else self.table(rows)
+
+
+class Steps(nn.Module):
+    def __init__(self, shared):
+        super().__init__()
+        self.shared, self.own = shared, nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.tanh(self.own(self.shared(x)))
+
+
+class Graph(nn.Module):
+    """Of the shape of pykeen's models."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList([Table(), Table()])
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, rows):
+        return (self.tables[0](rows) * self.tables[1](rows % 3) * self.scale) @ self.tables[0]().t()
+
+    def score(self, rows):
+        return self.tables[0](rows) @ self.tables[0]().unsqueeze(0).transpose(1, 2)
+
+    def all_of(self, rows):
+        return self.tables[0].table.weight[None], self.scale[:2]
+
+
+torch.manual_seed(1)
+graph = Graph().to("cpu")
+optimizer = torch.optim.SGD(graph.parameters(), lr=0.1)
+rows = torch.arange(6)
+for _ in range(3):
+    optimizer.zero_grad()
+    loss = graph(rows).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    print(f"graph: {loss.item():.6f}")
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            parts = graph.score(rows), *graph.all_of(rows), graph.tables[1](), graph(rows)
+            print(f"graph {mode.__name__}: {' '.join(f'{part.norm().item():.6f}' for part in parts)}")
+
+shared = nn.Linear(4, 4)  # a layer that several blocks have, as TabNet's
+steps = nn.Sequential(*[Steps(shared) for _ in range(3)]).to("cpu")
+optimizer = torch.optim.SGD(steps.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    loss = steps(x[:, :4]).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    print(f"shared: {loss.item():.6f}")

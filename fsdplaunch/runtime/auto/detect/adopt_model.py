@@ -17,7 +17,12 @@ from fsdplaunch.runtime.auto.dtensor.kept_references import keeping_references
 from fsdplaunch.runtime.auto.losses.row_mixing import mark_inner_outputs, mark_outputs
 from fsdplaunch.runtime.auto.model.deepcopy import allow_deepcopy
 from fsdplaunch.runtime.auto.model.forward_hooks import ForwardHooks, late_parameter, original_name
+<<<<<<< HEAD
 from fsdplaunch.runtime.auto.script_line import script_line
+=======
+from fsdplaunch.runtime.auto.losses.row_mixing import mark_inner_outputs, mark_outputs
+from fsdplaunch.runtime.auto.script_line import calling_library, script_line
+>>>>>>> main
 from fsdplaunch.runtime.auto.state.gather import allow_pickling
 from fsdplaunch.runtime.auto.state.rank0.passes import Passes, note_passes
 from fsdplaunch.runtime.auto.state.rank0.pulling import open_once
@@ -29,6 +34,7 @@ from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin, amb
 from fsdplaunch.runtime.sharding.blocks import class_name, find_blocks, runs
 from fsdplaunch.runtime.sharding.optimizer_params import sharded_home
 from fsdplaunch.runtime.sharding.root_unit import misses_most
+from fsdplaunch.runtime.sharding.wrap import without_shared
 from fsdplaunch.runtime.torch_internals.wrappers import untraced
 
 
@@ -147,7 +153,31 @@ def check_no_gradients(whose: str, params: Iterable[nn.Parameter], *, what: str)
             "build the optimizer, or move the model to its device (model.to(device)), before the first backward"
             " pass; or call fsdplaunch.prepare(model) there. Gradients of no use: model.zero_grad()"
         )
-        raise ShardingError(msg, hint=hint)
+        raise ShardingError(msg, hint=_for_library() or hint)
+
+
+def check_not_gathered(params: Iterable[nn.Parameter], *, what: str) -> None:
+    """Refuse parameters that a library has taken out of a pass, in which they were gathered.
+
+    Args:
+        params: Of no module.
+        what: What the script does here, for the error.
+
+    Raises:
+        ShardingError: Their memory has been given back, and shards are what an optimizer trains.
+    """
+    if any(param.numel() and not param.untyped_storage().size() for param in params if not param.is_meta):
+        msg = f"{script_line()} {what} of parameters as they were gathered for a pass"
+        raise ShardingError(msg, hint=_for_library() or "build it of model.parameters(), before the first pass")
+
+
+def _for_library() -> str | None:
+    """Return what to try where a library builds an optimizer in its step; None where the user does."""
+    library = calling_library()
+    return library and (
+        f"{library} builds the optimizer in the step that computes: build one of torch's of model.parameters()"
+        " in the script, before training, and call backward() of the library's loss and step() there"
+    )
 
 
 def _check_shapes(model: nn.Module, params: dict[str, Any], line: str) -> None:
@@ -209,7 +239,7 @@ def _plugin(model: nn.Module, hook_context: HookContext) -> FullyShardedDataPara
         why = "the named block classes" if settings.block_classes else "repeated blocks"
         messages.say(f"{class_name(model)} has no {why}: it is gathered as one unit")
         return _one_unit()
-    if not settings.block_classes and misses_most(model, blocks):
+    if not settings.block_classes and misses_most(model, without_shared(model, blocks)):
         messages.say(f"most of {class_name(model)} is in no repeated block: it is gathered as one unit")
         return _one_unit()
     return plugin

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model, check_no_gradients
+from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model, check_no_gradients, check_not_gathered
 from fsdplaunch.runtime.auto.detect.shared_parameters import tell_of_others
 from fsdplaunch.runtime.auto.model.full_step import step_on_full_tensors
 from fsdplaunch.runtime.auto.patch import replaced
@@ -98,6 +98,7 @@ def regroup(optimizer: Optimizer, hook_context: HookContext, *, now: bool = Fals
 
 def _keep_unsharded(bare: list[Any], what: str) -> None:
     """Keep parameters of no module equal on all workers: rank 0's values, gradients averaged."""
+    check_not_gathered(bare, what=what)
     mesh = shard_target(ambient_plugin().settings(), mesh=None, process_group=None, device=None).mesh
     fresh = [param for param in bare if not hasattr(param, "fsdplaunch_unsharded")]
     check_no_gradients("a parameter of no module", fresh, what=what)

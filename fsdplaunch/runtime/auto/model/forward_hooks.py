@@ -23,7 +23,7 @@ from fsdplaunch.runtime.auto.script_line import being_built, script_line
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
 from fsdplaunch.runtime.torch_internals.fsdp2 import pass_look
-from fsdplaunch.runtime.torch_internals.tensors import tree_map
+from fsdplaunch.runtime.torch_internals.tensors import apart_from_parameters, tree_map
 
 _CHANGES = ("set", "load", "update", "init", "reset", "copy", "tie", "freeze", "save", "to", "register")
 """First words of methods that change parameters: gathered parameters are no place to do that."""
@@ -59,6 +59,7 @@ class ForwardHooks:
         for unit in model.modules():
             if is_unit(unit):
                 call_for_forward(unit)
+                unit.register_forward_hook(_keep_parameters, prepend=True)  # before torch's gives memory back
         for name in _computing_methods(model):
             self._gather_around(model, name)
         gather_around_parts(model, begin_pass, lambda: self.checked)
@@ -121,6 +122,7 @@ class ForwardHooks:
         plain = getattr(model, name)
         model_of: Any = self.model
         if gathered is None:
+            model.__dict__[name] = _returning_copies(plain)
             register_fsdp_forward_method(model, name)
             gathered = model.__dict__[name]
 
@@ -140,6 +142,19 @@ class ForwardHooks:
 
         call_gathered.fsdplaunch_gathers = True  # type: ignore[attr-defined]
         model.__dict__[name] = call_gathered
+
+
+def _keep_parameters(_unit: nn.Module, _args: Any, output: Any) -> Any:
+    """Return copies where a unit returns its own parameters, as an embedding that is asked for all of its rows."""
+    return output if torch.compiler.is_compiling() else apart_from_parameters(output)
+
+
+def _returning_copies(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return apart_from_parameters(method(*args, **kwargs))
+
+    return call
 
 
 def _full_arguments(args: Any, kwargs: Any) -> Any:

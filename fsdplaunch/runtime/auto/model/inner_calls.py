@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.torch_internals.fsdp2 import is_in_pass
+from fsdplaunch.runtime.torch_internals.tensors import apart_from_parameters
 
 _inside: "weakref.WeakKeyDictionary[nn.Module, list[nn.Module]]" = weakref.WeakKeyDictionary()
 """For each model the part of it that was called by itself and computes now, with parameters gathered around it."""
@@ -47,11 +48,13 @@ def gather_around_parts(
             inside.append(part)
             model.unshard()
 
-    def leave(part: nn.Module, _args: Any, _output: Any) -> None:
+    def leave(part: nn.Module, _args: Any, output: Any) -> Any:
         if inside and inside[-1] is part:
             inside.pop()
             model: Any = held()
+            output = apart_from_parameters(output)
             model.reshard()
+        return output
 
     for part in _parts(model):
         part.register_forward_pre_hook(enter, prepend=True)

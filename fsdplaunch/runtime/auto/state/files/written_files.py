@@ -80,7 +80,7 @@ class _WrittenFiles:
                 return make()
             if self.rank and self._rank_0_opens(key):
                 dropped = original(os.devnull, mode.replace("x", "w"), *args, **kwargs)
-                return _named(dropped, os.fspath(file), lambda: _await(f"{key}/closed"))
+                return named(dropped, os.fspath(file), lambda: _await(f"{key}/closed"))
             return self._written(make(), name, key)
 
         return open_file
@@ -108,7 +108,7 @@ class _WrittenFiles:
                 f"{script_line()}: rank 0 alone writes {os.path.relpath(name)} and other text files that the"
                 " script opens: what the other ranks write to them is dropped"
             )
-        return _named(opened, opened.name, lambda: _set(f"{key}/closed"))
+        return named(opened, opened.name, lambda: _set(f"{key}/closed"))
 
     def _rank_0_opens(self, key: str) -> bool:
         """Return whether rank 0 has opened it, or does so soon."""
@@ -143,9 +143,16 @@ def _open(original: Any, key: str, file: Any, mode: str, args: Any, kwargs: Any)
     return opened
 
 
-def _named(opened: Any, name: Any, then: Callable[[], Any]) -> Any:
-    """Give an open text file a name, and call something when it is closed, also where nothing refers to it."""
-    raw = opened.buffer.raw
+def named(opened: Any, name: Any, then: Callable[[], Any]) -> Any:
+    """Give an open file a name, and call something when it is closed, also where nothing refers to it.
+
+    Args:
+        opened: Of text, of bytes, or without a buffer.
+        name: The name.
+        then: What to call.
+    """
+    buffer = getattr(opened, "buffer", opened)
+    raw = getattr(buffer, "raw", buffer)
     known, process = weakref.ref(raw), os.getpid()
 
     def close() -> None:
@@ -192,12 +199,12 @@ def _by_user() -> bool:
     """Return whether the user's own line opens or removes it, by Python's own modules or not: no library."""
     frame: FrameType | None = sys._getframe(3)
     while frame is not None and is_foreign(frame.f_code.co_filename):
-        if str(frame.f_globals.get("__name__", "")).startswith("fsdplaunch.") and not _is_hook(frame):
+        if str(frame.f_globals.get("__name__", "")).startswith("fsdplaunch.") and not is_hook(frame):
             return False
         frame = frame.f_back
     return frame is not None and is_user_file(frame.f_code.co_filename)
 
 
-def _is_hook(frame: FrameType) -> bool:
+def is_hook(frame: FrameType) -> bool:
     """Return whether a frame is of a function that stands for one of Python's."""
     return str(Path(frame.f_code.co_filename).parent) == _HOOKS

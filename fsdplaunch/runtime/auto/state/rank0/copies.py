@@ -163,6 +163,11 @@ def remembering_copies(position: Position) -> Iterator[None]:
         yield
 
 
+def in_optimizer_step() -> bool:
+    """Return whether an optimizer of torch's steps."""
+    return bool(_stepping)
+
+
 _stepping: list[bool] = []
 """Not empty inside of an optimizer's step: state that begins as a copy shall not keep the gradient alive."""
 

@@ -20,6 +20,7 @@ from fsdplaunch.runtime.auto.state.rank0.fetching import (
     unknown_tensor,
 )
 from fsdplaunch.runtime.auto.state.rank0.flat_shards import FlatShard
+from fsdplaunch.runtime.auto.state.rank0.made_tensors import named_made
 from fsdplaunch.runtime.auto.state.rank0.position import Position
 from fsdplaunch.runtime.auto.state.rank0.serving import Server
 from fsdplaunch.runtime.auto.state.rank0.shard_names import (
@@ -148,6 +149,7 @@ class Rank0Saves:
         """Find the names of what this rank has a shard of."""
         named = (*named_computed(), *named_shards(self.hook_context))
         shards = {identity(value): (name, value) for name, value in named}
+        shards |= {identity(value): (name, value) for name, value in named_made(shards)}
         names = {key: name for key, (name, _) in shards.items()}
         copies = {identity(value): (name, value) for name, value in named_copies(names)}
         self.shards, self.names = set(shards), {**copies, **shards}

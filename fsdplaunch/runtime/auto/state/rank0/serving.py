@@ -23,6 +23,7 @@ from fsdplaunch.runtime.auto.state.rank0.flat_shards import (
     places_in_units,
     state_of,
 )
+from fsdplaunch.runtime.auto.state.rank0.made_tensors import named_made
 from fsdplaunch.runtime.auto.state.rank0.position import Position
 from fsdplaunch.runtime.auto.state.rank0.shard_names import (
     ShardName,
@@ -85,7 +86,9 @@ class Server:
         self.shards = dict(named_shards(self.hook_context))
         computed = dict(named_computed())
         names = {identity(value): name for name, value in (*computed.items(), *self.shards.items())}
-        self.copies = {**dict(named_copies(names)), **computed}
+        made = dict(named_made(names))
+        names |= {identity(value): name for name, value in made.items()}
+        self.copies = {**dict(named_copies(names)), **computed, **made}
 
     def _forget(self) -> None:
         self.shards, self.copies, self.places = {}, {}, {}

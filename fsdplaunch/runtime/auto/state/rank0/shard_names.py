@@ -33,13 +33,16 @@ def named_shards(hook_context: HookContext) -> Iterator[tuple[ShardName, DTensor
                     yield json.dumps(["state", number, index, key]), value
 
 
+_OF_SCRIPTS = {"made": "a tensor made like a parameter", "computed": "a tensor computed from shards"}
+
+
 def readable(name: ShardName) -> str:
     """Return a name as people say it."""
     kind, number, *rest = json.loads(name)
     if kind == "copy":
         return f"a copy of {readable(number)}"
-    if kind == "computed":
-        return "a tensor computed from shards"
+    if kind in _OF_SCRIPTS:
+        return _OF_SCRIPTS[kind]
     if kind == "model":
         return str(rest[0])
     if kind == "flat":
@@ -88,8 +91,8 @@ def _is_uneven(tensor: DTensor) -> bool:
 
 
 def is_copy(name: ShardName) -> bool:
-    """Return whether a name is that of a copy, or of what was computed: it tells of changes itself."""
-    return json.loads(name)[0] in ("copy", "computed")
+    """Return whether a name is that of a copy, or of what was made or computed: it tells of changes itself."""
+    return json.loads(name)[0] in ("copy", "made", "computed")
 
 
 def is_flat(name: ShardName) -> bool:
