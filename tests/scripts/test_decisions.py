@@ -124,7 +124,7 @@ def test_accelerators_script_is_left_to_it(forks: Forks, tmp_path: Path) -> None
         (
             """
             model = Net().to("cpu")
-            torch.nn.utils.prune.l1_unstructured(model.head, "weight", 0.3)
+            torch.nn.utils.prune.l1_unstructured(model.layers[0], "weight", 0.3)
             model(torch.ones(2, 4))
             """,
             {},
