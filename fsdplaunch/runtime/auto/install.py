@@ -32,6 +32,7 @@ from fsdplaunch.runtime.auto.model.buffers import aligning_buffers
 from fsdplaunch.runtime.auto.model.functional_calls import computing_with_given_tensors
 from fsdplaunch.runtime.auto.model.gathered_view import showing_shards
 from fsdplaunch.runtime.auto.model.moves import keeping_hooks
+from fsdplaunch.runtime.auto.model.renamed_parameters import refusing_renames
 from fsdplaunch.runtime.auto.state.exports import exporting_full_models
 from fsdplaunch.runtime.auto.state.files.file_operations import doing_once
 from fsdplaunch.runtime.auto.state.files.fresh_folders import keeping_fresh_folders
@@ -60,6 +61,7 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         sharding_on_compile(hook_context),
         building_in_host_memory(hook_context),
         keeping_hooks(hook_context),
+        refusing_renames(hook_context),
         showing_shards(),
         computing_with_given_tensors(hook_context),
         refusing_per_sample(hook_context),
