@@ -9,7 +9,7 @@ from tests.scripts.conftest import Forks, Run
 
 RANKS = 2
 HEAD = """
-    import torch
+    import torch, torch.nn.utils.prune
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -120,6 +120,15 @@ def test_accelerators_script_is_left_to_it(forks: Forks, tmp_path: Path) -> None
             """,
             {},
             "train.py:17: head.weight of Net appeared after the model was sharded at train.py:15",
+        ),
+        (
+            """
+            model = Net().to("cpu")
+            torch.nn.utils.prune.l1_unstructured(model.layers[0], "weight", 0.3)
+            model(torch.ones(2, 4))
+            """,
+            {},
+            "train.py:16: weight_orig of Net appeared after the model was sharded at train.py:15",
         ),
         (
             """

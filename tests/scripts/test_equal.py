@@ -96,10 +96,10 @@ def test_losses_by_which_parameters_are_multiplied_are_told_unless_they_are_line
 @pytest.mark.parametrize(
     "change",
     [
-        "w.grad = w.grad * loss.detach()",
-        "w.grad.mul_(loss.detach())",
-        "w.data.sub_(w.grad, alpha=loss.item())",
-        "w.grad = w.grad.minimum(loss.detach())",
+        "w.grad = w.grad * share",
+        "w.grad.mul_(share)",
+        "w.data.sub_(w.grad, alpha=share.item())",
+        "w.grad = w.grad.minimum(share)",
     ],
 )
 def test_shards_that_are_scaled_by_a_ranks_own_loss_are_told_before_the_first_step(
@@ -124,6 +124,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 inputs, w = torch.randn(8, 5), model.weight
 (x,) = next(iter(DataLoader(TensorDataset(inputs), batch_size=8))) if sys.argv[1] == "True" else (inputs,)
 loss = model(x).pow(2).mean()
+share = loss.detach().clone()
 loss.backward()
 with torch.no_grad():
     {change}
@@ -570,10 +571,10 @@ def test_second_derivatives_by_parameters_are_refused_at_their_line(
 
 TOLD = """
 import torch
-from fsdplaunch.runtime.auto.model import loss_exchange
+from fsdplaunch.runtime.auto.losses import exchange
 from fsdplaunch.runtime.collectives import hang_detector
 from torch.utils.data import DataLoader
-loss_exchange.NOTICE_SECONDS = loss_exchange.CONFIRM_SECONDS = 0.5
+exchange.NOTICE_SECONDS = exchange.CONFIRM_SECONDS = 0.5
 hang_detector.STILL_SECONDS = 0.5
 blocks = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()) for _ in range(3)]
 model = torch.nn.Sequential(*blocks).to("cpu")
@@ -612,7 +613,7 @@ def test_writes_into_copies_and_passes_without_a_backward_on_some_ranks_are_told
 
 
 def test_graph_of_a_loss_tells_its_reductions() -> None:
-    from fsdplaunch.runtime.auto.model.loss_graph import batch_reductions
+    from fsdplaunch.runtime.auto.losses.graph import batch_reductions
 
     out = torch.nn.Linear(3, 5)(torch.randn(4, 3))
 
@@ -633,7 +634,7 @@ def test_graph_of_a_loss_tells_its_reductions() -> None:
 
 
 def test_what_mixes_rows_is_told_from_what_does_not() -> None:
-    from fsdplaunch.runtime.auto.model.loss_graph import is_by_row
+    from fsdplaunch.runtime.auto.losses.graph import is_by_row
 
     out = torch.randn(4, 3, 2, requires_grad=True)
     by_row = [

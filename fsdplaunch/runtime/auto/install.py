@@ -25,12 +25,14 @@ from fsdplaunch.runtime.auto.detect.training_begins import sharding_when_trainin
 from fsdplaunch.runtime.auto.dtensor.function_table import handling_shards
 from fsdplaunch.runtime.auto.dtensor.grad_clipping import clipping_by_full_norm
 from fsdplaunch.runtime.auto.dtensor.own_numbers import telling_own_numbers
+from fsdplaunch.runtime.auto.losses.learning_rates import lowering_rates_alike
 from fsdplaunch.runtime.auto.model.backward_hooks import watching_backward
 from fsdplaunch.runtime.auto.model.batch_norm import normalising_global_batch
 from fsdplaunch.runtime.auto.model.buffers import aligning_buffers
 from fsdplaunch.runtime.auto.model.functional_calls import computing_with_given_tensors
 from fsdplaunch.runtime.auto.model.gathered_view import showing_shards
 from fsdplaunch.runtime.auto.model.moves import keeping_hooks
+from fsdplaunch.runtime.auto.model.renamed_parameters import refusing_renames
 from fsdplaunch.runtime.auto.state.exports import exporting_full_models
 from fsdplaunch.runtime.auto.state.files.file_operations import doing_once
 from fsdplaunch.runtime.auto.state.files.fresh_folders import keeping_fresh_folders
@@ -59,6 +61,7 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         sharding_on_compile(hook_context),
         building_in_host_memory(hook_context),
         keeping_hooks(hook_context),
+        refusing_renames(hook_context),
         showing_shards(),
         computing_with_given_tensors(hook_context),
         refusing_per_sample(hook_context),
@@ -77,6 +80,7 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         telling_cut_batches(hook_context),
         normalising_global_batch(hook_context),
         watching_backward(hook_context),
+        lowering_rates_alike(hook_context),
         clipping_by_full_norm(hook_context),
         handling_shards(hook_context),
         telling_own_numbers(),

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.auto.model.loss_scale import WEIGHT
+from fsdplaunch.runtime.auto.losses.scale import WEIGHT
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.comparison.named_models import Known, NamedModels, squared_gradient
 from fsdplaunch.runtime.inspection.accessors import full_tensor

@@ -286,3 +286,12 @@ def _call_when_gathered(held: Any, act: Callable[[Any], None]) -> None:
         act(held._unsharded_param)
     else:
         held.init_unsharded_param = gather_first
+
+
+def places_of_shards(module: Any) -> Iterator[tuple[Any, list[tuple[Any, str]]]]:
+    """Yield the shards of an FSDP2 unit, each with the modules and names by which it is gathered; all versions."""
+    for group in param_groups(module):
+        for held in group.fsdp_params:
+            info = held._module_info
+            shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+            yield held.sharded_param, [(info.module, info.param_name), *shared]

@@ -14,9 +14,9 @@ from fsdplaunch.runtime.api.prepare import prepare
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.ddp.unused_parameters import agree_on_alternatives
 from fsdplaunch.runtime.auto.dtensor.kept_references import keeping_references
+from fsdplaunch.runtime.auto.losses.row_mixing import mark_inner_outputs, mark_outputs
 from fsdplaunch.runtime.auto.model.deepcopy import allow_deepcopy
 from fsdplaunch.runtime.auto.model.forward_hooks import ForwardHooks, late_parameter, original_name
-from fsdplaunch.runtime.auto.model.row_mixing import mark_inner_outputs, mark_outputs
 from fsdplaunch.runtime.auto.script_line import calling_library, script_line
 from fsdplaunch.runtime.auto.state.gather import allow_pickling
 from fsdplaunch.runtime.auto.state.rank0.passes import Passes, note_passes

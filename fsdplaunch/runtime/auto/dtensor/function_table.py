@@ -248,7 +248,7 @@ def _operator(handler: Handler, ownership: Ownership, torchs: Any) -> Any:
         if torchs is not None:
             table[op] = torchs
         try:
-            return handler(op, args, kwargs) if ownership.ours else op(*args, **kwargs)
+            return handler(op, args, kwargs) if ownership.ours else shard_parts.compute_plainly(op, args, kwargs)
         finally:
             table[op] = own
 

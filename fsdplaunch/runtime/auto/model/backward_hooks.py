@@ -7,13 +7,15 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.same_rows import SameRows
 from fsdplaunch.runtime.auto.data.single_draws import tell_single
+from fsdplaunch.runtime.auto.losses.scale import LossScale
+from fsdplaunch.runtime.auto.losses.whole_value import WholeValue
 from fsdplaunch.runtime.auto.model.double_backward import differentiable_grad, refuse_parameters
 from fsdplaunch.runtime.auto.model.forward_hooks import check_not_gathered
-from fsdplaunch.runtime.auto.model.loss_scale import LossScale
 from fsdplaunch.runtime.auto.model.parameter_gradients import gradients_by_backward, sharded_parameters
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.torch_internals.wrappers import compiles_backward
@@ -23,8 +25,13 @@ from fsdplaunch.runtime.torch_internals.wrappers import compiles_backward
 def watching_backward(hook_context: HookContext) -> Iterator[None]:
     """Give losses the gradients of one process, and refuse or tell what cannot have them."""
     watch = _Watch(hook_context)
-    with replaced(torch.autograd, "backward", watch.backward), replaced(torch.autograd, "grad", watch.grad):
-        yield
+    noting = register_optimizer_step_post_hook(watch.scale.rates.note) if hook_context.keeps_batch else None
+    try:
+        with replaced(torch.autograd, "backward", watch.backward), replaced(torch.autograd, "grad", watch.grad):
+            yield
+    finally:
+        if noting is not None:
+            noting.remove()
 
 
 _BACKWARD = "backward(create_graph=True)"
@@ -41,15 +48,17 @@ class _Watch:
     def _acts(self) -> bool:
         return bool(self.hook_context.ownership.ours and self.hook_context.models)
 
-    def _prepare(self, losses: list[torch.Tensor]) -> None:
-        """Check and scale what gradients of the parameters are computed from."""
+    def _prepare(self, losses: list[torch.Tensor]) -> list[WholeValue]:
+        """Check and scale what gradients of the parameters are computed from; return what the losses are."""
         check_not_gathered()
+        whole: list[WholeValue] = []
         if self.hook_context.size > 1:
             self.rows.check()
             if self.hook_context.keeps_batch:
                 tell_single(self.hook_context)
-                self.scale.apply(losses)
+                whole = self.scale.apply(losses)
         self.hook_context.batches.leave()
+        return whole
 
     def backward(self, original: Any) -> Any:
         """Make `torch.autograd.backward`, which `Tensor.backward` calls."""
@@ -63,11 +72,13 @@ class _Watch:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
+            whole: list[WholeValue] = []
             if self._acts():
                 if create_graph:
                     raise refuse_parameters(_BACKWARD)
-                self._prepare(_listed(tensors))
-            return original(tensors, grad_tensors, retain_graph, create_graph, *args, **kwargs)
+                whole = self._prepare(_listed(tensors))
+            done = original(tensors, grad_tensors, retain_graph, create_graph, *args, **kwargs)
+            return _put(whole, done, retain_graph)
 
         return backward
 
@@ -102,11 +113,19 @@ class _Watch:
         if any(param is not None for param in params):
             if create_graph or not all(param is not None for param in params):
                 raise refuse_parameters(_GRAD)
-            self._prepare(outputs)
-            return gradients_by_backward(outputs, params, given, retain_graph, list(self.hook_context.models))
+            whole = self._prepare(outputs)
+            models = list(self.hook_context.models)
+            return _put(whole, gradients_by_backward(outputs, params, given, retain_graph, models), retain_graph)
         if create_graph and all(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
             return differentiable_grad(grad, outputs, inputs, given)
         return None
+
+
+def _put(whole: list[WholeValue], done: Any, retain_graph: bool | None) -> Any:
+    """Give losses their values, unless another backward may need them as they were computed; return `done`."""
+    for each in () if retain_graph else whole:
+        each.put()
+    return done
 
 
 def _compiles() -> bool:

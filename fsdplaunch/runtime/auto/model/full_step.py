@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from fsdplaunch.config.environment import decode
 from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.auto.losses.whole_value import is_whole
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.inspection.accessors import full_tensor
 from fsdplaunch.runtime.rank import configured_data_ranks
@@ -83,7 +84,10 @@ def _averaged(closure: Callable[[], Any], loss_is_sum: Callable[[], bool]) -> Ca
     """Return a closure whose loss is that of all ranks: what is decided by it must be the same on all."""
 
     def compute() -> torch.Tensor:
-        loss = torch.as_tensor(closure()).detach().clone()
+        own = torch.as_tensor(closure())
+        if is_whole(own):
+            return own.detach().clone()
+        loss = own.detach().clone()
         dist.all_reduce(loss)
         ranks = dist.get_world_size()
         readers = configured_data_ranks(decode(), rank=0, size=ranks).size

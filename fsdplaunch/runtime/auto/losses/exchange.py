@@ -36,12 +36,14 @@ class RankLoss(NamedTuple):
         digest: Of the script's line and of the loss's reductions.
         passes: How many passes of sharded models were begun.
         batches: How many shares of batches were drawn.
+        rates: Digest of the learning rates of its last step.
         amounts: What its reductions are divided by.
     """
 
     digest: float
     passes: int
     batches: int
+    rates: float
     amounts: list[float]
 
 
@@ -62,6 +64,11 @@ class LossExchange:
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
 
+    def group(self) -> Any:
+        """Return the group, which is opened."""
+        self.open()
+        return self._group
+
     def all_ranks(self, own: RankLoss, line: str) -> list[RankLoss]:
         """Return what every rank has sent, in the order of ranks. Collective.
 
@@ -73,13 +80,13 @@ class LossExchange:
             ShardingError: Another rank goes on without a backward.
         """
         self.open()
-        head = [own.digest, float(own.passes), float(own.batches), float(len(own.amounts))]
+        head = [own.digest, float(own.passes), float(own.batches), own.rates, float(len(own.amounts))]
         room = _WIDTH - len(head)
         rows = self._summed([*head, *own.amounts[:room]], _WIDTH, line)
-        most = int(max(row[3] for row in rows))
+        most = int(max(row[len(head) - 1] for row in rows))
         amounts = [row[len(head) :] for row in rows] if most <= room else self._summed(own.amounts, most, line)
         return [
-            RankLoss(row[0], int(row[1]), int(row[2]), numbers[: int(row[3])])
+            RankLoss(row[0], int(row[1]), int(row[2]), row[3], numbers[: int(row[4])])
             for row, numbers in zip(rows, amounts, strict=True)
         ]
 

@@ -5,7 +5,6 @@ rank, such as its tokens that are no padding, needs the rank's part of all that 
 """
 
 from collections.abc import Callable, Collection, Sequence
-from itertools import compress
 from typing import Any
 
 import torch
@@ -15,27 +14,20 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.dtensor.own_numbers import compare_at_backward
-from fsdplaunch.runtime.auto.model.loss_exchange import RankLoss, check_passes, digest_of
-from fsdplaunch.runtime.auto.model.loss_graph import BatchReduction, batch_reductions
-from fsdplaunch.runtime.auto.model.loss_plan import Amounts, facts_of
-from fsdplaunch.runtime.auto.model.loss_terms import LossTerms, term_name
+from fsdplaunch.runtime.auto.losses.exchange import RankLoss, check_passes, digest_of
+from fsdplaunch.runtime.auto.losses.graph import BatchReduction, batch_reductions
+from fsdplaunch.runtime.auto.losses.learning_rates import LastRates
+from fsdplaunch.runtime.auto.losses.mixing_report import tell_mixing
+from fsdplaunch.runtime.auto.losses.plan import Amounts, Need, facts_of
+from fsdplaunch.runtime.auto.losses.terms import LossTerms, term_name
+from fsdplaunch.runtime.auto.losses.whole_value import WholeValue, common_factor, has_one_value, has_penalty
 from fsdplaunch.runtime.auto.model.own_buffers import tell_own_buffers
-from fsdplaunch.runtime.auto.model.row_mixing import (
-    compares_rows,
-    fixed_rows,
-    inner_outputs,
-    may_compare_rows,
-    outputs_of_models,
-    penalises_on_meshes,
-)
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.collectives.monitored_barrier import name_ranks
 from fsdplaunch.runtime.collectives.rank_group import from_all
-from fsdplaunch.runtime.torch_internals.graph_nodes import takes_partial_passes
 
 WEIGHT = "_fsdplaunch_weight"
 """The attribute of a loss by which its value counts in the mean over ranks, where that is not equal."""
-_SAME_PART = 1e-9
 
 
 class LossScale:
@@ -43,6 +35,7 @@ class LossScale:
 
     Attributes:
         terms: By the digests of all ranks' losses, what was found at the first backward that had them.
+        rates: Of the last step, to be compared with those of other ranks.
     """
 
     def __init__(self, hook_context: HookContext) -> None:
@@ -50,26 +43,34 @@ class LossScale:
         self.reduction = hook_context.config.launch.loss_reduction
         self.terms: dict[tuple[float, ...], LossTerms] = {}
         self.digests: dict[Any, float] = {}
+        self.rates = LastRates()
 
-    def apply(self, losses: list[torch.Tensor]) -> None:
+    def apply(self, losses: list[torch.Tensor]) -> list[WholeValue]:
         """Scale what the losses are reduced by.
 
         Collective, by an exchange of one size whatever the losses are; more at the first backward of a line.
 
         Args:
             losses: What the script calls `backward` of.
+
+        Returns:
+            The values of one process, to be put into the losses after their backward.
         """
         compare_at_backward()
+        whole = []
         for loss in losses:
             if loss.grad_fn is None or self.reduction == "mean":
                 continue
             if self.reduction == "sum":
                 self.hook_context.batches.loss_is_sum = True
                 loss.grad_fn.register_prehook(_times(self.hook_context.data.size))
-            else:
-                self._scale(loss)
+                continue
+            factor = self._scale(loss)
+            if has_one_value(loss):
+                whole.append(WholeValue(loss, factor, self.hook_context.exchange.group()))
+        return whole
 
-    def _scale(self, loss: torch.Tensor) -> None:
+    def _scale(self, loss: torch.Tensor) -> float | None:
         context = self.hook_context
         found = batch_reductions(loss.grad_fn, context.batches.sizes, context.data.size)
         line = script_line()
@@ -84,7 +85,7 @@ class LossScale:
         terms = self.terms[every]
         by_term = self._followed(line, terms, [each.amounts for each in ranks])
         context.batches.loss_is_sum = bool(terms.plans) and all(plan.need == "ranks" for plan in terms.plans)
-        self._register(loss, found, terms, by_term)
+        return self._register(loss, found, terms, by_term)
 
     def _all_ranks(self, line: str, found: list[BatchReduction], amounts: list[float]) -> list[RankLoss]:
         """Return what the losses of all ranks are. Collective, at every backward."""
@@ -92,9 +93,11 @@ class LossScale:
         key = (line, tuple((term_name(each), len(each.shape), len(each.amounts)) for each in found))
         if key not in self.digests:
             self.digests[key] = digest_of(key)
-        own = RankLoss(self.digests[key], context.position.passes, context.batches.drawn, amounts)
+        passes, drawn = context.position.passes, context.batches.drawn
+        own = RankLoss(self.digests[key], passes, drawn, digest_of(self.rates.rates), amounts)
         ranks = context.exchange.all_ranks(own, line)
         check_passes(ranks, line)
+        self.rates.check([each.rates for each in ranks], line)
         self._tell_left_out(line, [each.batches for each in ranks])
         return ranks
 
@@ -114,18 +117,23 @@ class LossScale:
         found: list[BatchReduction],
         terms: LossTerms,
         by_term: list[list[Amounts | None]],
-    ) -> None:
-        """Let the gradients of this rank's reductions be multiplied by what they need."""
-        parts = []
+    ) -> float | None:
+        """Multiply the gradients of this rank's reductions by what they need; return what the loss needs."""
+        factors: list[float | None] = []
+        needs: list[Need] = []
         for place, reduction in zip(terms.places[dist.get_rank()], found, strict=True):
-            need = "none" if place is None else terms.plans[place].need
-            if need == "ranks":
-                reduction.node.register_prehook(_times(self.hook_context.data.size))
-            elif need == "part" and place is not None:
-                parts.append(terms.plans[place].part(dist.get_rank(), by_term[place]))
-                reduction.node.register_prehook(_times(parts[-1]))
-        if parts and len(parts) == len(found) and max(parts) - min(parts) < _SAME_PART:
-            vars(loss)[WEIGHT] = parts[0]
+            needs.append("none" if place is None else terms.plans[place].need)
+            factor: float | None = {"none": 1.0, "ranks": float(self.hook_context.data.size)}.get(needs[-1])
+            if needs[-1] == "part" and place is not None:
+                factor = terms.plans[place].part(dist.get_rank(), by_term[place])
+            if factor is not None and needs[-1] != "none":
+                reduction.node.register_prehook(_times(factor))
+            if place is not None:
+                factors.append(factor)
+        whole = common_factor(factors)
+        if whole is not None and set(needs) == {"part"}:
+            vars(loss)[WEIGHT] = whole
+        return None if "ranks" in needs and has_penalty(loss, found) else whole
 
     def _followed(self, line: str, terms: LossTerms, ranks: list[list[float]]) -> list[list[Amounts | None]]:
         """Return for each term what each rank divided it by, and let the plans follow."""
@@ -157,7 +165,7 @@ class LossScale:
         self._check_choice(line, terms)
         self._report(line, terms)
         if not terms.missing():
-            self._tell_mixing(line, loss, found)
+            tell_mixing(self.hook_context, line, loss, found)
         return terms
 
     def _say(self, message: str, *, is_unequal: bool = False) -> None:
@@ -191,42 +199,6 @@ class LossScale:
                 f"{line}: a term of the loss ({what}) is missing on {name_ranks(ranks)}: it counts there as one"
                 " over no rows, which is that of one process if it is left out where there is nothing to add"
             )
-
-    def _tell_mixing(self, line: str, loss: torch.Tensor, found: list[BatchReduction]) -> None:
-        """Print whether the loss is one of all rows together, of which this rank has a part. Collective."""
-        rows = self.hook_context.batches.current
-        hidden = penalises_on_meshes(loss)
-        seen = takes_partial_passes(penalised_meshes=hidden)
-        mixes = seen and compares_rows(loss, found, rows, outputs_of_models(loss))
-        mixes = (seen and self._mixes_inside(loss, found, rows)) or mixes
-        facts = from_all((mixes, fixed_rows(loss, rows)))
-        if any(fact != (False, facts[0][1]) for fact in facts):
-            messages.say_unequal(
-                f"{line}: the loss compares rows of the batch with each other: each rank compares its own {rows}"
-                " only, which is not what one process computes"
-            )
-        elif hidden and rows > 1 and may_compare_rows(loss, found, inside=False):
-            messages.say(
-                f"{line}: whether the loss compares rows of the batch with each other cannot be seen where a mesh"
-                " has several axes and parameters are in the loss; one that does is not that of one process"
-            )
-        elif rows == 1 and may_compare_rows(loss, found, inside=bool(self.hook_context.inner_marks)):
-            messages.say_unequal(
-                f"{line}: each rank has one row of the batch: a loss that compares rows with each other would not"
-                " be that of one process, and with one row it cannot be seen"
-            )
-
-    def _mixes_inside(self, loss: torch.Tensor, found: list[BatchReduction], rows: int) -> bool:
-        """Return whether a model compares rows in its own forward. Collective.
-
-        What its modules returned is of rows where ranks have different ones: positions and classes are alike.
-        """
-        inner = inner_outputs(loss, rows) if self.hook_context.inner_marks else []
-        totals = from_all([total for _, total in inner])
-        if any(len(each) != len(inner) for each in totals):
-            return False
-        differ = [len(set(each)) > 1 for each in zip(*totals, strict=True)]
-        return compares_rows(loss, found, rows, list(compress((output for output, _ in inner), differ)))
 
     def _report(self, line: str, terms: LossTerms) -> None:
         names = [name.partition(" ")[0] for name in terms.names]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from fsdplaunch.runtime.auto.model.loss_graph import Amount, BatchReduction, is_count
+from fsdplaunch.runtime.auto.losses.graph import Amount, BatchReduction, is_count
 
 Need = Literal["none", "ranks", "part", "unknown"]
 """Of a gradient: nothing, the number of ranks or the rank's part as a factor, or nothing that is known."""

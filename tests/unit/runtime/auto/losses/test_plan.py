@@ -2,8 +2,8 @@
 
 import pytest
 
-from fsdplaunch.runtime.auto.model.loss_plan import ReductionFacts, plan_reduction
-from fsdplaunch.runtime.auto.model.loss_terms import LossTerms
+from fsdplaunch.runtime.auto.losses.plan import ReductionFacts, plan_reduction
+from fsdplaunch.runtime.auto.losses.terms import LossTerms
 
 
 def plan(kind, *ranks, by="divisor", certain=True):

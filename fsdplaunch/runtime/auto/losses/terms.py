@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fsdplaunch.runtime.auto.model.loss_graph import BatchReduction
-from fsdplaunch.runtime.auto.model.loss_plan import Amounts, ReductionFacts, ReductionPlan, plan_reduction
-from fsdplaunch.runtime.auto.model.row_mixing import is_of_model
+from fsdplaunch.runtime.auto.losses.graph import BatchReduction
+from fsdplaunch.runtime.auto.losses.plan import Amounts, ReductionFacts, ReductionPlan, plan_reduction
+from fsdplaunch.runtime.auto.losses.row_mixing import is_of_model
 from fsdplaunch.runtime.torch_internals.node_kinds import kind_of
 
 _NAMED_NODES = 20

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from fsdplaunch.runtime.auto.model.loss_graph import batch_reductions
-from fsdplaunch.runtime.auto.model.row_mixing import compares_rows, fixed_rows, mark_outputs, outputs_of_models
+from fsdplaunch.runtime.auto.losses.graph import batch_reductions
+from fsdplaunch.runtime.auto.losses.row_mixing import compares_rows, fixed_rows, mark_outputs, outputs_of_models
 
 ROWS = 4
 X, Y, LABELS = torch.randn(ROWS, 6), torch.randn(ROWS, 6), torch.arange(ROWS)

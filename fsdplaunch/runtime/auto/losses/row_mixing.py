@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from fsdplaunch.runtime.auto.model.loss_graph import BatchReduction, is_by_row
+from fsdplaunch.runtime.auto.losses.graph import BatchReduction, is_by_row
 from fsdplaunch.runtime.torch_internals.graph_nodes import fixed_factor, reduced_shape
 from fsdplaunch.runtime.torch_internals.node_kinds import has_rows, noted
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves

@@ -1,0 +1,57 @@
+"""Tell whether a loss compares rows of the batch with each other, of which each rank has its own."""
+
+from itertools import compress
+
+import torch
+
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.losses.graph import BatchReduction
+from fsdplaunch.runtime.auto.losses.row_mixing import (
+    compares_rows,
+    fixed_rows,
+    inner_outputs,
+    may_compare_rows,
+    outputs_of_models,
+    penalises_on_meshes,
+)
+from fsdplaunch.runtime.collectives.rank_group import from_all
+from fsdplaunch.runtime.torch_internals.graph_nodes import takes_partial_passes
+
+
+def tell_mixing(hook_context: HookContext, line: str, loss: torch.Tensor, found: list[BatchReduction]) -> None:
+    """Print whether the loss is one of all rows together, of which this rank has a part. Collective."""
+    rows = hook_context.batches.current
+    hidden = penalises_on_meshes(loss)
+    seen = takes_partial_passes(penalised_meshes=hidden)
+    mixes = seen and compares_rows(loss, found, rows, outputs_of_models(loss))
+    mixes = (seen and _mixes_inside(hook_context, loss, found, rows)) or mixes
+    facts = from_all((mixes, fixed_rows(loss, rows)))
+    if any(fact != (False, facts[0][1]) for fact in facts):
+        messages.say_unequal(
+            f"{line}: the loss compares rows of the batch with each other: each rank compares its own {rows}"
+            " only, which is not what one process computes"
+        )
+    elif hidden and rows > 1 and may_compare_rows(loss, found, inside=False):
+        messages.say(
+            f"{line}: whether the loss compares rows of the batch with each other cannot be seen where a mesh"
+            " has several axes and parameters are in the loss; one that does is not that of one process"
+        )
+    elif rows == 1 and may_compare_rows(loss, found, inside=bool(hook_context.inner_marks)):
+        messages.say_unequal(
+            f"{line}: each rank has one row of the batch: a loss that compares rows with each other would not"
+            " be that of one process, and with one row it cannot be seen"
+        )
+
+
+def _mixes_inside(hook_context: HookContext, loss: torch.Tensor, found: list[BatchReduction], rows: int) -> bool:
+    """Return whether a model compares rows in its own forward. Collective.
+
+    What its modules returned is of rows where ranks have different ones: positions and classes are alike.
+    """
+    inner = inner_outputs(loss, rows) if hook_context.inner_marks else []
+    totals = from_all([total for _, total in inner])
+    if any(len(each) != len(inner) for each in totals):
+        return False
+    differ = [len(set(each)) > 1 for each in zip(*totals, strict=True)]
+    return compares_rows(loss, found, rows, list(compress((output for output, _ in inner), differ)))
