@@ -74,7 +74,6 @@ def main():
             print("evaluated loss", " loss ".join(f"{each:.6f}" for each in found), flush=True)
             saved = {"averages": [copy.deepcopy(average).state_dict() for average in averages]}
             torch.save({**saved, "model": copy.deepcopy(model.module).half().state_dict()}, f"{epoch}.pt")
-    dist.destroy_process_group()
 
 
 main()
