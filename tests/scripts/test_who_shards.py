@@ -271,3 +271,26 @@ def test_accelerate_shards_models_whose_state_has_buffers(forks: Forks, tmp_path
     assert done.codes == [0, 0], done.err
     names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     assert done.out == ["stepped\n" + " ".join(f"1.{name}" for name in names) + "\n"] * 2
+
+
+BY_HAND_IN_INFERENCE_MODE = """
+import torch
+from torch.distributed.fsdp import fully_shard
+model = torch.nn.Linear(4, 3)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+with torch.inference_mode():  # as sentence-transformers' encode does
+    model.to("cpu")
+    print(tuple(model.weight.detach().shape), tuple(model.weight[0].shape), tuple(model.weight.data.t().shape))
+model(torch.ones(2, 4)).sum().backward()
+"""
+
+
+def test_views_of_what_the_script_has_sharded_can_be_had_in_inference_mode(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(BY_HAND_IN_INFERENCE_MODE)
+    done = forks.run(script, tmp_path / "run", ranks=2)
+    assert done.codes == [0, 0], done.err
+    assert done.out[0].strip() == "(3, 4) (4,) (4, 3)"

@@ -1,11 +1,14 @@
 """Parameter and module names as the user wrote the model, whatever wrappers stand in between."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdplaunch.runtime.torch_internals.wrappers import WRAPPER_ATTRIBUTES, compiled_module
+
+_DEFAULTS = {"prefix": "", "recurse": True, "remove_duplicate": True}
 
 
 def clean_name(name: str) -> str:
@@ -26,8 +29,17 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def named_parameters(
     module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield as `module.named_parameters`, with the names the model had before anything was wrapped in it."""
-    for name, param in module.named_parameters(prefix, recurse, remove_duplicate):
+    """Yield as `module.named_parameters`, with the names the model had before anything was wrapped in it.
+
+    A class's own method may take fewer arguments than torch's (torchrl's losses), and gives what it gives.
+    """
+    given: dict[str, Any] = {"prefix": prefix, "recurse": recurse, "remove_duplicate": remove_duplicate}
+    other = {name: value for name, value in given.items() if value != _DEFAULTS[name]}
+    try:
+        named = module.named_parameters(**other)
+    except TypeError:
+        named = nn.Module.named_parameters(module, **given)
+    for name, param in named:
         yield clean_name(name), param
 
 

@@ -88,7 +88,32 @@ def foreach(params, first):
     torch._foreach_mul_(params, 0.9)
 
 
-CHANGES = [no_change, clipped, clipped_values, scaled, multiplied, decayed, written, averaged, frozen, foreach]
+@torch.no_grad()
+def mixed(params, first):
+    """An average of a model has buffers among its values."""
+    for place in (0, 1):
+        beside = [p.grad for p in params]
+        beside.insert(place, torch.ones(3))
+        others = [*params]
+        others.insert(place, torch.zeros(3))
+        torch._foreach_lerp_(beside, others, 0.5)
+        torch._foreach_mul_(beside, [each * 0 + 0.5 for each in beside])
+        first.mul_(4 * beside[place].mean())
+
+
+CHANGES = [
+    no_change,
+    clipped,
+    clipped_values,
+    scaled,
+    multiplied,
+    decayed,
+    written,
+    averaged,
+    frozen,
+    foreach,
+    mixed,
+]
 for change in CHANGES:
     for build in (torch.optim.SGD, Foreign):
         torch.manual_seed(1)

@@ -25,13 +25,30 @@ def update_mixed(read: Handler) -> Handler:
     def compute(func: Any, args: Any, kwargs: Any) -> Any:
         target = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
         if not isinstance(target, DTensor):
+            if target is not args[0] and any(isinstance(each, DTensor) for each in args[0]):
+                return _apart(compute, func, args, kwargs)
             return read(func, args, kwargs)
         note_numbers((*args[1:], *kwargs.values()))
         if target is args[0]:
             return _mix(func, (target, *placed_as_updated(target, args[1:])), kwargs)
+        if not all(isinstance(each, DTensor) for each in args[0]):
+            return _apart(compute, func, args, kwargs)
         return func(args[0], *(_cut_each(each, args[0]) for each in args[1:]), **kwargs)
 
     return compute
+
+
+def _apart(compute: Handler, func: Any, args: Any, kwargs: Any) -> None:
+    """Update the shards of a list, and then its plain tensors: an average's parameters, and its buffers."""
+    for of_shards in (True, False):
+        places = [place for place, each in enumerate(args[0]) if isinstance(each, DTensor) is of_shards]
+        given = [
+            [each[place] for place in places]
+            if isinstance(each, list | tuple) and len(each) == len(args[0])
+            else each
+            for each in args
+        ]
+        compute(func, given, kwargs)
 
 
 def _cut_each(operand: Any, shards: Sequence[Any]) -> Any:

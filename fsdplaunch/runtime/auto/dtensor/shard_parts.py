@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler, full_tensor, replicated
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
-from fsdplaunch.runtime.torch_internals.dtensor import local_tensor, placements_of, shape_and_offset
+from fsdplaunch.runtime.torch_internals.dtensor import gives_view, local_tensor, placements_of, shape_and_offset
 from fsdplaunch.runtime.torch_internals.tensors import change_count, storage_identity, tree_map
 
 _PART = "fsdplaunch_part"
@@ -60,6 +60,14 @@ def _outside_of_inference_mode(source: Any) -> Iterator[None]:
         return
     with torch.inference_mode(mode=False), torch.no_grad():
         yield
+
+
+def compute_plainly(op: Any, args: Any, kwargs: Any) -> Any:
+    """Run torch's operator, of which no view can be had in inference mode, whoever has sharded the tensor."""
+    if not torch.is_inference_mode_enabled() or not gives_view(op):
+        return op(*args, **kwargs)
+    with _outside_of_inference_mode(args[0]):
+        return op(*args, **kwargs)
 
 
 def _taken_by(op: Any, source: Any, rest: Any, kwargs: Any) -> Any:

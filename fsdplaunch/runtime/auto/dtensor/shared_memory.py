@@ -16,6 +16,11 @@ from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
 from fsdplaunch.runtime.torch_internals.tensors import storage_identity
 
+_HINT = (
+    "read by .numpy() or .tolist(), and write by .copy_() or by an index; a library that saves so: save"
+    " model.state_dict() by torch.save, or by safetensors' save_file"
+)
+
 
 def read_only(read: Handler, hook_context: HookContext) -> Handler:
     """Return a handler whose array cannot be written into if it is of a parameter, a gradient or optimizer state.
@@ -56,4 +61,4 @@ def refuse_memory(func: Any, _args: Any, _kwargs: Any) -> Any:
         ShardingError: Always.
     """
     msg = f"{script_line()}: {func.__name__}() of a sharded tensor has no memory of the full one"
-    raise ShardingError(msg, hint="read by .numpy() or .tolist(), and write by .copy_() or by an index")
+    raise ShardingError(msg, hint=_HINT)
