@@ -32,6 +32,7 @@ from fsdplaunch.runtime.late_modules import (
 )
 from fsdplaunch.runtime.rank import hide_ranks, rank, world_size
 from fsdplaunch.runtime.script import ScriptTarget, parse_target, run_target
+from fsdplaunch.standard_streams import flush_both
 
 if TYPE_CHECKING:
     import torch
@@ -54,8 +55,7 @@ def main(argv: list[str]) -> None:
     except BaseException as failure:
         call_if_imported(ABANDON_GROUP)
         status = conclude(failure)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_both()
         sys.exit(status)
 
 

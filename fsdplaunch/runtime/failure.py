@@ -9,9 +9,11 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 
 from fsdplaunch.errors import EXIT_FAILED, LaunchError
 from fsdplaunch.runtime.script import user_traceback
+from fsdplaunch.standard_streams import write_error
 from fsdplaunch.terminal_text import MOST, printable, shortened, text_of
 from fsdplaunch.worker_status import BEGIN_HIDDEN, END_HIDDEN, MARKED
 
@@ -19,6 +21,8 @@ EXIT_INTERRUPTED = 130
 _MOST_OF_STACK = 64 * 2**10
 NOTE = "fsdplaunch: "
 """How a note begins that this package adds to another's error."""
+_STDERR = 2
+"""The process's own: what the script has in its place may be no file."""
 STUCK_SECONDS = 30.0
 """How long a failed worker's threads and exit handlers may take before the process is ended."""
 
@@ -33,7 +37,7 @@ def conclude(failure: BaseException) -> int:
         return EXIT_INTERRUPTED
     # The agent sees a failure only when the process is gone. A thread that waits in a collective for ranks that
     # wait for this one would keep it alive, so a C-level timer ends it and prints where it waited.
-    faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True, file=_STDERR)
     if isinstance(failure, SystemExit):
         return _leave(failure)
     lines = user_traceback(failure)
@@ -43,11 +47,18 @@ def conclude(failure: BaseException) -> int:
     record(words if short else f"{type(failure).__name__}: {words}{_advice(failure)}", "" if short else text)
     with _for_the_file():
         if short:
-            sys.stderr.write(f"error: {printable(words)}\n")
+            write_error(f"error: {printable(words)}\n")
         else:
-            # The hook is the script's, if it set one. Torch's reads the exception's traceback, not the argument.
-            sys.excepthook(type(failure), failure.with_traceback(lines), lines)
+            _print(failure, lines, text)
     return EXIT_FAILED
+
+
+def _print(failure: BaseException, lines: TracebackType | None, text: str) -> None:
+    """Call the hook: the script's, if it set one. Torch's reads the exception's traceback, not the argument."""
+    try:
+        sys.excepthook(type(failure), failure.with_traceback(lines), lines)
+    except Exception:  # one of the script's own, or torch's, which flushes what may have no flush
+        write_error(text)
 
 
 def _advice(failure: BaseException) -> str:
@@ -65,11 +76,11 @@ def _for_the_file() -> Iterator[None]:
     if os.environ.get(MARKED) != "1" or own:
         yield
         return
-    sys.stderr.write(BEGIN_HIDDEN.decode())
+    write_error(BEGIN_HIDDEN.decode())
     try:
         yield
     finally:
-        sys.stderr.write(END_HIDDEN.decode())
+        write_error(END_HIDDEN.decode())
 
 
 def _leave(leaving: SystemExit) -> int:
@@ -83,8 +94,8 @@ def _leave(leaving: SystemExit) -> int:
         return leaving.code
     if len(words) > MOST:
         with _for_the_file():
-            sys.stderr.write(f"{words}\n")
-    sys.stderr.write(f"{shortened(words)}\n")
+            write_error(f"{words}\n")
+    write_error(f"{shortened(words)}\n")
     return EXIT_FAILED
 
 
@@ -105,4 +116,4 @@ def record(message: str, call_stack: str) -> None:
     try:
         Path(path).write_text(json.dumps(data), encoding="utf-8")
     except OSError as error:
-        sys.stderr.write(f"cannot record the failure in {path}: {error.strerror}\n")
+        write_error(f"cannot record the failure in {path}: {error.strerror}\n")

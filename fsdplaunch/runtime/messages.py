@@ -1,8 +1,10 @@
 """What the runtime tells the person who launched it: lines on rank 0's stderr."""
 
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from fsdplaunch.runtime.rank import rank
+from fsdplaunch.standard_streams import write_error
 from fsdplaunch.terminal_text import printable
 
 unequal: list[str] = []
@@ -17,12 +19,28 @@ def say_unequal(text: str) -> None:
 
 def say(text: str) -> None:
     """Write one line to stderr, on rank 0 only."""
+    if _once and text in _said:
+        return
+    if _once:
+        _said.add(text)
     if rank() == 0:
-        sys.stderr.write(f"fsdplaunch: {printable(text)}\n")
-        sys.stderr.flush()
+        write_error(f"fsdplaunch: {printable(text)}\n")
+
+
+@contextmanager
+def saying_once() -> Iterator[None]:
+    """Say nothing that was said in such a block before: a script may copy its model for every save."""
+    _once.append(True)
+    try:
+        yield
+    finally:
+        _once.pop()
+
+
+_once: list[bool] = []
+_said: set[str] = set()
 
 
 def say_anywhere(text: str) -> None:
     """Write one line to stderr, on whichever rank finds something out that rank 0 may not know."""
-    sys.stderr.write(f"fsdplaunch: rank {rank()}: {printable(text)}\n")
-    sys.stderr.flush()
+    write_error(f"fsdplaunch: rank {rank()}: {printable(text)}\n")

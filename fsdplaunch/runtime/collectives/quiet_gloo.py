@@ -18,6 +18,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from fsdplaunch.probe.torch_version import PRINTING_GLOO, parse
+from fsdplaunch.standard_streams import flush
 
 _LINE = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. [^\n]*\n")
 _swapping = threading.Lock()
@@ -57,8 +58,7 @@ def without_gloo_lines() -> Iterator[None]:
 
 def _flush() -> None:
     """Write out what Python and the C library hold back for descriptor 1."""
-    if sys.stdout is not None and not sys.stdout.closed:
-        sys.stdout.flush()
+    flush(sys.stdout)
     ctypes.CDLL(None).fflush(None)
 
 

@@ -22,7 +22,7 @@ from fsdplaunch.runtime.auto.dtensor import mixtures, shard_parts, shard_writes
 from fsdplaunch.runtime.auto.dtensor import shard_handlers as handlers
 from fsdplaunch.runtime.auto.dtensor.full_mixtures import compute_full, with_plain
 from fsdplaunch.runtime.auto.dtensor.optimizer_steps import stepping_without_handlers
-from fsdplaunch.runtime.auto.dtensor.own_collectives import COLLECTIVES, refuse_collective
+from fsdplaunch.runtime.auto.dtensor.own_collectives import ALIKE, COLLECTIVES, refuse_collective
 from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0, full_by_all_or_rank0
 from fsdplaunch.runtime.auto.dtensor.row_loops import rows
 from fsdplaunch.runtime.auto.dtensor.shared_memory import read_only, refuse_memory
@@ -173,6 +173,8 @@ def _handling_operators(hook_context: HookContext, updates: WrappedUpdates) -> I
     mixing, namer = _overloads(_MIXING), Namer(hook_context)
     put({op: namer.naming(each) if op in mixing else each for op, each in operators.items()})
     table.update(dict.fromkeys(_overloads(COLLECTIVES, torch.ops.c10d), refuse_collective))
+    for name, exchange in ALIKE.items():
+        put(dict.fromkeys(_overloads([name], torch.ops.c10d), exchange))
     writes = PartWrites(put, operators)
     views = shard_writes.view_operators()
     put(dict.fromkeys(views, partial(shard_parts.take_part, writes.begin)))

@@ -1,9 +1,20 @@
-"""Refuse what a script exchanges of shards by collectives of its own."""
+"""What a script exchanges of shards by collectives of its own: what all ranks have is there, the rest is refused.
 
+A shard stands for the full tensor, which is the same on all ranks: to broadcast it, or to gather it of all,
+exchanges nothing. That ranks have done the same with it is checked by how often it was changed.
+"""
+
+from collections.abc import Sequence
 from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.auto.state.rank0.copies import copied_from
+from fsdplaunch.runtime.auto.state.rank0.shard_names import changes
+from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
 
 COLLECTIVES = (
     *("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_", "_allgather_base_", "gather_"),
@@ -23,3 +34,64 @@ def refuse_collective(_op: Any, _args: Any, _kwargs: Any) -> Any:
         "give the model to DistributedDataParallel; or launch with --hide-ranks, if the script then trains in one"
     )
     raise ShardingError(msg, hint=f"{hint} process, or with --shard off, which leaves all to the script")
+
+
+def _broadcast(op: Any, args: Any, kwargs: Any) -> Any:
+    """Leave shards as they are, which every rank has of the same tensors.
+
+    Raises:
+        ShardingError: This rank has changed them more often, or less, than the rank that sends.
+    """
+    tensors, *rest = args
+    mine = _counts(tensors)
+    sent = mine.clone()
+    _, work = op([sent], *rest, **kwargs)
+    work.wait()
+    _check(torch.equal(sent, mine))
+    return tensors, work
+
+
+def _gather(op: Any, args: Any, kwargs: Any) -> Any:
+    """Give every rank's place what this rank has, which is the same.
+
+    Raises:
+        ShardingError: Ranks have changed it unequally often.
+    """
+    outputs, tensors, *rest = args
+    if any(not isinstance(tensor, DTensor) for tensor in tensors):  # into shards: nothing that a script means
+        return refuse_collective(op, args, kwargs)
+    mine = _counts(tensors)
+    found = [[torch.empty_like(mine) for _ in places] for places in outputs[:1]]
+    _, work = op(found, [mine], *rest, **kwargs)
+    work.wait()
+    _check(all(torch.equal(each, mine) for each in found[0]))
+    for places, tensor in zip(outputs, tensors, strict=True):
+        for place in places:
+            place.copy_(tensor)
+    return outputs, work
+
+
+ALIKE = {"broadcast_": _broadcast, "allgather_": _gather}
+"""Those that exchange nothing where ranks have done the same."""
+
+
+def _counts(tensors: Sequence[DTensor]) -> torch.Tensor:
+    """Return how often each was changed, and what it was copied from."""
+    device = local_tensor(tensors[0]).device
+    return torch.tensor([_count(tensor) for tensor in tensors], device=device)
+
+
+def _count(tensor: DTensor) -> int:
+    copy = copied_from(tensor)
+    return changes(tensor) + (0 if copy is None else copy.changes)
+
+
+def _check(same: bool) -> None:
+    if same:
+        return
+    msg = (
+        f"{script_line()} sends what only some ranks have changed in a sharded model: each has its own part of it"
+    )
+    raise ShardingError(
+        msg, hint="change it on all ranks, such as by load_state_dict of the same file, and leave the exchange out"
+    )

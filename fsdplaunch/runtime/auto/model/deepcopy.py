@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer
 from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
@@ -93,7 +94,8 @@ def _copied(model: Any, memo: dict[int, Any], attach: Callable[[nn.Module, nn.Mo
     plugin.param_init_fn = _zeros
     context = None if prepared.sequences is None else prepared.sequences.axis
     place = ShardTarget(mesh=prepared.mesh, device=own_device(prepared.mesh), context=context)
-    shard_model(copied, plugin, place)
+    with messages.saying_once():
+        shard_model(copied, plugin, place)
     values = dict(named_parameters(model))
     with torch.no_grad():
         for name, param in named_parameters(copied):

@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -20,6 +19,7 @@ from fsdplaunch.runtime.saving.background.host_buffer import HostBuffer
 from fsdplaunch.runtime.saving.background.host_copies import HostCopies
 from fsdplaunch.runtime.saving.background.trained_tensors import TrainedTensors
 from fsdplaunch.runtime.saving.save_job import SaveJob
+from fsdplaunch.standard_streams import flush_both, write_error
 from fsdplaunch.terminal_text import printable, shortened, text_of
 
 EXIT_SECONDS = 25.0
@@ -164,9 +164,8 @@ def _at_exit() -> None:
     try:
         background.finish(EXIT_SECONDS if failed else None)
     except BaseException as failure:
-        sys.stderr.write(f"error: {printable(shortened(text_of(failure)))}\n")
+        write_error(f"error: {printable(shortened(text_of(failure)))}\n")
         with suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+            flush_both()
         if not failed:
             os._exit(1)  # an exit handler has no other way to change the status

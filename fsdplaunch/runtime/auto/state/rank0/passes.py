@@ -1,7 +1,8 @@
 """Notice passes of a sharded model that only some ranks make: they would take part in other ranks' collectives.
 
 Looked at where a model turns from training to evaluation and back, and where it first computes without gradients,
-which is where ranks part; other passes only count.
+which is where ranks part; other passes only count. Where a script has ranks of its own, they may also have unequal
+numbers of rows to evaluate, as DistributedDataParallel lets them: there each further pass is looked at.
 """
 
 import weakref
@@ -31,13 +32,28 @@ class Passes:
     def __init__(self, name: str, hook_context: HookContext) -> None:
         self.name = name
         self.position = hook_context.position
+        self.ownership = hook_context.ownership
+        self.evaluated_at = -1
         self.training = True
         self.without_gradients: set[str] = set()
 
     def begin(self, model: nn.Module) -> None:
         """Count a pass that begins; errors as `turn`."""
         self.turn(model)
+        if self.ownership.ranked and not (model.training and torch.is_grad_enabled()):
+            self._evaluate_further()
         self.position.begin_pass()
+
+    def _evaluate_further(self) -> None:
+        """Check that all ranks make a further pass of an evaluation; a teacher makes one in each step.
+
+        Raises:
+            ShardingError: Only rank 0 does.
+            CheckpointError: Only other ranks do.
+        """
+        if self.evaluated_at == self.position.steps:
+            check_all_ranks(f"{self.name} in evaluation")
+        self.evaluated_at = self.position.steps
 
     def turn(self, model: nn.Module) -> None:
         """Check that all ranks turn a model from training to evaluation, or back, where this one does.

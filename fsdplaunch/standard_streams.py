@@ -1,0 +1,33 @@
+"""Stdout and stderr as a script leaves them: closed, None, or objects of its own that only write.
+
+Trainers copy what they print to a file by a class with `write` alone, put in the place of both.
+"""
+
+import sys
+from typing import Any
+
+
+def write_error(text: str) -> None:
+    """Write to stderr, the script's or, where that takes nothing, the process's own."""
+    streams: tuple[Any, ...] = (sys.stderr, sys.__stderr__)
+    for stream in streams:
+        if _takes(stream, "write"):
+            stream.write(text)
+            flush(stream)
+            return
+
+
+def flush_both() -> None:
+    """Flush stdout and stderr, as far as they can be."""
+    flush(sys.stdout)
+    flush(sys.stderr)
+
+
+def flush(stream: Any) -> None:
+    """Flush a stream, if it can be."""
+    if _takes(stream, "flush"):
+        stream.flush()
+
+
+def _takes(stream: Any, method: str) -> bool:
+    return callable(getattr(stream, method, None)) and getattr(stream, "closed", False) is not True

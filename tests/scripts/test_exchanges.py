@@ -1,0 +1,109 @@
+"""What a script for DistributedDataParallel exchanges by itself, or not by all ranks; streams that only write."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.scripts.conftest import Forks
+
+HEAD = """
+import copy, os, sys
+import torch, torch.distributed as dist
+from torch import nn
+class Tee:
+    def __init__(self, stream):
+        self.stream = stream
+    def write(self, text):
+        self.stream.write(text)
+sys.stdout, sys.stderr = Tee(sys.stdout), Tee(sys.stderr)
+dist.init_process_group("gloo")
+rank = int(os.environ["RANK"])
+torch.manual_seed(rank)
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+ema = [copy.deepcopy(model.module) for _ in range(2)][1]
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(2, 4) * rank).pow(2).mean().backward()
+    optimizer.step()
+step()
+"""
+
+CHECKED = """
+for kept in (model, ema):
+    for name, value in kept.named_parameters():
+        before = value.full_tensor()
+        other = value.detach().clone()
+        dist.broadcast(tensor=other, src=0)
+        assert (value == other).all(), name
+        dist.broadcast(value.data, 1)
+        everyone = [torch.zeros_like(value) for _ in range(2)]
+        dist.all_gather(everyone, value.data)
+        assert all((value == each).all() for each in everyone), name
+        plain = [torch.zeros(value.shape) for _ in range(2)]
+        dist.all_gather(plain, value.detach())
+        assert torch.equal(plain[0], before) and torch.equal(plain[1], before), name
+        assert torch.equal(value.full_tensor(), before)
+step()
+print("checked")
+"""
+
+LOADED_BY_ONE = """
+full = {name: value.full_tensor() for name, value in model.module.named_parameters()}
+if rank == 0:
+    with torch.no_grad():
+        model.module[0].weight.copy_(full["0.weight"] * 2)
+for value in model.module.parameters():
+    dist.broadcast(value.data, 0)
+"""
+
+UNEVEN = """
+model.eval()
+count = 0
+with torch.no_grad():
+    for item in range(5):
+        if item % 2 == (rank + MORE) % 2:
+            count += model(torch.ones(2, 4)).numel()
+total = torch.tensor(count)
+dist.all_reduce(total)
+step()
+"""
+
+
+def test_weights_that_all_ranks_have_are_sent_as_they_are(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + CHECKED)
+    done = forks.run(script, tmp_path / "run", ranks=2)
+    assert done.codes == [0, 0], "\n".join(done.err)
+    assert [out.splitlines() for out in done.out] == [["checked"]] * 2
+    assert "is the sharded model" in done.err[0]
+    assert done.err[0].count("sharded Sequential: ") == 2  # the model, and what is copied of it, once
+
+
+def test_weights_that_one_rank_alone_has_changed_are_not_sent(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + LOADED_BY_ONE)
+    done = forks.run(script, tmp_path / "run", ranks=2)
+    assert 0 not in done.codes
+    line = (HEAD + LOADED_BY_ONE).count("\n")
+    said = f"train.py:{line} sends what only some ranks have changed in a sharded model"
+    assert said in done.err[1]
+    assert "during handling" not in "".join(done.err).lower()
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (0, "calls Sequential in evaluation on rank 0 only: rank 1 is at train.py:"),
+        (1, "Sequential in evaluation was called on rank 1 only"),
+    ],
+)
+def test_ranks_with_unequal_numbers_of_rows_to_evaluate_are_told(
+    forks: Forks, tmp_path: Path, more: int, says: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + UNEVEN.replace("MORE", str(more)))
+    done = forks.run(script, tmp_path / "run", ranks=2, timeout=60)
+    assert 0 not in done.codes
+    assert says in done.err[more], done.err
+    assert "give all ranks as many batches" in done.err[more]
