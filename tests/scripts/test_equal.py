@@ -48,7 +48,7 @@ def lines(text: str) -> dict[str, list[float]]:
     "name",
     [
         *("sums", "randomness", "samplers", "penalties", "optimizers", "operators", "batches", "references"),
-        *("mixtures", "inference"),
+        *("mixtures", "inference", "decisions"),
     ],
 )
 def test_training_is_that_of_one_process(runs: Callable[[str], tuple[Run, Run]], name: str) -> None:
@@ -71,6 +71,7 @@ def test_reductions_that_are_no_means_are_named_with_their_line(runs: Callable[[
     sums = {name for name in names if f"{line[name]}the loss is a sum over the batch" in told}
     assert sums == {
         *("sum", "sum over 16", "mean of sums over rows", "cross entropy sum", "sum and mean", "sum and penalty"),
+        "an eighth of a sum",
     }
     counted = {name for name in names if f"{line[name]}each rank's mean is over a count of its own" in told}
     assert counted == {

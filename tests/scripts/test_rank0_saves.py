@@ -395,3 +395,41 @@ def test_rank_0_saves_the_state_of_an_optimizer_that_is_none_of_torchs(forks: Fo
         assert set(done.codes) == {0}, done.err
         saved[ranks] = torch.load(tmp_path / str(ranks) / "saved.pt")
     torch.testing.assert_close(saved[2], saved[0], atol=1e-3, rtol=1e-3)
+
+
+READING_LIBRARY = """
+import torch
+def train(model, alone):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(2):
+        model(torch.ones(4, 8)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(model.weight.norm().item())
+    if alone:
+        found.append(max(float(value.norm()) for value in model.state_dict().values()))
+    return found
+"""
+
+READS = """
+import os, sys
+import torch
+sys.path.insert(0, sys.argv[1])
+import library
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 3).to("cpu")
+print(*(f"{value:.5f}" for value in library.train(model, os.environ.get("RANK", "0") == "0")))
+"""
+
+
+def test_rank_0_reads_alone_where_a_library_has_read_with_all_ranks_before(forks: Forks, tmp_path: Path) -> None:
+    script, packages = tmp_path / "train.py", tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "library.py").write_text(READING_LIBRARY)
+    script.write_text(READS)
+    plain = forks.run(script, tmp_path / "plain", str(packages))
+    done = forks.run(script, tmp_path / "run", str(packages), ranks=2, timeout=60)
+    assert done.codes == [0, 0], done.err
+    assert done.out[0] == plain.out[0]
+    assert plain.out[0].startswith(done.out[1].strip())

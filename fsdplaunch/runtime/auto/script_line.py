@@ -34,6 +34,21 @@ def calling_lines() -> str:
     return ", called at ".join(_running())
 
 
+def calling_stack() -> str:
+    """Return the lines that are running of the user's code and of libraries, torch and this package aside.
+
+    A library's training is at one line of the user's, and computes at many.
+    """
+    frame, lines = sys._getframe(1), []
+    while frame is not None:
+        file = frame.f_code.co_filename
+        by_torch = str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
+        if not by_torch and (not file.startswith(_FOREIGN) or "-packages" in file):
+            lines.append(f"{file}:{frame.f_lineno}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return "\n".join(lines)
+
+
 def calling_library() -> str | None:
     """Return the module of the library whose code is running, but for torch; None for the user's own code."""
     frame = sys._getframe(1)

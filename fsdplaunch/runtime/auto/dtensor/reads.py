@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor.row_loops import put_kept_rows
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import averaged
-from fsdplaunch.runtime.auto.script_line import calling_lines, is_user_file
+from fsdplaunch.runtime.auto.script_line import calling_lines, calling_stack, is_user_file
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer
 from fsdplaunch.runtime.auto.state.rank0.position import Position
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
@@ -19,9 +19,10 @@ from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
 from fsdplaunch.runtime.torch_internals.tensors import tree_map
 
 _together: set[str] = set()
-"""The script's lines that all ranks were seen to reach together; asked once, as a read may stand in every step.
+"""The lines that all ranks were seen to reach together; asked once, as a read may stand in every step.
 
-With those that led to them: a function that all ranks have called may be called by rank 0 alone elsewhere.
+The script's and libraries', with those that led to them: a function that all ranks have called may be called by
+rank 0 alone elsewhere.
 """
 _alone_at: tuple[Any, ...] | None = None
 """The line at which rank 0 was seen to read alone, and how far it was: its next shards are read so, too."""
@@ -41,13 +42,13 @@ def by_all_or_rank0(compute: Callable[[Any, Any, Any], Any]) -> Callable[[Any, A
         saves = None if torch.compiler.is_compiling() else rank0_saves()
         if saves is None:
             return compute(func, args, kwargs)
-        line = calling_lines()
-        if line in _together:
+        lines = calling_stack()
+        if lines in _together:
             return compute(func, args, kwargs)
-        gathering = ShardGatherer(f"{func.__name__}() of a shard", keep=True, at=line)
-        if not _come_together(gathering, line, saves.position):
+        gathering = ShardGatherer(f"{func.__name__}() of a shard", keep=True, at=calling_lines())
+        if not _come_together(gathering, lines, saves.position):
             return _alone(gathering, func, args, kwargs)
-        _together.add(line)
+        _together.add(lines)
         return compute(func, args, kwargs)
 
     return read

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fsdplaunch.runtime.auto.losses.written_numbers import is_written
 from fsdplaunch.runtime.torch_internals.graph_nodes import (
     Factor,
     computed_dims,
@@ -156,11 +157,11 @@ class _Search:
         Over the number of a rank's rows it is a mean; over the number of all rows it stays a sum. A tensor with a
         smaller number is a count of what is no padding, or not masked, also where all ranks count alike.
         """
-        divisors = [round(1 / abs(factor.value), 3) for factor in factors if 0 < abs(factor.value) < 1]
         per_row = math.prod(shape[1:])
         own = {rows * each for rows in {*self.sizes, *shape[:1]} for each in (1, per_row)}
         every = {rows * self.ranks for rows in own}
-        found = next((divisor for divisor in divisors if divisor in own), 0.0)
+        divisors = ((round(1 / abs(each.value), 3), each) for each in factors if 0 < abs(each.value) < 1)
+        found = next((divisor for divisor, each in divisors if divisor in own and not _is_constant(each)), 0.0)
         if found:
             return "unknown" if found in every else "mean"
         counts = [_amount(factor).value for factor in factors if factor.divides and factor.is_tensor]
@@ -182,6 +183,11 @@ class _Search:
                 found = below
             waiting += [each for each, _ in below.next_functions]
         return found
+
+
+def _is_constant(factor: Factor) -> bool:
+    """Return whether the script multiplies by a number that it has written down: of rows it would compute one."""
+    return not factor.divides and not factor.is_tensor and is_written(factor.value)
 
 
 def _void(node: Any) -> tuple[Factor, ...]:

@@ -90,7 +90,7 @@ class LossScale:
     def _all_ranks(self, line: str, found: list[BatchReduction], amounts: list[float]) -> list[RankLoss]:
         """Return what the losses of all ranks are. Collective, at every backward."""
         context = self.hook_context
-        key = (line, tuple((term_name(each), len(each.shape), len(each.amounts)) for each in found))
+        key = (line, tuple((term_name(each), each.kind, len(each.shape), len(each.amounts)) for each in found))
         if key not in self.digests:
             self.digests[key] = digest_of(key)
         passes, drawn = context.position.passes, context.batches.drawn
