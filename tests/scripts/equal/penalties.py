@@ -12,7 +12,8 @@ points = torch.randn(32, 2) * 0.5 + 1
 class Critic(nn.Module):
     def __init__(self):
         super().__init__()
-        self.main = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 16), nn.Tanh())
+        inner = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+        self.main = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Dropout(0.1), inner, nn.Tanh())
         self.last = nn.Linear(16, 1)
 
     def forward(self, x):

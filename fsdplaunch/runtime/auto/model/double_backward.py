@@ -38,12 +38,14 @@ class ModelPass:
         args: What it was given.
         kwargs: What it was given by name.
         rng_state: Of torch's generator on the CPU before it.
+        buffers: The model's before it, by name: a pass may change them, as spectral norm does to go on from there.
     """
 
     model: "weakref.ref[nn.Module]"
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rng_state: torch.Tensor
+    buffers: dict[str, torch.Tensor]
 
 
 def may_be_differentiated_twice(args: Any, kwargs: Any) -> bool:
@@ -167,7 +169,7 @@ def _recomputed(made: ModelPass) -> list[Any]:
     reshard(model)
     dtype = root_mixed_precision(model).param_dtype
     names: Any = full_parameters(dict(model.named_parameters(remove_duplicate=False)), dtype)
-    names |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    names |= {name: made.buffers.get(name, buffer).clone() for name, buffer in model.named_buffers()}
     args, kwargs = tree_map(lambda value: _cast(value, dtype), (made.args, made.kwargs))
     now = torch.get_rng_state()
     torch.set_rng_state(made.rng_state)

@@ -47,6 +47,7 @@ class ForwardHooks:
         self.depth = 0
         self.begin_pass = begin_pass
         self.rng_state: torch.Tensor | None = None
+        self.buffers: dict[str, torch.Tensor] = {}
         self.begin_training: Callable[[], None] | None = begin_training
         self.model = weakref.ref(model)
         self.line = line
@@ -80,6 +81,7 @@ class ForwardHooks:
             self.noted([*args, *kwargs.values()])
             twice = torch.is_grad_enabled() and may_be_differentiated_twice(args, kwargs)
             self.rng_state = torch.get_rng_state() if twice else None
+            self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if twice else {}
         self.depth += 1
         return None if torch.compiler.is_compiling() else _full_arguments(args, kwargs)
 
@@ -102,8 +104,10 @@ class ForwardHooks:
     def _leave(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         self.depth -= 1
         if self.rng_state is not None and not self.depth:
-            keep_pass(ModelPass(model=self.model, args=args, kwargs=kwargs, rng_state=self.rng_state), output)
-            self.rng_state = None
+            given = {"args": args, "kwargs": kwargs}
+            made = ModelPass(model=self.model, rng_state=self.rng_state, buffers=self.buffers, **given)
+            keep_pass(made, output)
+            self.rng_state, self.buffers = None, {}
         if self.depth == 0:
             if model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 self.returned(output)
