@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler
-from fsdplaunch.runtime.auto.state.rank0.copies import name_of_copy
+from fsdplaunch.runtime.auto.state.rank0.copies import name_of_copy, remember_copy
 from fsdplaunch.runtime.auto.state.rank0.shard_names import ShardName, changes, identity, named_shards
 
 _MARK = "fsdplaunch_computed"
+_SHARES = {torch.ops.aten.mul.Tensor: "mul", torch.ops.aten.div.Tensor: "div"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,18 @@ class Namer:
         def compute(func: Any, args: Any, kwargs: Any) -> Any:
             result = handler(func, args, kwargs)
             if type(result) is DTensor and self._hook_context.size > 1 and not torch.compiler.is_compiling():
+                self._note_share(result, func, args)
                 self._mark(result, func, args, kwargs)
             return result
 
         return compute
+
+    def _note_share(self, result: DTensor, func: Any, args: Any) -> None:
+        """Remember `(1 - decay) * value` as a copy of the value: rank 0 alone may keep an average."""
+        method = _SHARES.get(func)
+        if method is not None and isinstance(args[0], DTensor) and isinstance(args[1], int | float):
+            position = self._hook_context.position
+            remember_copy(result, args[0], (method, args[1:], {}), (position.steps, position.passes))
 
     def _mark(self, result: DTensor, func: Any, args: Any, kwargs: Any) -> None:
         given = [self._describe(each) for each in (*args, *kwargs.values())]

@@ -26,7 +26,6 @@ from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
 
 _METHODS = (
     *("detach", "clone", "cpu", "cuda", "to", "type", "float", "half", "bfloat16", "double", "contiguous"),
-    *("mul", "__mul__", "__rmul__", "div", "__truediv__"),  # by a number: an average's share
     "__deepcopy__",
 )
 _MARK = "fsdplaunch_copy"
@@ -146,7 +145,7 @@ def remembering_copies(position: Position) -> Iterator[None]:
             result = original(self, *args, **kwargs)
             if result is not self and type(result) is DTensor and not torch.compiler.is_compiling():
                 made = ("clone", (), {}) if name == "__deepcopy__" else (name, args, kwargs)
-                _mark(result, self, made, (position.steps, position.passes))
+                remember_copy(result, self, made, (position.steps, position.passes))
             return result
 
         return copy
@@ -174,7 +173,15 @@ _stepping: list[bool] = []
 """Not empty inside of an optimizer's step: state that begins as a copy shall not keep the gradient alive."""
 
 
-def _mark(result: Any, source: Any, call: tuple[str, Any, Any], place: tuple[int, int]) -> None:
+def remember_copy(result: Any, source: Any, call: tuple[str, Any, Any], place: tuple[int, int]) -> None:
+    """Mark what one rank can make again of a shard.
+
+    Args:
+        result: The copy.
+        source: Of this.
+        call: A method's name, with its arguments.
+        place: Steps and passes that were made before.
+    """
     result.__dict__.pop(_MARK, None)  # a deep copy has its source's
     if _stepping or identity(result) == identity(source):
         return
