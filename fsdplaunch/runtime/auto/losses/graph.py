@@ -235,7 +235,7 @@ def _only_collects(node: Any) -> bool:
     shape = reduced_shape(node)
     return (
         below is not None
-        and kind_of(below) == "Stack"
+        and kind_of(below) in ("Stack", "Cat")
         and len(shape) == 1
         and shape[0] == len(below.next_functions)
     )
