@@ -14,7 +14,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +78,8 @@ class _Hooked:
         """Call the hooks with what arithmetic with the shard brings, full: a pass of the model brings the rest."""
         if not self.hooks or not isinstance(gradient, DTensor):
             return None
-        if "penalties" not in _told:
-            _told.add("penalties")
-            line = _line(next(iter(self.hooks.values())))
+        line = _line(next(iter(self.hooks.values())))
+        with messages.saying_once():
             messages.say(
                 f"{line}: this hook is called for the gradient of a penalty and for that of the model's pass, one"
                 " after the other: equal for hooks that scale or mask, not for those that clip"
@@ -107,9 +105,6 @@ class _Hooked:
 
 
 _hooked: "weakref.WeakSet[_Hooked]" = weakref.WeakSet()
-
-
-_told: set[str] = set()
 
 
 def _line(hook: Hook) -> str:
@@ -194,7 +189,7 @@ def carrying_hooks(model: nn.Module) -> Iterator[None]:
             _new(shard, before)
         if after:
             with _taking_hooks(shard):
-                shard.register_post_accumulate_grad_hook(partial(_call_all, after))  # type: ignore[no-untyped-call]
+                shard.register_post_accumulate_grad_hook(functools.partial(_call_all, after))  # type: ignore[no-untyped-call]
 
 
 def _call_all(hooks: Table, shard: Any) -> None:

@@ -80,6 +80,13 @@ def apart_from_parameters(output: Any) -> Any:
     return output.clone() if isinstance(of, torch.nn.Parameter) else output
 
 
+def return_no_parameters(_module: Any, _args: Any, output: Any) -> Any:
+    """Do that as a forward hook, in one call where a module returns what it has computed; all versions."""
+    if (type(output) is torch.Tensor and not output._is_view()) or torch.compiler.is_compiling():
+        return None
+    return apart_from_parameters(output)
+
+
 _instead_of: dict[int, Callable[..., Any]] = {}
 """By the identity of what stands for a function of torch written in Python: that function; all versions."""
 

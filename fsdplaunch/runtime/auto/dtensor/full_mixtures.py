@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
+from fsdplaunch.runtime.auto.dtensor.mixtures import is_plain
 from fsdplaunch.runtime.auto.dtensor.own_numbers import note_numbers
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler
 from fsdplaunch.runtime.torch_internals.node_kinds import mark_rows
@@ -44,7 +45,7 @@ def compute_full(
                 note_numbers(given)
                 return torchs(func, args, kwargs)
             result = read(func, args, kwargs)
-            if any(is_rows(value) for value in given if _is_plain(value)):
+            if any(is_rows(value) for value in given if is_plain(value)):
                 mark_rows(result)
             return result
 
@@ -79,7 +80,7 @@ def _by_torch(func: Any, args: Any, kwargs: Any) -> Any:
 def _needs_full(values: Iterable[Any]) -> bool:
     """Return whether some are plain tensors that have gradients, or other shapes than the shards have."""
     given = [value for value in values if isinstance(value, torch.Tensor)]
-    plain = [value for value in given if _is_plain(value)]
+    plain = [value for value in given if is_plain(value)]
     if not plain or len(plain) == len(given):
         return False
     shapes = {value.shape for value in given if isinstance(value, DTensor)}
@@ -87,7 +88,3 @@ def _needs_full(values: Iterable[Any]) -> bool:
         (value.requires_grad and torch.is_grad_enabled()) or (value.numel() > 1 and value.shape not in shapes)
         for value in plain
     )
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)

@@ -87,7 +87,7 @@ def combine_mixed(read: Handler, ownership: Ownership) -> Handler:
 
     def compute(func: Any, args: Any, kwargs: Any) -> Any:
         operands = args if ownership.ranked else args[:1]  # Python turns `plain + shard` round
-        full = not torch.is_grad_enabled() and any(_is_plain(each) and each.dim() for each in operands)
+        full = not torch.is_grad_enabled() and any(is_plain(each) and each.dim() for each in operands)
         return read(func, args, kwargs) if full else _mix(func, args, kwargs)
 
     return compute
@@ -116,8 +116,9 @@ def _made_like(target: Any, source: Any) -> Any:
 
 
 def _is_plain_of(shape: Any, value: Any) -> bool:
-    return _is_plain(value) and value.shape == shape
+    return is_plain(value) and value.shape == shape
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor and no shard."""
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)

@@ -78,7 +78,7 @@ class _Watch:
                     raise refuse_parameters(_BACKWARD)
                 whole = self._prepare(_listed(tensors))
             done = original(tensors, grad_tensors, retain_graph, create_graph, *args, **kwargs)
-            return _put(whole, done, retain_graph)
+            return _put(whole, done, retain_graph) if whole else done
 
         return backward
 

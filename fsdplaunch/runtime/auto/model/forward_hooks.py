@@ -23,7 +23,7 @@ from fsdplaunch.runtime.auto.script_line import being_built, script_line
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
 from fsdplaunch.runtime.torch_internals.fsdp2 import pass_look
-from fsdplaunch.runtime.torch_internals.tensors import apart_from_parameters, tree_map
+from fsdplaunch.runtime.torch_internals.tensors import apart_from_parameters, return_no_parameters, tree_map
 
 _CHANGES = ("set", "load", "update", "init", "reset", "copy", "tie", "freeze", "save", "to", "register")
 """First words of methods that change parameters: gathered parameters are no place to do that."""
@@ -60,7 +60,7 @@ class ForwardHooks:
         for unit in model.modules():
             if is_unit(unit):
                 call_for_forward(unit)
-                unit.register_forward_hook(_keep_parameters, prepend=True)  # before torch's gives memory back
+                unit.register_forward_hook(return_no_parameters, prepend=True)  # before torch's gives memory back
         for name in _computing_methods(model):
             self._gather_around(model, name)
         gather_around_parts(model, begin_pass, lambda: self.checked)
@@ -146,11 +146,6 @@ class ForwardHooks:
 
         call_gathered.fsdplaunch_gathers = True  # type: ignore[attr-defined]
         model.__dict__[name] = call_gathered
-
-
-def _keep_parameters(_unit: nn.Module, _args: Any, output: Any) -> Any:
-    """Return copies where a unit returns its own parameters, as an embedding that is asked for all of its rows."""
-    return output if torch.compiler.is_compiling() else apart_from_parameters(output)
 
 
 def _returning_copies(method: Callable[..., Any]) -> Callable[..., Any]:

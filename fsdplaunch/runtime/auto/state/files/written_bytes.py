@@ -13,7 +13,6 @@ import os
 import sys
 import tempfile
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import is_user_file, script_line
 from fsdplaunch.runtime.auto.state.files import path_store
 from fsdplaunch.runtime.auto.state.files.caught_errors import goes_on_after, is_foreign
-from fsdplaunch.runtime.auto.state.files.written_files import is_hook, named
+from fsdplaunch.runtime.auto.state.files.written_files import OpenedFiles, is_hook, name_of_file, named
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
 from fsdplaunch.runtime.collectives.hang_detector import store
 
@@ -49,17 +48,8 @@ def writing_bytes_once(hook_context: HookContext) -> Iterator[None]:
         yield
 
 
-class _WrittenBytes:
-    """What one rank knows of them. Each opening at a line has a number, the same on all ranks."""
-
-    def __init__(self, hook_context: HookContext) -> None:
-        self.ownership = hook_context.ownership
-        self.rank = hook_context.rank
-        self.process = os.getpid()
-        self.opened: Counter[str] = Counter()
-        self.left: set[str] = set()
-        """Lines at which rank 0 did not open what this rank did."""
-        self.told = False
+class _WrittenBytes(OpenedFiles):
+    """The files of bytes, by the lines that open them."""
 
     def opening(self, original: Any) -> Any:
         """Return what stands for `open`."""
@@ -113,9 +103,8 @@ class _WrittenBytes:
             return None
         if speaks_of_ranks() or excludes_others():
             return None
-        name = os.path.abspath(os.fsdecode(file))  # noqa: PTH100
-        is_file = os.path.isfile(name) or not os.path.exists(name)  # noqa: PTH110, PTH113
-        return name if is_file and _is_of_the_run(name) and path_store.answers() else None
+        name = name_of_file(file)
+        return name if name is not None and _is_of_the_run(name) else None
 
 
 def _writes_bytes(mode: Any) -> bool:

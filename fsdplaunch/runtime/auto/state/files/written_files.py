@@ -49,10 +49,16 @@ def writing_once(hook_context: HookContext) -> Iterator[None]:
         yield
 
 
-class _WrittenFiles:
-    """What one rank knows of files that the script opens to write.
+class OpenedFiles:
+    """What one rank knows of files that are opened to write.
 
-    Each opening of a path has a number, the same on all ranks: they run the same lines.
+    Attributes:
+        ownership: Who shards.
+        rank: This one.
+        process: The rank's own.
+        opened: How many openings there were, the same on all ranks: they run the same lines.
+        left: Lines at which rank 0 did not open what this rank did.
+        told: Whether it was printed that rank 0 alone writes.
     """
 
     def __init__(self, hook_context: HookContext) -> None:
@@ -61,8 +67,11 @@ class _WrittenFiles:
         self.process = os.getpid()
         self.opened: Counter[str] = Counter()
         self.left: set[str] = set()
-        """Lines at which rank 0 did not open what this rank did."""
         self.told = False
+
+
+class _WrittenFiles(OpenedFiles):
+    """The files that the script opens, by their paths."""
 
     def opening(self, original: Any) -> Any:
         """Return what stands for `open`."""
@@ -126,9 +135,14 @@ class _WrittenFiles:
             return None
         if not _by_user() or self.ownership.ranked or speaks_of_ranks() or excludes_others():
             return None
-        name = os.path.abspath(os.fsdecode(path))  # noqa: PTH100
-        is_file = os.path.isfile(name) or not os.path.exists(name)  # noqa: PTH110, PTH113
-        return name if is_file and path_store.answers() else None
+        return name_of_file(path)
+
+
+def name_of_file(path: Any) -> str | None:
+    """Return a path as all ranks have it; None for what is no file, such as a device, or after the run."""
+    name = os.path.abspath(os.fsdecode(path))  # noqa: PTH100
+    is_file = os.path.isfile(name) or not os.path.exists(name)  # noqa: PTH110, PTH113
+    return name if is_file and path_store.answers() else None
 
 
 def _open(original: Any, key: str, file: Any, mode: str, args: Any, kwargs: Any) -> Any:

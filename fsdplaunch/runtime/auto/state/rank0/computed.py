@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler
 from fsdplaunch.runtime.auto.state.rank0.copies import name_of_copy, remember_copy
-from fsdplaunch.runtime.auto.state.rank0.shard_names import ShardName, changes, identity, named_shards
+from fsdplaunch.runtime.auto.state.rank0.shard_names import ShardName, changes, identity, named_shards, numbered
 
 _MARK = "fsdplaunch_computed"
 _SHARES = {torch.ops.aten.mul.Tensor: "mul", torch.ops.aten.div.Tensor: "div"}
@@ -61,7 +61,7 @@ def named_computed() -> Iterator[tuple[ShardName, DTensor]]:
         alike.setdefault(_name(tensor), []).append(tensor)
     for name, tensors in alike.items():
         for number, tensor in enumerate(tensors):
-            yield json.dumps([*json.loads(name), number, len(tensors)]), tensor
+            yield numbered(name, number, len(tensors)), tensor
 
 
 def _name(tensor: DTensor) -> ShardName:

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.rank0.position import Position
-from fsdplaunch.runtime.auto.state.rank0.shard_names import ShardName, changes, identity
+from fsdplaunch.runtime.auto.state.rank0.shard_names import ShardName, changes, identity, numbered
 from fsdplaunch.runtime.inspection.accessors import as_bytes
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
 
@@ -101,7 +101,7 @@ def named_copies(names: dict[tuple[Any, ...], ShardName]) -> Iterator[tuple[Shar
     for name, tensors in alike.items():
         for number, tensor in enumerate(tensors):
             changed = changes(tensor) != tensor.__dict__[_MARK].begun
-            yield json.dumps([*json.loads(name), number, len(tensors)]) if changed else name, tensor
+            yield numbered(name, number, len(tensors)) if changed else name, tensor
 
 
 def name_of_copy(tensor: DTensor, name_of: Callable[[DTensor], ShardName | None]) -> ShardName | None:

@@ -36,6 +36,11 @@ def named_shards(hook_context: HookContext) -> Iterator[tuple[ShardName, DTensor
 _OF_SCRIPTS = {"made": "a tensor made like a parameter", "computed": "a tensor computed from shards"}
 
 
+def numbered(name: ShardName, number: int, count: int) -> ShardName:
+    """Return a name for one of several tensors that were made alike, with how many of them there are."""
+    return json.dumps([*json.loads(name), number, count])
+
+
 def readable(name: ShardName) -> str:
     """Return a name as people say it."""
     kind, number, *rest = json.loads(name)
