@@ -614,12 +614,12 @@ def test_writes_into_copies_and_passes_without_a_backward_on_some_ranks_are_told
 
 
 def test_graph_of_a_loss_tells_its_reductions() -> None:
-    from fsdplaunch.runtime.auto.losses.graph import batch_reductions
+    from fsdplaunch.runtime.auto.losses.graph import read_graph
 
     out = torch.nn.Linear(3, 5)(torch.randn(4, 3))
 
     def kinds(loss: torch.Tensor) -> list[str]:
-        return [each.kind for each in batch_reductions(loss.grad_fn, {4}, 2)]
+        return [each.kind for each in read_graph(loss.grad_fn, {4}, 2).reductions]
 
     assert kinds(out.mean()) == ["mean"]
     assert kinds(out.pow(2).sum(1).mean() + 3 * out.sum()) == ["sum", "mean"]
@@ -635,7 +635,7 @@ def test_graph_of_a_loss_tells_its_reductions() -> None:
 
 
 def test_what_mixes_rows_is_told_from_what_does_not() -> None:
-    from fsdplaunch.runtime.auto.losses.graph import is_by_row
+    from fsdplaunch.runtime.auto.losses.row_mixing import is_by_row
 
     out = torch.randn(4, 3, 2, requires_grad=True)
     by_row = [
