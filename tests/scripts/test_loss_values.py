@@ -90,4 +90,6 @@ def test_terms_and_factors_of_losses_have_the_values_of_one_process(forks: Forks
     assert len(wanted) == 8
     for found in _numbers(many):
         for name, values in wanted.items():
-            torch.testing.assert_close(found[name], values, rtol=1e-5, atol=1e-5, msg=f"{name} {found[name]} {values}")
+            torch.testing.assert_close(
+                found[name], values, rtol=1e-5, atol=1e-5, msg=f"{name} {found[name]} {values}"
+            )
