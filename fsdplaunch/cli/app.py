@@ -15,6 +15,7 @@ from fsdplaunch import __version__
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.signatures import checks, launch, tune
 from fsdplaunch.cli.signatures.config import config_app, to_fsdp2
+from fsdplaunch.cli.signatures.key_options import expanded
 from fsdplaunch.cli.signatures.options import group
 from fsdplaunch.cli.signatures.runs import runs_app
 from fsdplaunch.cli.signatures.warm import WARM_EPILOG, warm
@@ -69,7 +70,7 @@ def run(argv: list[str]) -> int:
     """
     sys.unraisablehook = _interrupt_again
     try:
-        status = app(args=launch.expanded(argv), prog_name="fsdplaunch", standalone_mode=False)
+        status = app(args=expanded(argv), prog_name="fsdplaunch", standalone_mode=False)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except (KeyboardInterrupt, typer.Abort):

@@ -10,6 +10,7 @@ from typing import Any
 
 from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.cli.check_compare import check_tolerance, conclude, prepared, recording, run_plain
+from fsdplaunch.cli.launch.key_options import option_notes
 from fsdplaunch.cli.launch.options import LaunchOptions
 from fsdplaunch.cli.launch.single_node import (
     announce,
@@ -65,6 +66,7 @@ def check(
     out: Output,
     compare: bool = False,
     tolerance: float = TOLERANCE,
+    noted: Sequence[str] = (),
 ) -> int:
     """Run the script for a few steps on two CPU workers and say whether the configuration works with it.
 
@@ -79,6 +81,7 @@ def check(
         out: Where to.
         compare: Run it in one process too and compare, instead of trying a checkpoint.
         tolerance: Relative difference that counts as equal.
+        noted: Options that are taken and change nothing.
 
     Returns:
         0 when it works, or is equal; else the first failing rank's status, or 1.
@@ -92,7 +95,7 @@ def check(
     if not module:
         check_script(script)
     check_tolerance(tolerance)
-    loaded = load_config(file, overrides=overrides, torch=installed_numbers)
+    loaded = load_config(file, overrides=overrides, torch=installed_numbers, noted=option_notes(noted))
     small, changed = shrunk(loaded.config)
     if compare:
         small = replace(small, launch=replace(small.launch, keep_global_batch=True))

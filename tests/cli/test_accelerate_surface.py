@@ -8,7 +8,7 @@ from enum import Enum
 import pytest
 
 from fsdplaunch.cli.launch.key_options import expand, option_notes
-from fsdplaunch.cli.signatures.launch import own_options
+from fsdplaunch.cli.signatures.key_options import own_options
 from fsdplaunch.config.load.load import stack
 from fsdplaunch.config.load.problems import ConfigError
 from fsdplaunch.config.load.yaml_reader import read_text

@@ -13,7 +13,10 @@ ESTIMATE_EPILOG = (
     "Examples: fsdplaunch estimate Llama-3.1-8B --world-size 64 --gpu-memory 80GB --batch-size 2 --seq-len 4096; "
     "fsdplaunch estimate train.py:build_model --exact --html memory.html."
 )
-CHECK_EPILOG = "Example: fsdplaunch check train.py --lr 3e-4. Everything after SCRIPT belongs to the script."
+CHECK_EPILOG = (
+    "Example: fsdplaunch check train.py --lr 3e-4. Keys are options before SCRIPT, as for launch (--hide-ranks); "
+    "everything after it belongs to the script."
+)
 
 
 def estimate(
@@ -127,6 +130,7 @@ def check(
             parser=number("--tolerance", 0, 1), metavar="X", help="Relative difference that counts as equal"
         ),
     ] = 1e-4,
+    noted: Annotated[list[str] | None, typer.Option("--noted", hidden=True)] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Try a script with its configuration on two CPU workers.
@@ -151,6 +155,7 @@ def check(
         out=Output(),
         compare=compare,
         tolerance=tolerance,
+        noted=noted or (),
     )
     raise typer.Exit(status)
 

@@ -1,9 +1,8 @@
 """`fsdplaunch launch`: its own options, and configuration keys written as options."""
 
-from typing import Annotated, get_type_hints
+from typing import Annotated
 
 import typer
-import typer.models
 
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.signatures.options import ConfigOption, JsonOption, SetOption, script_argument
@@ -79,27 +78,3 @@ def launch(
         script, context.args, file=config, overrides=overrides or [], launch_options=launch_options, out=Output()
     )
     raise typer.Exit(status)
-
-
-def expanded(argv: list[str]) -> list[str]:
-    """Turn configuration keys written as options of `launch` into `--set`; anything else stays."""
-    if argv[:1] != ["launch"] or len(argv) < 2 or not argv[1].startswith("-"):  # noqa: PLR2004
-        return argv
-    from fsdplaunch.cli.launch.key_options import expand
-
-    flags, options = own_options()
-    return ["launch", *expand(argv[1:], own_flags=flags, own_options=options)]
-
-
-def own_options() -> tuple[set[str], set[str]]:
-    """Return names of launch's own options: those without a value, and those with one."""
-    flags, options = {"--help", "-h", "--help-all"}, set[str]()
-    for name, hint in get_type_hints(launch, include_extras=True).items():
-        for info in getattr(hint, "__metadata__", ()):
-            if isinstance(info, typer.models.OptionInfo):
-                spelled = "--" + name.replace("_", "-")
-                first = () if info.default is ... else (str(info.default),)  # typer keeps the first spelling there
-                written = {*first, *(info.param_decls or ())}
-                names = written or {spelled, spelled.replace("--", "--no-", 1)}
-                (flags if hint.__origin__ is bool else options).update(names)
-    return flags, options

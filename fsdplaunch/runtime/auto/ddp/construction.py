@@ -118,8 +118,11 @@ def _check(group: dist.ProcessGroup | None, name: str, hook_context: HookContext
             f"{script_line()} gives {name} to DistributedDataParallel: the script divides its data by itself,"
             " so launch.keep_global_batch cannot"
         )
-        hint = "divide the batch size in the script by the number of ranks and leave the key out, or set"
-        raise ShardingError(msg, hint=f"{hint} launch.hide_ranks if the script has a way for one process")
+        hint = (
+            "give --hide-ranks (launch.hide_ranks) if the script has a way for one process; or divide its batch size"
+            " by the number of ranks, and launch without the key"
+        )
+        raise ShardingError(msg, hint=hint)
 
 
 def _fill(ddp: Any, given: dict[str, Any]) -> None:

@@ -60,6 +60,8 @@ _FUNCTIONS = (
 )
 """What penalties are written with; in `loss += torch.norm(weight)` it is too late to gather when it is added."""
 _SHAPES = ("reshape", "flatten", "ravel")
+_OF_FULL = ("unbind", *(() if knows_operator(torch.ops.aten.select.int) else ("select",)))
+"""Parts of which torch knows no gradient where a shard is cut; 2.7 takes no row of any."""
 _LOSS_OPERATORS = (
     *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
@@ -94,9 +96,9 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
         for name in _LIKE:
             stack.enter_context(replaced(torch, name, lambda function: _handled(function, draw_like, ours)))
         get_data = _handled(data.__get__, shard_parts.counted_data, ours)
-        stack.enter_context(
-            replaced(torch, "unbind", partial(_function, handler=shard_parts.unbound, ownership=ours))
-        )
+        for name in _OF_FULL:
+            taken = partial(_function, handler=shard_parts.taken_of_full, ownership=ours)
+            stack.enter_context(replaced(torch, name, taken))
         shape = partial(_function, handler=handlers.take_shape, ownership=ours)
         for name in _SHAPES:
             stack.enter_context(replaced(torch, name, shape))
@@ -123,7 +125,7 @@ def _methods(hook_context: HookContext) -> dict[str, Handler]:
             ("apply_", "map_", "map2_"), shard_writes.write_full
         ),  # torch would read what is no storage
         **dict.fromkeys(("view", *_SHAPES), handlers.take_shape),
-        "unbind": shard_parts.unbound,
+        **dict.fromkeys(_OF_FULL, shard_parts.taken_of_full),
         "__iter__": by_all_or_rank0(rows),
         "__getitem__": partial(_taken, read),
     }
@@ -140,7 +142,9 @@ def _taken(read: Handler, func: Any, args: Any, kwargs: Any) -> Any:
     _, index = args
     indices = index if isinstance(index, tuple) else (index,)
     by_tensor = any(isinstance(each, torch.Tensor) and each.dim() for each in indices)
-    return read(func, args, kwargs) if by_tensor else func(*args)
+    if by_tensor:
+        return read(func, args, kwargs)
+    return func(*args) if knows_operator(torch.ops.aten.select.int) else shard_parts.taken_of_full(func, args, {})
 
 
 def _handled(func: Any, handler: Handler, ownership: Ownership) -> Any:

@@ -161,7 +161,7 @@ def full_tensor(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     value = value if torch.is_grad_enabled() else value.detach()
-    full: Any = value.to_local() if _is_replicated(value) else value.full_tensor()
+    full: Any = value.to_local() if is_replicated(value) else value.full_tensor()
     return averaged(full, value.device_mesh)
 
 
@@ -184,7 +184,7 @@ def averaged(full: torch.Tensor, mesh: Any) -> torch.Tensor:
 
 def replicated(value: Any) -> Any:
     """Return a tensor replicated on every rank: torch 2.7 has no gradient of replicating what is."""
-    if not isinstance(value, DTensor) or _is_replicated(value):
+    if not isinstance(value, DTensor) or is_replicated(value):
         return value
     return _replicated(value)
 
@@ -204,7 +204,8 @@ def take_shape(func: Any, args: Any, kwargs: Any) -> Any:
     return func(replicated(shard), *shape, **kwargs)
 
 
-def _is_replicated(value: DTensor) -> bool:
+def is_replicated(value: DTensor) -> bool:
+    """Return whether every rank has all of a tensor."""
     return all(placement.is_replicate() for placement in value.placements)
 
 

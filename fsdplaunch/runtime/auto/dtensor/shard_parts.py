@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler, full_tensor, replicated
+from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler, full_tensor, is_replicated, replicated
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals.dtensor import gives_view, local_tensor, placements_of, shape_and_offset
 from fsdplaunch.runtime.torch_internals.tensors import change_count, storage_identity, tree_map
@@ -75,7 +75,7 @@ def _taken_by(op: Any, source: Any, rest: Any, kwargs: Any) -> Any:
     try:
         return op(source, *rest, **kwargs)
     except (NotImplementedError, RuntimeError):
-        if torch.is_grad_enabled() and source.requires_grad:
+        if torch.is_grad_enabled() and source.requires_grad and not is_replicated(source):
             raise
     mesh = source.device_mesh
     placements = [Replicate()] * mesh.ndim
@@ -202,8 +202,8 @@ def written_back(tensor: Any) -> None:
         taken.write_back(tensor)
 
 
-def unbound(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the rows of a tensor with gradients: torch does not cut a shard into the rows that it is split by."""
+def taken_of_full(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return parts of a tensor with gradients: torch does not cut a shard into the rows that it is split by."""
     shard, *rest = args
     wanted = torch.is_grad_enabled() and shard.requires_grad
     return func(replicated(shard) if wanted else shard, *rest, **kwargs)

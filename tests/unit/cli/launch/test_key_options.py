@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdplaunch.cli.launch.key_options import expand, keys_by_option, list_options
-from fsdplaunch.cli.signatures.launch import expanded
+from fsdplaunch.cli.signatures.key_options import expanded
 from fsdplaunch.config.schema.walk import all_keys
 from fsdplaunch.errors import UsageError
 
@@ -94,6 +94,11 @@ def test_option_without_its_value_is_refused():
 def test_launchs_own_options_are_known_from_its_signature():
     argv = ["launch", "--config_file", "--use-cpu", "--dry-run", "--json", "-m", "--num-processes=2", "t"]
     assert expanded(argv) == [*argv[:6], "--set", "num_processes=2", "t"]
+
+
+def test_keys_are_options_of_check_too():
+    argv = ["check", "--compare", "--steps", "2", "--hide-ranks", "-m", "train", "--hide-ranks", "--noted"]
+    assert expanded(argv) == [*argv[:4], "--set", "launch.hide_ranks=true", *argv[5:]]
 
 
 def test_other_commands_are_left_alone():

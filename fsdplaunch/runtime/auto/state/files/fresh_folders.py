@@ -19,8 +19,6 @@ from fsdplaunch.runtime.auto.script_line import is_user_file
 from fsdplaunch.runtime.auto.state.files import path_store
 from fsdplaunch.runtime.auto.state.files.caught_errors import goes_on_after
 
-_FREE = "-"
-
 
 @contextmanager
 def keeping_fresh_folders(hook_context: HookContext) -> Iterator[None]:
@@ -84,7 +82,7 @@ class _Folders:
             name = self._name(path, kwargs)
             if name is None or not _by_user() or self.ownership.ranked or speaks_of_ranks():
                 return original(path, *args, **kwargs)
-            with self._turn(name):
+            with path_store.turn(f"{_key(name)}/turn", self.rank):
                 return None if self._is_fresh(name) else original(path, *args, **kwargs)
 
         return rmtree
@@ -107,17 +105,6 @@ class _Folders:
             return None
         inside = path_store.is_rank(self.process) and path_store.answers()
         return os.path.abspath(os.fsdecode(path)) if inside else None  # noqa: PTH100
-
-    @contextmanager
-    def _turn(self, name: str) -> Iterator[None]:
-        """Let one rank at a time remove what is at a path."""
-        key = f"{_key(name)}/turn"
-        path_store.take(key, "", _FREE)
-        path_store.wait_until(lambda: path_store.take(key, _FREE, self.rank) in {self.rank, None})
-        try:
-            yield
-        finally:
-            path_store.take(key, self.rank, _FREE)
 
 
 def _key(name: str) -> str:

@@ -78,18 +78,23 @@ def forget(*keys: str) -> None:
     _asked(lambda: [store().delete_key(key) for key in keys], otherwise=[])
 
 
-def take(key: str, free: str, owner: str) -> str | None:
-    """Take what one rank at a time has, where it is free.
+@contextmanager
+def turn(key: str, rank: str) -> Iterator[None]:
+    """Let one rank at a time do something; all of them where the store has ended.
 
     Args:
         key: Names it.
-        free: What is noted while no rank has it; an empty text where nothing has been noted.
-        owner: What to note.
-
-    Returns:
-        What is noted then; None where the store has ended.
+        rank: This one.
     """
-    return _asked(lambda: str(store().compare_set(key, free, owner).decode()), otherwise=None)
+
+    def is_ours() -> bool:
+        return _asked(lambda: bool(store().compare_set(key, "", rank).decode() == rank), otherwise=True)
+
+    wait_until(is_ours)
+    try:
+        yield
+    finally:
+        forget(key)
 
 
 def wait_for_note(key: str, seconds: float = PATIENCE_SECONDS) -> bool:

@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -82,7 +82,11 @@ class _WrittenFiles(OpenedFiles):
                 return original(file, mode, *args, **kwargs)
             self.opened[name] += 1
             key = _key(name, self.opened[name])
-            make = functools.partial(_open, original, key, file, mode, args, kwargs)
+
+            def make() -> Any:
+                with self._turn(name):
+                    return _open(original, key, file, mode, args, kwargs)
+
             if not set(mode).isdisjoint("b+"):
                 return make()
             if self.rank and self._rank_0_opens(key):
@@ -100,10 +104,18 @@ class _WrittenFiles(OpenedFiles):
         @functools.wraps(original)
         def remove(path: Any, *args: Any, **kwargs: Any) -> None:
             name = None if path_store.from_open_folder(kwargs) else self._name(path)
-            if name is None or not path_store.is_noted(_key(name, self.opened[name] + 1)):
+            if name is None:
                 original(path, *args, **kwargs)
+                return
+            with self._turn(name):
+                if not path_store.is_noted(_key(name, self.opened[name] + 1)):
+                    original(path, *args, **kwargs)
 
         return remove
+
+    def _turn(self, name: str) -> AbstractContextManager[None]:
+        """Keep what one rank makes here from being removed by one that has seen the file before it."""
+        return path_store.turn(f"{path_store.key_of('written', name)}/turn", str(self.rank))
 
     def _written(self, opened: Any, name: str, key: str) -> Any:
         if self.rank:

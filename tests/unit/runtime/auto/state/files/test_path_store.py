@@ -45,9 +45,11 @@ def test_ranks_know_what_others_noted(keeper: multiprocessing.Process) -> None:
     assert path_store.wait_for_note("a")
     assert not path_store.wait_for_note("b", seconds=0.01)
     assert [path_store.count("c", 1), path_store.count("c", 2)] == [1, 3]
-    assert [path_store.take("d", "", "0"), path_store.take("d", "", "1")] == ["0", "0"]
-    path_store.forget("a", "d")
+    with path_store.turn("d", "1"):
+        assert path_store.noted("d") == "1"
+    path_store.forget("a")
     assert not path_store.is_noted("a")
+    assert not path_store.is_noted("d")
 
 
 def test_a_store_that_has_ended_is_no_error(keeper: multiprocessing.Process) -> None:
@@ -59,7 +61,8 @@ def test_a_store_that_has_ended_is_no_error(keeper: multiprocessing.Process) -> 
     assert not path_store.is_noted("a")
     assert path_store.noted("a") is None
     assert path_store.count("c", 1) == 0
-    assert path_store.take("d", "", "1") is None
+    with path_store.turn("d", "1"):
+        path_store.note("d")
     assert not path_store.wait_for_note("a", seconds=60)  # at once
 
 

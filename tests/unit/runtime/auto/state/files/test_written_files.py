@@ -1,6 +1,7 @@
 """Which rank's text is in a file that a script for one process writes on every rank."""
 
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdplaunch.runtime.auto.state.files import path_store, written_files
-from fsdplaunch.runtime.auto.state.files.written_files import writing_once
+from fsdplaunch.runtime.auto.state.files.written_files import _WrittenFiles, writing_once
 
 
 @pytest.fixture
@@ -111,3 +112,25 @@ def test_a_log_that_is_opened_at_every_step_keeps_few_keys(
 def _create(path: Path) -> None:
     with open(path, "x") as file:  # noqa: PTH123
         file.write("new")
+
+
+def test_what_is_begun_while_another_rank_removes_the_old_file_stays(ranks: list[Any], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("of an earlier run")
+    first, late = (_WrittenFiles(context) for context in ranks)
+    removing, begun = threading.Event(), threading.Event()
+
+    def remove_late(path: Path) -> None:
+        removing.set()
+        begun.wait(0.3)
+        path.unlink()
+
+    remove, begin = late.removing(remove_late), first.opening(open)
+    other = threading.Thread(target=lambda: remove(log))
+    other.start()
+    removing.wait()
+    with begin(log, "w") as file:
+        begun.set()
+        other.join()
+        file.write("begun")
+    assert log.read_text() == "begun"
