@@ -119,8 +119,8 @@ def _check(group: dist.ProcessGroup | None, name: str, hook_context: HookContext
             " so launch.keep_global_batch cannot"
         )
         hint = (
-            "give --hide-ranks (launch.hide_ranks) if the script has a way for one process; or divide its batch size"
-            " by the number of ranks, and launch without the key"
+            "give --hide-ranks (launch.hide_ranks) if the script has a way for one process; or divide its batch"
+            " size by the number of ranks, and launch without the key"
         )
         raise ShardingError(msg, hint=hint)
 
