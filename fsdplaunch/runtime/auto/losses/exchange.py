@@ -23,7 +23,7 @@ from fsdplaunch.runtime.collectives.monitored_barrier import (
 
 CONFIRM_SECONDS = 15.0
 """How long the ranks that do not come must have stood in one call of torch, which may be a long computation."""
-_WIDTH = 12
+_WIDTH = 13
 """Numbers of a rank in the first exchange; one whose loss has more amounts sends them in a second."""
 _SHORTEST, _LONGEST = 2e-5, 1e-3
 """Seconds between two looks at an exchange."""
@@ -37,6 +37,7 @@ class RankLoss(NamedTuple):
         passes: How many passes of sharded models were begun.
         batches: How many shares of batches were drawn.
         rates: Digest of the learning rates of its last step.
+        parts: Digest of the tensors that its script holds of the loss.
         amounts: What its reductions are divided by.
     """
 
@@ -44,6 +45,7 @@ class RankLoss(NamedTuple):
     passes: int
     batches: int
     rates: float
+    parts: float
     amounts: list[float]
 
 
@@ -80,13 +82,13 @@ class LossExchange:
             ShardingError: Another rank goes on without a backward.
         """
         self.open()
-        head = [own.digest, float(own.passes), float(own.batches), own.rates, float(len(own.amounts))]
+        head = [*map(float, own[:-1]), float(len(own.amounts))]
         room = _WIDTH - len(head)
         rows = self._summed([*head, *own.amounts[:room]], _WIDTH, line)
         most = int(max(row[len(head) - 1] for row in rows))
         amounts = [row[len(head) :] for row in rows] if most <= room else self._summed(own.amounts, most, line)
         return [
-            RankLoss(row[0], int(row[1]), int(row[2]), row[3], numbers[: int(row[4])])
+            RankLoss(row[0], int(row[1]), int(row[2]), row[3], row[4], numbers[: int(row[5])])
             for row, numbers in zip(rows, amounts, strict=True)
         ]
 

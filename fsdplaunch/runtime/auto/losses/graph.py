@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 from fsdplaunch.runtime.auto.losses.written_numbers import is_written
 from fsdplaunch.runtime.torch_internals.graph_nodes import (
     Factor,
-    computed_dims,
     loss_reduction,
-    moves_rows,
     reduced_dims,
     reduced_elements,
     reduced_shape,
@@ -22,7 +20,6 @@ from fsdplaunch.runtime.torch_internals.graph_nodes import (
     total_weight,
 )
 from fsdplaunch.runtime.torch_internals.node_kinds import (
-    ALONG,
     ELEMENTWISE,
     LINEAR,
     LOSSES,
@@ -68,15 +65,28 @@ class BatchReduction:
     name: str
 
 
-def batch_reductions(root: Any, sizes: Collection[int], ranks: int) -> list[BatchReduction]:
-    """Return where a loss is reduced over the rows that this rank has.
+class LossGraph(NamedTuple):
+    """What was read of a graph.
+
+    Attributes:
+        reductions: Where the loss is reduced over rows.
+        nodes: Those from the loss down to there.
+    """
+
+    reductions: list[BatchReduction]
+    nodes: list[Any]
+
+
+def read_graph(root: Any, sizes: Collection[int], ranks: int) -> LossGraph:
+    """Return where a loss is reduced over the rows that this rank has, and what it is computed by from there.
 
     Args:
         root: The loss's `grad_fn`.
         sizes: How many rows this rank's shares of the batches have.
         ranks: How many ranks share a batch.
     """
-    return list(_Search(sizes, ranks).below(root, ()))
+    search = _Search(sizes, ranks)
+    return LossGraph(list(search.below(root, ())), list(search.seen))
 
 
 class _Search:
@@ -84,7 +94,7 @@ class _Search:
 
     def __init__(self, sizes: Collection[int], ranks: int) -> None:
         self.sizes, self.ranks = frozenset(sizes), ranks
-        self.seen: set[Any] = set()
+        self.seen: dict[Any, None] = {}
 
     def below(self, root: Any, factors: tuple[Factor, ...]) -> Iterator[BatchReduction]:
         """Yield the reductions at and below a node whose value is multiplied by these until it is the loss."""
@@ -93,7 +103,7 @@ class _Search:
             node, scales = waiting.pop()
             if node is None or node in self.seen or kind_of(node) == "AccumulateGrad":
                 continue
-            self.seen.add(node)
+            self.seen[node] = None
             name = kind_of(node)
             if name in PRODUCTS and _mixes_operands(node):
                 yield _unknown(node, name)
@@ -210,14 +220,6 @@ def _amount(factor: Factor) -> Amount:
 
 def _unknown(node: Any, name: str) -> BatchReduction:
     return BatchReduction(node=node, outer=node, kind="unknown", shape=(), amounts=(), name=name)
-
-
-def is_by_row(node: Any) -> bool:
-    """Return whether an operation computes each row of its result from the same row of what it is given."""
-    name = kind_of(node)
-    if name in ALONG:
-        return 0 not in computed_dims(node)
-    return name == "AccumulateGrad" or (name in ELEMENTWISE | LOSSES and not moves_rows(node))
 
 
 def _mixes_operands(node: Any) -> bool:

@@ -49,6 +49,7 @@ class ReductionPlan:
         first: Its amounts in the first batch, where they were the same on all ranks.
         counted: Which amounts are counts.
         is_told: Whether it was printed that they are.
+        alike: Whether all ranks computed it of the same rows.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class ReductionPlan:
     first: tuple[float, ...]
     counted: set[int]
     is_told: bool = False
+    alike: bool = False
 
     @property
     def need(self) -> Need:

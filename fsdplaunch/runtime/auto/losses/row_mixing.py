@@ -14,9 +14,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from fsdplaunch.runtime.auto.losses.graph import BatchReduction, is_by_row
-from fsdplaunch.runtime.torch_internals.graph_nodes import fixed_factor, reduced_shape
-from fsdplaunch.runtime.torch_internals.node_kinds import has_rows, noted
+from fsdplaunch.runtime.auto.losses.graph import BatchReduction
+from fsdplaunch.runtime.torch_internals.graph_nodes import computed_dims, fixed_factor, moves_rows, reduced_shape
+from fsdplaunch.runtime.torch_internals.node_kinds import ALONG, ELEMENTWISE, LOSSES, has_rows, kind_of, noted
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves
 
 _KEY, _INNER = "fsdplaunch_output", "fsdplaunch_inner_output"
@@ -218,3 +218,11 @@ def _used(gradient: torch.Tensor, dim: int) -> int:
     others = [each for each in range(gradient.dim()) if each != dim]
     used = gradient.ne(0)
     return int((used.any(dim=others) if others else used).sum())
+
+
+def is_by_row(node: Any) -> bool:
+    """Return whether an operation computes each row of its result from the same row of what it is given."""
+    name = kind_of(node)
+    if name in ALONG:
+        return 0 not in computed_dims(node)
+    return name == "AccumulateGrad" or (name in ELEMENTWISE | LOSSES and not moves_rows(node))

@@ -15,10 +15,11 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.dtensor.own_numbers import compare_at_backward
 from fsdplaunch.runtime.auto.losses.exchange import RankLoss, check_passes, digest_of
-from fsdplaunch.runtime.auto.losses.graph import BatchReduction, batch_reductions
+from fsdplaunch.runtime.auto.losses.graph import BatchReduction, LossGraph, read_graph
+from fsdplaunch.runtime.auto.losses.held_parts import Part, Weighted, held_parts, part_factor
 from fsdplaunch.runtime.auto.losses.learning_rates import LastRates
 from fsdplaunch.runtime.auto.losses.mixing_report import tell_mixing
-from fsdplaunch.runtime.auto.losses.plan import Amounts, Need, facts_of
+from fsdplaunch.runtime.auto.losses.plan import Amounts, facts_of
 from fsdplaunch.runtime.auto.losses.terms import LossTerms, term_name
 from fsdplaunch.runtime.auto.losses.whole_value import WholeValue, common_factor, has_one_value, has_penalty
 from fsdplaunch.runtime.auto.model.own_buffers import tell_own_buffers
@@ -65,17 +66,21 @@ class LossScale:
                 self.hook_context.batches.loss_is_sum = True
                 loss.grad_fn.register_prehook(_times(self.hook_context.data.size))
                 continue
-            factor = self._scale(loss)
+            values = self._scale(loss)
             if has_one_value(loss):
-                whole.append(WholeValue(loss, factor, self.hook_context.exchange.group()))
+                whole.append(WholeValue(values, self.hook_context.exchange.group()))
         return whole
 
-    def _scale(self, loss: torch.Tensor) -> float | None:
+    def _graph(self, value: torch.Tensor) -> LossGraph:
+        return read_graph(value.grad_fn, self.hook_context.batches.sizes, self.hook_context.data.size)
+
+    def _scale(self, loss: torch.Tensor) -> list[tuple[torch.Tensor, float | None]]:
+        """Scale one loss; return it and what the script holds of it, with the factors of their values."""
         context = self.hook_context
-        found = batch_reductions(loss.grad_fn, context.batches.sizes, context.data.size)
+        found, nodes = self._graph(loss)
         line = script_line()
-        amounts = [each.value for reduction in found for each in reduction.amounts]
-        ranks = self._all_ranks(line, found, amounts)
+        parts = held_parts(loss, nodes) if has_one_value(loss) else []
+        ranks = self._all_ranks(line, found, parts)
         every = tuple(each.digest for each in ranks)  # all ranks have the same, and make a plan together
         if every in self.terms:
             context.stop_marking()
@@ -85,16 +90,22 @@ class LossScale:
         terms = self.terms[every]
         by_term = self._followed(line, terms, [each.amounts for each in ranks])
         context.batches.loss_is_sum = bool(terms.plans) and all(plan.need == "ranks" for plan in terms.plans)
-        return self._register(loss, found, terms, by_term)
+        weighted = self._weighted(found, terms, by_term)
+        if terms.differ or terms.missing() or len({each.parts for each in ranks}) > 1:
+            parts = []  # not the same on all ranks
+        values = [(part.value, self._part_factor(part.value, weighted)) for part in parts]
+        return [(loss, self._register(loss, weighted)), *values]
 
-    def _all_ranks(self, line: str, found: list[BatchReduction], amounts: list[float]) -> list[RankLoss]:
+    def _all_ranks(self, line: str, found: list[BatchReduction], parts: list[Part]) -> list[RankLoss]:
         """Return what the losses of all ranks are. Collective, at every backward."""
         context = self.hook_context
         key = (line, tuple((term_name(each), each.kind, len(each.shape), len(each.amounts)) for each in found))
         if key not in self.digests:
             self.digests[key] = digest_of(key)
         passes, drawn = context.position.passes, context.batches.drawn
-        own = RankLoss(self.digests[key], passes, drawn, digest_of(self.rates.rates), amounts)
+        amounts = [each.value for reduction in found for each in reduction.amounts]
+        held = digest_of([part.place for part in parts]) if parts else 0.0
+        own = RankLoss(self.digests[key], passes, drawn, digest_of(self.rates.rates), held, amounts)
         ranks = context.exchange.all_ranks(own, line)
         check_passes(ranks, line)
         self.rates.check([each.rates for each in ranks], line)
@@ -111,29 +122,39 @@ class LossScale:
                 is_unequal=True,
             )
 
-    def _register(
-        self,
-        loss: torch.Tensor,
-        found: list[BatchReduction],
-        terms: LossTerms,
-        by_term: list[list[Amounts | None]],
-    ) -> float | None:
-        """Multiply the gradients of this rank's reductions by what they need; return what the loss needs."""
-        factors: list[float | None] = []
-        needs: list[Need] = []
+    def _weighted(
+        self, found: list[BatchReduction], terms: LossTerms, by_term: list[list[Amounts | None]]
+    ) -> list[Weighted]:
+        """Return by what this rank's reductions count."""
+        weighted = []
         for place, reduction in zip(terms.places[dist.get_rank()], found, strict=True):
-            needs.append("none" if place is None else terms.plans[place].need)
-            factor: float | None = {"none": 1.0, "ranks": float(self.hook_context.data.size)}.get(needs[-1])
-            if needs[-1] == "part" and place is not None:
-                factor = terms.plans[place].part(dist.get_rank(), by_term[place])
-            if factor is not None and needs[-1] != "none":
-                reduction.node.register_prehook(_times(factor))
-            if place is not None:
-                factors.append(factor)
-        whole = common_factor(factors)
-        if whole is not None and set(needs) == {"part"}:
+            if place is None:
+                weighted.append(Weighted(reduction, None, 1.0, ()))
+                continue
+            plan, ranks = terms.plans[place], by_term[place]
+            factor: float | None = {"none": 1.0, "ranks": float(self.hook_context.data.size)}.get(plan.need)
+            factor = plan.part(dist.get_rank(), ranks) if plan.need == "part" else factor
+            weighted.append(Weighted(reduction, plan, factor, ranks))
+        return weighted
+
+    def _register(self, loss: torch.Tensor, found: list[Weighted]) -> float | None:
+        """Multiply the gradients of this rank's reductions by what they need; return what the loss needs."""
+        for each in found:
+            if each.plan is not None and each.plan.need != "none" and each.factor is not None:
+                each.reduction.node.register_prehook(_times(each.factor))
+        whole = common_factor([each.factor for each in found if each.plan is not None])
+        needs = {"none" if each.plan is None else each.plan.need for each in found}
+        if whole is not None and needs == {"part"}:
             vars(loss)[WEIGHT] = whole
-        return None if "ranks" in needs and has_penalty(loss, found) else whole
+        adds = "ranks" in needs and has_penalty(loss, [each.reduction for each in found])
+        return None if adds else whole
+
+    def _part_factor(self, value: torch.Tensor, loss: list[Weighted]) -> float | None:
+        """Return by what the value of a part of the loss counts in the mean over ranks."""
+        ranks = self.hook_context.data.size
+        found = self._graph(value).reductions
+        factor = part_factor(found, {each.reduction.node: each for each in loss}, ranks)
+        return None if factor == ranks and has_penalty(value, found) else factor
 
     def _followed(self, line: str, terms: LossTerms, ranks: list[list[float]]) -> list[list[Amounts | None]]:
         """Return for each term what each rank divided it by, and let the plans follow."""

@@ -60,7 +60,7 @@ class LossTerms:
 
     def take_for_means(self) -> None:
         """Take all terms for means over equal shares, whose gradients need nothing."""
-        self.plans = [_needs_nothing() for _ in self.plans]
+        self.plans = [_needs_nothing(alike=True) for _ in self.plans]
 
     def missing(self) -> dict[int, list[int]]:
         """Return the terms that some ranks do not have, with these ranks."""
@@ -81,8 +81,8 @@ class LossTerms:
         return self.names.count(self.names[term]) > 1
 
 
-def _needs_nothing() -> ReductionPlan:
-    return ReductionPlan("mean", (), (), set())
+def _needs_nothing(*, alike: bool = False) -> ReductionPlan:
+    return ReductionPlan("mean", (), (), set(), alike=alike)
 
 
 def _matched(ranks: Ranks) -> tuple[list[list[int | None]], list[str]]:

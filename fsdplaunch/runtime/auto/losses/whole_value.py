@@ -19,30 +19,39 @@ _CLOSE = 1e-9
 
 
 class WholeValue:
-    """The value of one loss, on its way. Collective.
+    """The value of one loss, and of what the script holds of it, on their way. Collective.
 
     Args:
-        loss: Of one element, which ranks have computed of their shares.
-        factor: By which this rank's value counts in the mean over ranks; None where that is not known.
+        values: A loss of one element and its parts, which ranks have computed of their shares; each with the
+            factor by which this rank's value counts in the mean over ranks, None where that is not known. As many
+            on all ranks, of the same shapes.
         group: Of all ranks, for tensors on the CPU.
     """
 
-    def __init__(self, loss: torch.Tensor, factor: float | None, group: Any) -> None:
-        self._loss = loss
-        value = loss.detach().reshape(()).double()
-        own = value * factor if factor else torch.zeros_like(value)
-        self._sent = torch.stack([own, torch.full_like(own, factor is not None)])
-        group = group if own.device.type == "cpu" else None
-        self._work: Any = dist.all_reduce(self._sent, group=group, async_op=True)
+    def __init__(self, values: Sequence[tuple[torch.Tensor, float | None]], group: Any) -> None:
+        self._values = [value for value, _ in values]
+        device = self._values[0].device
+        rows = [_weighted(value, factor).to(device) for value, factor in values]
+        self._sent = torch.cat(rows, dim=1)
+        self._work: Any = dist.all_reduce(self._sent, group=group if device.type == "cpu" else None, async_op=True)
 
     def put(self) -> None:
-        """Give the loss its value, if all ranks know by what theirs count; no device is waited for."""
+        """Give each its value, if all ranks know by what theirs count; no device is waited for."""
         self._work.wait()
         ranks = dist.get_world_size()
-        known = self._sent[1] == ranks
-        own = self._loss.data
-        own.copy_(torch.where(known, (self._sent[0] / ranks).to(own.dtype), own))
-        vars(self._loss)[_IS_WHOLE] = known
+        sizes = [value.numel() for value in self._values]
+        for value, (total, knowing) in zip(self._values, self._sent.split(sizes, dim=1), strict=True):
+            known, own = (knowing == ranks).view(value.shape), value.data
+            whole = (total / ranks).view(value.shape)
+            own.copy_(torch.where(known.to(own.device), whole.to(own.device, own.dtype), own))
+            vars(value)[_IS_WHOLE] = known.all()
+
+
+def _weighted(value: torch.Tensor, factor: float | None) -> torch.Tensor:
+    """Return a value's elements as they count in the mean over ranks, and below them whether that is known."""
+    elements = value.detach().reshape(-1).double()
+    own = elements * factor if factor else torch.zeros_like(elements)
+    return torch.stack([own, torch.full_like(own, factor is not None)])
 
 
 def has_one_value(loss: torch.Tensor) -> bool:

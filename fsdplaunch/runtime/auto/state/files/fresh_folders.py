@@ -18,7 +18,6 @@ from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import is_user_file
 from fsdplaunch.runtime.auto.state.files import path_store
 from fsdplaunch.runtime.auto.state.files.caught_errors import goes_on_after
-from fsdplaunch.runtime.collectives.hang_detector import store
 
 _FREE = "-"
 
@@ -60,7 +59,7 @@ class _Folders:
                 return self._find(name, original, path, *args, **kwargs)
             with path_store.counted(f"{_key(name)}/making"):
                 self._find(name, original, path, *args, **kwargs)
-                store().set(_key(name), f"{os.stat(name).st_ino} {self.rank}")  # noqa: PTH116
+                path_store.note(_key(name), f"{os.stat(name).st_ino} {self.rank}")  # noqa: PTH116
             return None
 
         return mkdir
@@ -96,9 +95,10 @@ class _Folders:
             return False
         making = f"{_key(name)}/making"
         path_store.wait_until(lambda: path_store.count(making, 0) == 0)  # it is there before the store has it
-        if not store().check([_key(name)]):
+        noted = path_store.noted(_key(name))
+        if noted is None:
             return False
-        inode, rank = store().get(_key(name)).decode().split()
+        inode, rank = noted.split()
         return os.path.isdir(name) and int(inode) == os.stat(name).st_ino and rank != self.rank  # noqa: PTH112, PTH116
 
     def _name(self, path: Any, kwargs: dict[str, Any]) -> str | None:
@@ -112,12 +112,12 @@ class _Folders:
     def _turn(self, name: str) -> Iterator[None]:
         """Let one rank at a time remove what is at a path."""
         key = f"{_key(name)}/turn"
-        store().compare_set(key, "", _FREE)
-        path_store.wait_until(lambda: store().compare_set(key, _FREE, self.rank).decode() == self.rank)
+        path_store.take(key, "", _FREE)
+        path_store.wait_until(lambda: path_store.take(key, _FREE, self.rank) in {self.rank, None})
         try:
             yield
         finally:
-            store().compare_set(key, self.rank, _FREE)
+            path_store.take(key, self.rank, _FREE)
 
 
 def _key(name: str) -> str:

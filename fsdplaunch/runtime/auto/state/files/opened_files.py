@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdplaunch.runtime.auto.script_line import script_line
-from fsdplaunch.runtime.auto.state.files.path_store import wait_until
-from fsdplaunch.runtime.collectives.hang_detector import store
+from fsdplaunch.runtime.auto.state.files.path_store import note, wait_for_note
 
 _PATIENCE_SECONDS = 1.0
 """How late the rank before may be; one that saves alone waits so long."""
@@ -33,10 +32,10 @@ def write_in_turn(write: Callable[[], None], f: Any, *, rank: int) -> None:
     _saves[line] += 1
     key = f"fsdplaunch/opened/{line}/{_saves[line]}"
     if rank:
-        wait_until(lambda: store().check([f"{key}/{rank - 1}"]), _PATIENCE_SECONDS)
+        wait_for_note(f"{key}/{rank - 1}", _PATIENCE_SECONDS)
         write()
     with contextlib.suppress(AttributeError, OSError, ValueError):
         f.flush()
     if rank and isinstance(f, io.BufferedWriter):
         f.truncate()  # what the rank before wrote may be longer
-    store().set(f"{key}/{rank}", "")
+    note(f"{key}/{rank}")

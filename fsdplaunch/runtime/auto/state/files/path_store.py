@@ -8,12 +8,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from fsdplaunch.runtime.collectives.hang_detector import store
 
+_Answer = TypeVar("_Answer")
 PATIENCE_SECONDS = 60.0
 """How long what another rank does at a path is waited for: it may have died in it."""
 _PAUSE_SECONDS = 0.005
@@ -45,11 +46,7 @@ def key_of(group: str, text: str) -> str:
 
 def answers() -> bool:
     """Return whether the store does; it ends with its rank."""
-    try:
-        store().check(["fsdplaunch"])
-    except RuntimeError:
-        return False
-    return True
+    return _asked(lambda: store().check(["fsdplaunch"]) is not None, otherwise=False)
 
 
 def count(key: str, amount: int) -> int:
@@ -58,10 +55,59 @@ def count(key: str, amount: int) -> int:
     Returns:
         What it has come to; 0 where the store has ended.
     """
+    return _asked(lambda: int(store().add(key, amount)), otherwise=0)
+
+
+def note(key: str, value: str = "") -> None:
+    """Let the others know something; nothing where the store has ended."""
+    _asked(lambda: store().set(key, value), otherwise=None)
+
+
+def is_noted(key: str) -> bool:
+    """Return whether a rank has noted this; False where the store has ended."""
+    return _asked(lambda: bool(store().check([key])), otherwise=False)
+
+
+def noted(key: str) -> str | None:
+    """Return what was noted last; None for nothing, and where the store has ended."""
+    return _asked(lambda: str(store().get(key).decode()) if store().check([key]) else None, otherwise=None)
+
+
+def forget(*keys: str) -> None:
+    """Remove notes and counts; nothing where the store has ended."""
+    _asked(lambda: [store().delete_key(key) for key in keys], otherwise=[])
+
+
+def take(key: str, free: str, owner: str) -> str | None:
+    """Take what one rank at a time has, where it is free.
+
+    Args:
+        key: Names it.
+        free: What is noted while no rank has it; an empty text where nothing has been noted.
+        owner: What to note.
+
+    Returns:
+        What is noted then; None where the store has ended.
+    """
+    return _asked(lambda: str(store().compare_set(key, free, owner).decode()), otherwise=None)
+
+
+def wait_for_note(key: str, seconds: float = PATIENCE_SECONDS) -> bool:
+    """Wait until a rank has noted something, or the store has ended, or for some seconds.
+
+    Returns:
+        Whether it is noted.
+    """
+    wait_until(lambda: is_noted(key) or not answers(), seconds)
+    return is_noted(key)
+
+
+def _asked(ask: Callable[[], _Answer], *, otherwise: _Answer) -> _Answer:
+    """Return the store's answer; another where it has ended with its rank, which it may at any call."""
     try:
-        return int(store().add(key, amount))
+        return ask()
     except RuntimeError:
-        return 0
+        return otherwise
 
 
 @contextmanager

@@ -28,7 +28,6 @@ from fsdplaunch.runtime.auto.state.files import path_store
 from fsdplaunch.runtime.auto.state.files.caught_errors import goes_on_after, is_foreign
 from fsdplaunch.runtime.auto.state.files.written_files import OpenedFiles, is_hook, name_of_file, named
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
-from fsdplaunch.runtime.collectives.hang_detector import store
 
 _ARRIVAL_SECONDS = 5.0
 """How late rank 0 may be at a line; one that does not come there leaves the file to the others."""
@@ -68,29 +67,26 @@ class _WrittenBytes(OpenedFiles):
                 return original(file, mode, *args, **kwargs)
             dropped = tempfile.TemporaryFile(mode if "+" in mode else mode.replace("x", "w"))  # noqa: SIM115
             done = f"{key}/closed"
-            return named(dropped, os.fspath(file), lambda: path_store.wait_until(lambda: _is_over(done)))
+            return named(dropped, os.fspath(file), lambda: path_store.wait_for_note(done))
 
         return open_file
 
     def _written(self, opened: Any, file: Any, name: str, key: str) -> Any:
-        _put(key, name)
+        path_store.note(key, name)
         if not self.told:
             self.told = True
             messages.say(
                 f"{script_line()}: rank 0 alone writes {os.path.relpath(name)} and other files of bytes that all"
                 " ranks open: what the other ranks write to them is dropped"
             )
-        return named(opened, os.fspath(file), lambda: _put(f"{key}/closed", ""))
+        return named(opened, os.fspath(file), lambda: path_store.note(f"{key}/closed"))
 
     def _is_rank_0s(self, key: str, name: str, line: str) -> bool:
         """Return whether rank 0 opens a file of this name, too, at the same line, as often."""
-        path_store.wait_until(lambda: _is_over(key), _ARRIVAL_SECONDS)
-        try:
-            if store().check([key]):
-                return bool(store().get(key).decode() == name)
-        except RuntimeError:  # the store has ended
-            return False
-        self.left.add(line)
+        if path_store.wait_for_note(key, _ARRIVAL_SECONDS):
+            return path_store.noted(key) == name
+        if path_store.answers():
+            self.left.add(line)
         return False
 
     def _name(self, file: Any, kwargs: dict[str, Any]) -> str | None:
@@ -139,16 +135,3 @@ def _line() -> str | None:
             return f"{found} of {file}:{frame.f_lineno}"
         frame = frame.f_back
     return None
-
-
-def _is_over(key: str) -> bool:
-    """Return whether the store has a key, or has ended with its rank."""
-    try:
-        return bool(store().check([key]))
-    except RuntimeError:
-        return True
-
-
-def _put(key: str, value: str) -> None:
-    if path_store.answers():
-        store().set(key, value)

@@ -5,7 +5,6 @@ create a file would fail, and one that is late would remove what another has wri
 """
 
 import builtins
-import contextlib
 import functools
 import io
 import os
@@ -25,7 +24,6 @@ from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import is_user_file, script_line
 from fsdplaunch.runtime.auto.state.files import path_store
 from fsdplaunch.runtime.auto.state.files.caught_errors import goes_on_after, is_foreign
-from fsdplaunch.runtime.collectives.hang_detector import store
 
 _PATIENCE_SECONDS = 5.0
 """How late rank 0 may be at a line; one that does not come there leaves the file to the others."""
@@ -89,7 +87,9 @@ class _WrittenFiles(OpenedFiles):
                 return make()
             if self.rank and self._rank_0_opens(key):
                 dropped = original(os.devnull, mode.replace("x", "w"), *args, **kwargs)
-                return named(dropped, os.fspath(file), lambda: _await(f"{key}/closed"))
+                return named(
+                    dropped, os.fspath(file), lambda: path_store.wait_for_note(f"{key}/closed", _PATIENCE_SECONDS)
+                )
             return self._written(make(), name, key)
 
         return open_file
@@ -100,7 +100,7 @@ class _WrittenFiles(OpenedFiles):
         @functools.wraps(original)
         def remove(path: Any, *args: Any, **kwargs: Any) -> None:
             name = None if path_store.from_open_folder(kwargs) else self._name(path)
-            if name is None or not _has(_key(name, self.opened[name] + 1)):
+            if name is None or not path_store.is_noted(_key(name, self.opened[name] + 1)):
                 original(path, *args, **kwargs)
 
         return remove
@@ -108,7 +108,7 @@ class _WrittenFiles(OpenedFiles):
     def _written(self, opened: Any, name: str, key: str) -> Any:
         if self.rank:
             return opened
-        _set(f"{key}/0")
+        path_store.note(f"{key}/0")
         if self.opened[name] > _REMEMBERED:
             _forget(_key(name, self.opened[name] - _REMEMBERED))
         if not self.told:
@@ -117,15 +117,14 @@ class _WrittenFiles(OpenedFiles):
                 f"{script_line()}: rank 0 alone writes {os.path.relpath(name)} and other text files that the"
                 " script opens: what the other ranks write to them is dropped"
             )
-        return named(opened, opened.name, lambda: _set(f"{key}/closed"))
+        return named(opened, opened.name, lambda: path_store.note(f"{key}/closed"))
 
     def _rank_0_opens(self, key: str) -> bool:
         """Return whether rank 0 has opened it, or does so soon."""
         line = script_line()
         if line in self.left:
             return False
-        _await(f"{key}/0")
-        if not _has(f"{key}/0"):
+        if not path_store.wait_for_note(f"{key}/0", _PATIENCE_SECONDS):
             self.left.add(line)
         return line not in self.left
 
@@ -150,10 +149,10 @@ def _open(original: Any, key: str, file: Any, mode: str, args: Any, kwargs: Any)
     try:
         opened = original(file, mode, *args, **kwargs)
     except FileExistsError:
-        if not _has(key):
+        if not path_store.is_noted(key):
             raise
         opened = original(file, mode.replace("x", "w"), *args, **kwargs)
-    _set(key)
+    path_store.note(key)
     return opened
 
 
@@ -181,28 +180,9 @@ def named(opened: Any, name: Any, then: Callable[[], Any]) -> Any:
     return opened
 
 
-def _await(key: str) -> None:
-    path_store.wait_until(lambda: _has(key) or not path_store.answers(), _PATIENCE_SECONDS)
-
-
-def _has(key: str) -> bool:
-    """Return whether the store has a key; False where it has ended with its rank, as the run does."""
-    try:
-        return bool(store().check([key]))
-    except RuntimeError:
-        return False
-
-
-def _set(key: str) -> None:
-    with contextlib.suppress(RuntimeError):  # the store has ended
-        store().set(key, "")
-
-
 def _forget(key: str) -> None:
     """Remove what is known of an opening; a log that is opened at every step would fill the store's memory."""
-    with contextlib.suppress(RuntimeError):
-        for each in (key, f"{key}/0", f"{key}/closed"):
-            store().delete_key(each)
+    path_store.forget(key, f"{key}/0", f"{key}/closed")
 
 
 def _key(name: str, number: int) -> str:

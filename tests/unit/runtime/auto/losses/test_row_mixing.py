@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from fsdplaunch.runtime.auto.losses.graph import batch_reductions
+from fsdplaunch.runtime.auto.losses.graph import read_graph
 from fsdplaunch.runtime.auto.losses.row_mixing import compares_rows, fixed_rows, mark_outputs, outputs_of_models
 
 ROWS = 4
@@ -29,7 +29,7 @@ def mixes(loss: Loss) -> bool:
         return out
 
     value = loss(model)
-    return compares_rows(value, batch_reductions(value.grad_fn, {ROWS}, 2), ROWS, outputs_of_models(value))
+    return compares_rows(value, read_graph(value.grad_fn, {ROWS}, 2).reductions, ROWS, outputs_of_models(value))
 
 
 @pytest.mark.parametrize(

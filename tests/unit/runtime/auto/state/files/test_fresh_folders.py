@@ -17,8 +17,7 @@ from fsdplaunch.runtime.auto.state.files.fresh_folders import keeping_fresh_fold
 def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the contexts of two ranks of a script for one process."""
     store = dist.HashStore()
-    for module in (fresh_folders, path_store):
-        monkeypatch.setattr(module, "store", lambda: store)
+    monkeypatch.setattr(path_store, "store", lambda: store)
     monkeypatch.setattr(fresh_folders, "speaks_of_ranks", lambda: False)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     return [SimpleNamespace(rank=rank, size=2, ownership=SimpleNamespace(ranked=False)) for rank in range(2)]

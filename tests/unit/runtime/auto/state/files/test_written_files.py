@@ -16,8 +16,7 @@ from fsdplaunch.runtime.auto.state.files.written_files import writing_once
 def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the contexts of two ranks of a script for one process."""
     store = dist.HashStore()
-    for module in (written_files, path_store):
-        monkeypatch.setattr(module, "store", lambda: store)
+    monkeypatch.setattr(path_store, "store", lambda: store)
     monkeypatch.setattr(written_files, "_PATIENCE_SECONDS", 0.01)
     for words in ("speaks_of_ranks", "excludes_others"):
         monkeypatch.setattr(written_files, words, lambda: False)
