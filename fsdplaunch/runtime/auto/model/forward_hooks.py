@@ -68,7 +68,8 @@ class ForwardHooks:
 
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Begin a pass; return other arguments where some are shards, such as a state made like a parameter."""
-        self._check_first()
+        if not self.checked:
+            self._check_first()
         if self.begin_training is not None and model.training and torch.is_grad_enabled():
             torch.compiler.disable(self.begin_training)()  # a compiled model's hooks are traced
             self.begin_training = None
