@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.data.row_statistics import tell_noted
 from fsdplaunch.runtime.auto.data.same_rows import SameRows
 from fsdplaunch.runtime.auto.data.single_draws import tell_single
 from fsdplaunch.runtime.auto.losses.scale import LossScale
@@ -56,6 +57,7 @@ class _Watch:
             self.rows.check()
             if self.hook_context.keeps_batch:
                 tell_single(self.hook_context)
+                tell_noted(self.hook_context)
                 whole = self.scale.apply(losses)
         self.hook_context.batches.leave()
         return whole

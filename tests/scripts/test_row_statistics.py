@@ -1,0 +1,67 @@
+"""What a script computes of its batch's rows beside the loss's graph is told with its line."""
+
+from pathlib import Path
+
+from tests.scripts.conftest import RANKS, Forks
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+data = TensorDataset(torch.arange(32), torch.randn(32, 5))
+model = nn.Linear(5, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+bank, queue, slots, alike = torch.zeros(32, 3), torch.ones(6, 3), torch.zeros(3, 12), torch.randn(4, 3)
+table = torch.zeros(32, 3)
+for index, x in DataLoader(data, batch_size=4 * RANKS, shuffle=True):
+    out = model(x)
+    losses = out.pow(2).sum(1)
+    hardest = losses.topk(2).values  # ranked
+    keep = losses.detach() <= losses.detach().median()  # ranked
+    order = out[:, 0].argsort()  # ranked
+    scores = out.detach().mean(1)
+    scores = (scores - scores.mean()) / scores.std()  # spread
+    center = x.var(0)  # spread
+    with torch.no_grad():
+        bank[index] = out  # written
+        slots[:, 3:7] = out.t()  # written
+        table.index_copy_(0, index, out)  # written
+        queue = torch.cat([out, queue])[:6]  # joined
+    best = out.topk(2, 1).values.sort(dim=-1).values
+    rows = out.detach().std(1), x.var(dim=-1)
+    joined = torch.cat([out, out.flip(1)]), torch.cat([x, x[:, :2]], 1)
+    hot = torch.zeros(4, 3)
+    hot[torch.arange(4), out.argmax(1)] = 1.0
+    steps = torch.zeros(7, 4, 3)
+    steps[2] = out.detach()
+    words, places = torch.arange(4).sort(descending=True)
+    same = alike.std(), alike.median(), torch.cat([alike, bank[:2] * 0])
+    bank[0] = alike[0]
+    (losses * scores).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+model.eval()
+for index, x in DataLoader(data, batch_size=4 * RANKS):
+    with torch.no_grad():
+        ranked = model(x).mean(1).sort()
+"""
+SENTENCES = {
+    "ranked": "rows of the batch are ranked: each rank ranks its own rows only",
+    "spread": "the spread of the batch's rows is computed: each rank computes that of its own rows only",
+    "written": "rows of the batch are written into a tensor that is kept: each rank writes its own rows only",
+    "joined": "rows of the batch are joined to a tensor of others: each rank joins its own rows only",
+}
+
+
+def test_statistics_and_queues_of_a_ranks_own_rows_are_told(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("RANKS", str(RANKS)))
+    done = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
+    assert done.codes == [0] * RANKS, done.err
+    lines = [(number, line.rpartition("  # ")[2]) for number, line in enumerate(SCRIPT.splitlines(), 1)]
+    expected = [f"fsdplaunch: train.py:{number}: {SENTENCES[of]}" for number, of in lines if of in SENTENCES]
+    ends = ", which is not what one process computes"
+    own = tuple(SENTENCES.values())
+    told = [line.removesuffix(ends) for line in done.err[0].splitlines() if any(each in line for each in own)]
+    assert told == expected
