@@ -65,3 +65,36 @@ def test_statistics_and_queues_of_a_ranks_own_rows_are_told(forks: Forks, tmp_pa
     own = tuple(SENTENCES.values())
     told = [line.removesuffix(ends) for line in done.err[0].splitlines() if any(each in line for each in own)]
     assert told == expected
+
+
+SCALED = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+torch.manual_seed(0)
+model = nn.Linear(5, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+past, rate = 1.0, 1.0
+for x in DataLoader(torch.randn(24, 5), batch_size=4 * RANKS):
+    out, warm = model(x), torch.tensor(rate)
+    one, other = out.pow(2).mean(), out.abs().mean()
+    (one + other * (one / other).detach()).backward()  # told
+    (model(x).pow(2).mean() * past).backward()  # told
+    (model(x).pow(2).sum() * past).backward()  # told
+    past = out.detach().mean().exp().item()
+    (model(x).pow(2).mean() * warm / 3).backward()
+    (model(x).pow(2).sum() * (1 / len(x))).backward()
+    rate /= 2
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_terms_of_a_loss_that_are_multiplied_by_a_ranks_own_number_are_told(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCALED.replace("RANKS", str(RANKS)))
+    done = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
+    assert done.codes == [0] * RANKS, done.err
+    told = [line for line in done.err[0].splitlines() if "is multiplied by a number that each rank has" in line]
+    expected = [number for number, line in enumerate(SCALED.splitlines(), 1) if line.endswith("# told")]
+    assert [int(line.split(":")[2]) for line in told] == expected

@@ -37,7 +37,7 @@ class Amount(NamedTuple):
     Attributes:
         value: 0 where the script multiplies or divides by 0.
         kind: "weight" of all elements of a mean, or their number; "divisor" of the script's; "factor" for the
-            inverse of what the script multiplies by.
+            inverse of what the script multiplies by; "scale" for all that a mean is multiplied by.
     """
 
     value: float
@@ -155,6 +155,7 @@ class _Search:
             kind, weight = "unknown" if multiplied else "mean", total_weight(chosen)
             amounts: tuple[Amount, ...] = (
                 Amount(reduced_elements(chosen) if weight is None else weight, "weight"),
+                *_scale(factors),
             )
         else:
             factors = (*factors, *_void(chosen))
@@ -216,6 +217,12 @@ def _amount(factor: Factor) -> Amount:
     value = abs(factor.value)
     inverse = round(1 / value, 9) if 0 < value < math.inf else 0.0
     return Amount(inverse, "divisor" if factor.divides else "factor")
+
+
+def _scale(factors: tuple[Factor, ...]) -> tuple[Amount, ...]:
+    """Return what a mean is multiplied by, if it is: a number of the rank's own rows is none of one process."""
+    value = math.prod(factor.value for factor in factors)
+    return (Amount(float(f"{value:.6g}") if math.isfinite(value) else 0.0, "scale"),) if factors else ()
 
 
 def _unknown(node: Any, name: str) -> BatchReduction:
