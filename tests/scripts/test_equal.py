@@ -48,13 +48,13 @@ def lines(text: str) -> dict[str, list[float]]:
     "name",
     [
         *("sums", "randomness", "samplers", "penalties", "optimizers", "operators", "batches", "references"),
-        *("mixtures", "inference", "decisions"),
+        *("mixtures", "inference", "decisions", "written"),
     ],
 )
 def test_training_is_that_of_one_process(runs: Callable[[str], tuple[Run, Run]], name: str) -> None:
     plain, many = runs(name)
     expected = lines(plain.out[0])
-    assert len(expected) >= 8
+    assert len(expected) >= 6
     for other in ("root", "contrast", "centred", "table", "normed", "mistaken", "over loss", "of loss"):
         expected.pop(other, None)  # told, below
     for out in many.out:
