@@ -98,3 +98,34 @@ def test_terms_of_a_loss_that_are_multiplied_by_a_ranks_own_number_are_told(fork
     told = [line for line in done.err[0].splitlines() if "is multiplied by a number that each rank has" in line]
     expected = [number for number, line in enumerate(SCALED.splitlines(), 1) if line.endswith("# told")]
     assert [int(line.split(":")[2]) for line in told] == expected
+
+
+MEANS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+torch.manual_seed(0)
+model = nn.Linear(5, 3)
+for x in DataLoader(torch.randn(24, 5), batch_size=4 * RANKS):
+    wanted = torch.ones(3)
+    ((model(x).mean(0) - 1) ** 2).mean().backward()  # Pow
+    F.mse_loss(model(x).mean(0), wanted).backward()  # MseLoss
+    model(x).exp().sum(0).log1p().sum().backward()  # Log1P
+    (model(x).mean(0) * model(x).sum(0)).sum().backward()  # Mul
+    (model(x).exp().mean(0) * 2 + 1).mean().backward()
+    model(x).pow(2).sum(0).sum().backward()
+    model(x).pow(2).sum(1).sqrt().mean().backward()
+    F.mse_loss(model(x).mean(1), x[:, 0]).backward()
+    model.zero_grad()
+"""
+
+
+def test_losses_of_means_over_rows_that_are_bent_are_told(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(MEANS.replace("RANKS", str(RANKS)).replace("for x", "model.to('cpu')\nfor x"))
+    done = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
+    told = [line for line in done.err[0].splitlines() if "no plain sum or mean over the batch" in line]
+    found = [(int(line.split(":")[2]) - 1, line.partition("batch (")[2].partition(")")[0]) for line in told]
+    lines = [(number, line.rpartition("  # ")[2]) for number, line in enumerate(MEANS.splitlines(), 1)]
+    assert found == [(number, of) for number, of in lines if of in ("Pow", "MseLoss", "Log1P", "Mul")], done.err

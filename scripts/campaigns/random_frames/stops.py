@@ -178,7 +178,7 @@ for epoch in range(6):
         torch.save(net.state_dict(), "best.pt")
     elif (waited := waited + 1) >= 1:
         break
-record["valid"] = [epoch, best, seen]
+record["valid"] = [epoch, best]
 torch.save(net.state_dict(), "model.pt")
 """,
     "running_accuracy": """
