@@ -93,6 +93,29 @@ def test_blocks_that_only_some_ranks_call_are_an_error_at_the_line(
     assert "trained" not in "".join(done.out)
 
 
+TURNS = "[9, 0, 1, (0, 1)[ranks.get_rank()]]"
+"""Left out: none, one, another, each by both ranks; then another one by each rank."""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        EXPERTS.replace("{left_out}", f"self.__dict__.setdefault('turns', {TURNS}).pop(0)"),
+        PARTS.replace("{condition}", "self.__dict__.setdefault('turns', [1, 0, 1, ranks.get_rank()]).pop(0)"),
+    ],
+    ids=["experts", "parts"],
+)
+def test_ways_that_all_ranks_have_gone_before_are_no_leave_to_part(
+    forks: Forks, tmp_path: Path, text: str
+) -> None:
+    script = tmp_path / "turns.py"
+    script.write_text(text)
+    done = forks.run(script, tmp_path / "run", ranks=2)
+    assert done.codes != [0, 0]
+    assert any("ShardingError: turns.py:" in err for err in done.err), done.err
+    assert "trained" not in "".join(done.out)
+
+
 def test_a_parameter_that_only_some_ranks_use_is_an_error_at_the_line(forks: Forks, tmp_path: Path) -> None:
     script = tmp_path / "parts.py"
     script.write_text(PARTS.replace("{condition}", "ranks.get_rank()"))

@@ -10,6 +10,7 @@ from fsdplaunch.runtime.auto.data.global_draws import drawing_for_global_batch
 from fsdplaunch.runtime.auto.data.library_metrics import counting_rows_once
 from fsdplaunch.runtime.auto.data.rng_streams import drawing_alike_in_evaluation, seeding_by_rank
 from fsdplaunch.runtime.auto.data.row_order import telling_row_orders
+from fsdplaunch.runtime.auto.data.row_statistics import telling_row_statistics
 from fsdplaunch.runtime.auto.data.unseeded import seeding_alike
 from fsdplaunch.runtime.auto.ddp.construction import sharding_replicas
 from fsdplaunch.runtime.auto.ddp.spawned_ranks import running_spawned_ranks
@@ -77,6 +78,7 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         drawing_alike_in_evaluation(hook_context.streams, hook_context.models),
         drawing_for_global_batch(hook_context),
         telling_row_orders(hook_context),
+        telling_row_statistics(hook_context),
         telling_cut_batches(hook_context),
         normalising_global_batch(hook_context),
         watching_backward(hook_context),

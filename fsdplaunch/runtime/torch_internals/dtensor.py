@@ -163,7 +163,10 @@ def computing_unknown(compute: Callable[[Any, Any, Any, Exception], Any]) -> Ite
             if _MIXED in str(error) or (operator in known_operators() and _MOVED not in str(error)):
                 raise
             refused = error
-        return compute(operator, args, kwargs, refused)
+        try:
+            return compute(operator, args, kwargs, refused)
+        finally:
+            del refused  # whose frames hold it and the result: until 2.9 the collector empties what a graph has saved
 
     setattr(dispatcher, name, dispatch)
     try:

@@ -111,6 +111,11 @@ def prefetches_forward(module: nn.Module) -> bool:
     return bool(module._get_fsdp_state()._states_to_forward_prefetch)  # type: ignore[operator]
 
 
+def take_for_outermost(module: Any) -> None:
+    """Let a sharded model be the outermost, before a part of it that is called first is taken for that."""
+    module._get_fsdp_state()._lazy_init()
+
+
 def is_in_pass(module: nn.Module) -> bool:
     """Return whether an FSDP2 unit computes with gathered parameters, forward or in backward; all versions."""
     return pass_look(module)()

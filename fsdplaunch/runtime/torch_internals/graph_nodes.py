@@ -41,6 +41,38 @@ def reduced_dims(node: Any) -> tuple[int, ...]:
     return tuple((dim - 2**64 if dim >= 2**63 else dim) % rank for dim in dims)
 
 
+def operand_shape(node: Any) -> tuple[int, ...]:
+    """Return the shape of a node's first operand with a gradient, without a look at what is saved of it.
+
+    What is saved may be computed again when it is looked at, as in a checkpointed block.
+    """
+    below, number = node.next_functions[0] if node.next_functions else (None, 0)
+    known: Any = getattr(below, "_input_metadata", ())
+    return tuple(int(size) for size in known[number].shape) if number < len(known) else ()
+
+
+def along_dims(node: Any, rank: int) -> tuple[int, ...]:
+    """Return the dimensions along which a node's operation computes; all where it names none.
+
+    Args:
+        node: Of an operation with one operand.
+        rank: How many dimensions that has.
+    """
+    dims = getattr(node, "_saved_dim", None)
+    dims = (dims,) if isinstance(dims, int) else dims
+    return (
+        tuple((dim - 2**64 if dim >= 2**63 else dim) % rank for dim in dims)
+        if dims and rank
+        else tuple(range(rank))
+    )
+
+
+def multiplied_shapes(node: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of the two matrices that a node has multiplied."""
+    first, second = (getattr(node, f"_saved_{name}_sym_sizes", ()) for name in ("self", "mat2"))
+    return tuple(int(size) for size in first), tuple(int(size) for size in second)
+
+
 def reduced_elements(node: Any) -> float:
     """Return over how many elements a node's mean is: the script may have selected them, `loss[mask].mean()`."""
     shape = reduced_shape(node)

@@ -109,3 +109,28 @@ for _ in range(3):
     loss.backward()
     optimizer.step()
     print(f"shared: {loss.item():.6f}")
+
+
+class Agent(nn.Module):
+    """Acts by one of its networks before it was called as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.actor = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        self.critic = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.actor(x) * self.scale, self.critic(x)
+
+
+agent = Agent()
+optimizer = torch.optim.SGD(agent.parameters(), lr=0.1)
+for _ in range(3):
+    with torch.no_grad():
+        print(f"acted: {agent.actor(x).sum().item():.6f} {agent.actor[0](x).sum().item():.6f}")
+    loss = sum(each.pow(2).mean() for each in agent(x))
+    gradients = torch.autograd.grad(loss, agent.parameters())
+    for p, gradient in zip(agent.parameters(), gradients):
+        p.grad = gradient
+    optimizer.step()

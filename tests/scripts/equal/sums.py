@@ -16,10 +16,11 @@ padded[::3] = -100
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.last, self.table = nn.Linear(6, 8), nn.Linear(8, 3), False
+        self.first, self.last, self.table, self.normed = nn.Linear(6, 8), nn.Linear(8, 3), False, False
 
     def forward(self, x):
-        out = self.last(torch.tanh(self.first(x)))
+        out = self.first(x)
+        out = self.last(torch.tanh((out - out.mean(0)) / out.std(0) if self.normed else out))
         return out @ out.T if self.table else out
 
 
@@ -113,13 +114,14 @@ LOSSES = {
     "contrast": lambda out, y, label, padded, model: F.cross_entropy(out @ y.T, torch.arange(len(y))),
     "centred": lambda out, y, label, padded, model: (out - out.mean(0) - y).pow(2).mean(),
     "table": lambda out, y, label, padded, model: F.cross_entropy(out.T, torch.arange(len(y))),
+    "normed": lambda out, y, label, padded, model: F.mse_loss(out, y),
     "root": lambda out, y, label, padded, model: F.mse_loss(out, y).sqrt(),
 }
 
 for number, (name, compute) in enumerate(LOSSES.items()):
     torch.manual_seed(1)
     model = Net().to("cpu")
-    model.table = name == "table"
+    model.table, model.normed = name == "table", name == "normed"
     seen.clear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for x, y, label, pad in DataLoader(TensorDataset(inputs, wanted, labels, padded), batch_size=16, shuffle=True):
@@ -128,6 +130,6 @@ for number, (name, compute) in enumerate(LOSSES.items()):
         exec(compile("\n" * number + "loss.backward()", "losses.py", "exec"))  # a line of its own for each
         optimizer.step()
     model.eval()
-    model.table = False
+    model.table = model.normed = False
     with torch.no_grad():
         print(f"{name}: {F.mse_loss(model(inputs), wanted).item():.6f}")

@@ -22,6 +22,7 @@ class LocalBatches:
         drawn: How many shares of batches were drawn.
         loss_is_sum: Whether the last loss was a sum over the batch.
         single: Numbers drawn one by one since the last backward, by the script's line.
+        noted: Sums of what was computed of rows beside a loss's graph and is still to be compared, by what it is.
         complete: Whether the loader that was read last gave all ranks the same rows, to evaluate by.
         divided: Whether a loader gave this rank its share of something.
         read_by: A class of loaders that read without being divided, for they begin to in a way of their own.
@@ -39,6 +40,7 @@ class LocalBatches:
     drawn: int = 0
     loss_is_sum: bool = False
     single: dict[str, int] = field(default_factory=dict)
+    noted: dict[str, float] = field(default_factory=dict)
     complete: bool = False
     divided: bool = False
     read_by: str = ""

@@ -46,11 +46,21 @@ class _Orders:
         @wraps(original)
         def order(*args: Any, **kwargs: Any) -> Any:
             context = self.hook_context
-            if trains_on_batch(context) and rows_of(args, kwargs) in context.batches.sizes:
+            if (
+                trains_on_batch(context)
+                and rows_of(args, kwargs) in context.batches.sizes
+                and not _is_of_model(context, args)
+            ):
                 tell_once(context, "order", _MIXED)
             return original(*args, **kwargs)
 
         return order
+
+
+def _is_of_model(context: HookContext, args: Any) -> bool:
+    """Return whether what is ordered is a model's own buffer, such as a filter that a pass flips: no rows."""
+    models = list(context.models)
+    return bool(args) and any(args[0] is buffer for model in models for buffer in model.buffers())
 
 
 def trains_on_batch(context: HookContext) -> bool:

@@ -17,6 +17,7 @@ from fsdplaunch.runtime.auto.dtensor.kept_references import keeping_references
 from fsdplaunch.runtime.auto.losses.row_mixing import mark_inner_outputs, mark_outputs
 from fsdplaunch.runtime.auto.model.deepcopy import allow_deepcopy
 from fsdplaunch.runtime.auto.model.forward_hooks import ForwardHooks, late_parameter, original_name
+from fsdplaunch.runtime.auto.model.written_in_passes import keep_written
 from fsdplaunch.runtime.auto.script_line import calling_library, script_line
 from fsdplaunch.runtime.auto.state.gather import allow_pickling
 from fsdplaunch.runtime.auto.state.rank0.passes import Passes, note_passes
@@ -99,6 +100,7 @@ def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None
         hook_context.inner_marks.extend(mark_inner_outputs(model))
     if hook_context.size > 1:
         note_paths(model, original_name(model))
+    keep_written(model)
     allow_pickling(model)
     restore_classes(model)
 

@@ -111,6 +111,8 @@ def _mentions(file: str) -> Iterator[Mention]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             modules |= {(alias.asname or alias.name.partition(".")[0]): alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:  # `from torch import nn`
+            modules |= {(alias.asname or alias.name): f"{node.module}.{alias.name}" for alias in node.names}
     for node in ast.walk(tree):
         for name in _named(node, modules):
             yield Mention(name=name, file=file, line=getattr(node, "lineno", 0))

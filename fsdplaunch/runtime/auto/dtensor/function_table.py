@@ -28,6 +28,7 @@ from fsdplaunch.runtime.auto.dtensor.row_loops import rows
 from fsdplaunch.runtime.auto.dtensor.shared_memory import read_only, refuse_memory
 from fsdplaunch.runtime.auto.dtensor.unknown_operators import UnknownOperators
 from fsdplaunch.runtime.auto.dtensor.updates import WrappedUpdates, make_into
+from fsdplaunch.runtime.auto.model.written_in_passes import take_data
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.rank0.computed import Namer
 from fsdplaunch.runtime.torch_internals.dtensor import (
@@ -106,7 +107,7 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
         stack.enter_context(replaced(DTensor, "data", lambda _: property(get_data, set_data)))
         stack.enter_context(replaced(DTensor, "full_tensor", partial(full_by_all_or_rank0, ours)))
         set_plain = _handled(data.__set__, handlers.full_data, ours)
-        stack.enter_context(replaced(nn.Parameter, "data", lambda _: property(data.__get__, set_plain)))
+        stack.enter_context(replaced(nn.Parameter, "data", lambda _: property(take_data, set_plain)))
         stack.enter_context(_handling_operators(hook_context, updates))
         yield
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from fsdplaunch.runtime.auto.data.rng_streams import RngStreams
+from fsdplaunch.runtime.auto.model.written_in_passes import is_gathered, put_data
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
@@ -44,7 +45,12 @@ def add(func: Any, args: Any, kwargs: Any) -> Any:
 def full_data(func: Any, args: Any, _kwargs: Any) -> None:
     """Give a plain parameter the full tensor where it is assigned a shard, which torch takes and crashes with."""
     param, value = args
-    func(param, value if isinstance(param, DTensor) else full_tensor(value))
+    if not isinstance(param, DTensor):
+        value = full_tensor(value)
+    if is_gathered(param) and value.shape == param.shape:
+        put_data(param, value)
+    else:
+        func(param, value)
 
 
 def draw(streams: RngStreams, func: Any, args: Any, kwargs: Any) -> Any:

@@ -23,7 +23,7 @@ from fsdplaunch.runtime.collectives.monitored_barrier import (
 
 CONFIRM_SECONDS = 15.0
 """How long the ranks that do not come must have stood in one call of torch, which may be a long computation."""
-_WIDTH = 13
+_WIDTH = 16
 """Numbers of a rank in the first exchange; one whose loss has more amounts sends them in a second."""
 _SHORTEST, _LONGEST = 2e-5, 1e-3
 """Seconds between two looks at an exchange."""

@@ -37,7 +37,7 @@ class Amount(NamedTuple):
     Attributes:
         value: 0 where the script multiplies or divides by 0.
         kind: "weight" of all elements of a mean, or their number; "divisor" of the script's; "factor" for the
-            inverse of what the script multiplies by.
+            inverse of what the script multiplies by; "scale" for all that a mean is multiplied by.
     """
 
     value: float
@@ -146,8 +146,10 @@ class _Search:
         how = {"Sum": 2, "Mean": 1}.get(name, loss_reduction(node) if name in LOSSES else 0)
         if not how:
             return _unknown(node, name)
-        inner = self._over_rows_below(node) if name in PLAIN else None
-        chosen = node if inner is None else inner
+        inner, bend = self._over_rows_below(node)
+        if bend and (reduced_shape(node) or (0,))[0] not in self.sizes:
+            return _unknown(node, bend)
+        chosen = node if inner is None or name in LOSSES else inner
         name = kind_of(chosen)
         shape = reduced_shape(chosen)
         if name == "Mean" or (name in LOSSES and how == 1):
@@ -155,6 +157,7 @@ class _Search:
             kind, weight = "unknown" if multiplied else "mean", total_weight(chosen)
             amounts: tuple[Amount, ...] = (
                 Amount(reduced_elements(chosen) if weight is None else weight, "weight"),
+                *_scale(factors),
             )
         else:
             factors = (*factors, *_void(chosen))
@@ -177,22 +180,31 @@ class _Search:
         counts = [_amount(factor).value for factor in factors if factor.divides and factor.is_tensor]
         return "mean" if any(is_count(each) and each < math.prod(shape) for each in counts) else "sum"
 
-    def _over_rows_below(self, node: Any) -> Any:
-        """Return a reduction over the first dimension below this one, which then is over what is left of a row."""
-        waiting: list[Any] = [below for below, _ in node.next_functions]
+    def _over_rows_below(self, node: Any) -> tuple[Any, str]:
+        """Return a reduction over the first dimension below this one, which then is over what is left of a row.
+
+        With it comes the name of an operation between them that is not linear, or "": a sum of squares of means
+        over the rows is none of the rows' own.
+        """
+        bend = kind_of(node) if kind_of(node) in LOSSES else ""
+        waiting: list[tuple[Any, str]] = [(below, bend) for below, _ in node.next_functions]
         seen: set[Any] = set()
-        found = None
+        found: tuple[Any, str] = (None, "")
         while waiting and len(seen) < MOST_NODES:
-            below = waiting.pop()
+            below, bend = waiting.pop()
             name = kind_of(below) if below is not None else ""
             if below in seen or name not in ELEMENTWISE | set(PLAIN):
                 continue
             seen.add(below)
-            shape, dims = reduced_shape(below), reduced_dims(below)
-            if name in PLAIN and shape and shape[0] in self.sizes and 0 in dims and len(dims) < len(shape):
-                found = below
-            waiting += [each for each, _ in below.next_functions]
+            if self._leaves_rest_of_row(below, name):
+                found = (below, bend or found[1])
+            bent = name not in LINEAR | set(PLAIN) or (name in PRODUCTS and _mixes_operands(below))
+            waiting += [(each, name if bent else bend) for each, _ in below.next_functions]
         return found
+
+    def _leaves_rest_of_row(self, node: Any, name: str) -> bool:
+        shape, dims = reduced_shape(node), reduced_dims(node)
+        return name in PLAIN and bool(shape) and shape[0] in self.sizes and 0 in dims and len(dims) < len(shape)
 
 
 def _is_constant(factor: Factor) -> bool:
@@ -216,6 +228,12 @@ def _amount(factor: Factor) -> Amount:
     value = abs(factor.value)
     inverse = round(1 / value, 9) if 0 < value < math.inf else 0.0
     return Amount(inverse, "divisor" if factor.divides else "factor")
+
+
+def _scale(factors: tuple[Factor, ...]) -> tuple[Amount, ...]:
+    """Return what a mean is multiplied by, if it is: a number of the rank's own rows is none of one process."""
+    value = math.prod(factor.value for factor in factors)
+    return (Amount(float(f"{value:.6g}") if math.isfinite(value) else 0.0, "scale"),) if factors else ()
 
 
 def _unknown(node: Any, name: str) -> BatchReduction:

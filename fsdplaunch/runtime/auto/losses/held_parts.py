@@ -117,10 +117,15 @@ def _factor(reduction: BatchReduction, of_loss: Weighted | None, ranks: int) -> 
         return None
     if plan.alike:
         return 1.0
-    outer = len(of_loss.reduction.amounts) - len(reduction.amounts)
+    outer = _divisors(of_loss.reduction) - _divisors(reduction)
     within = any(index >= outer for index in plan.counted)
     if reduction.kind == "sum" and not within:
         return float(ranks)
     if plan.need == "ranks" or any(index < outer for index in plan.counted):
         return None
     return of_loss.factor
+
+
+def _divisors(reduction: BatchReduction) -> int:
+    """Return how many amounts of a reduction may be counts; those of the script's come before its own."""
+    return sum(each.kind != "scale" for each in reduction.amounts)

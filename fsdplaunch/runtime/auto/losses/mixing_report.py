@@ -1,12 +1,14 @@
 """Tell whether a loss compares rows of the batch with each other, of which each rank has its own."""
 
 from itertools import compress
+from typing import Any
 
 import torch
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.losses.graph import BatchReduction
+from fsdplaunch.runtime.auto.losses.mixing_models import mixing_operation
 from fsdplaunch.runtime.auto.losses.row_mixing import (
     compares_rows,
     fixed_rows,
@@ -54,4 +56,10 @@ def _mixes_inside(hook_context: HookContext, loss: torch.Tensor, found: list[Bat
     if any(len(each) != len(inner) for each in totals):
         return False
     differ = [len(set(each)) > 1 for each in zip(*totals, strict=True)]
-    return compares_rows(loss, found, rows, list(compress((output for output, _ in inner), differ)))
+    outputs = list(compress((output for output, _ in inner), differ))
+    below = mixing_operation((edge.node for edge, _ in outputs), rows, _nodes_of(found)) if rows > 1 else ""
+    return compares_rows(loss, found, rows, outputs) or bool(below)
+
+
+def _nodes_of(found: list[BatchReduction]) -> list[Any]:
+    return [node for each in found for node in (each.node, each.outer)]

@@ -49,6 +49,7 @@ class ReductionPlan:
         first: Its amounts in the first batch, where they were the same on all ranks.
         counted: Which amounts are counts.
         is_told: Whether it was printed that they are.
+        is_scaled: Whether a rank multiplies it by a number of its own that is no count.
         alike: Whether all ranks computed it of the same rows.
     """
 
@@ -57,6 +58,7 @@ class ReductionPlan:
     first: tuple[float, ...]
     counted: set[int]
     is_told: bool = False
+    is_scaled: bool = False
     alike: bool = False
 
     @property
@@ -76,7 +78,9 @@ class ReductionPlan:
         """
         before = self.need
         present = [amounts for amounts in ranks if amounts is not None]
-        unequal = _unequal(present)
+        scales = _scales(present, self.kinds)
+        unequal = _unequal(present) - scales
+        self.is_scaled = self.is_scaled or bool(scales)
         self.counted |= unequal
         if self.kind == "sum":
             self.counted |= {index for index, value in enumerate(present[0]) if self._changes(index, value)}
@@ -111,7 +115,8 @@ def plan_reduction(ranks: Sequence[ReductionFacts | None], kinds_of: Sequence[st
     facts = [fact for fact in ranks if fact is not None]
     kinds = {fact.kind for fact in facts}
     alike = len({len(fact.amounts) for fact in facts}) == 1
-    unequal = _unequal([fact.amounts for fact in facts]) if alike else set()
+    amounts = [fact.amounts for fact in facts]
+    unequal = _unequal(amounts) - _scales(amounts, kinds_of) if alike else set()
     unclear = "unknown" in kinds and not (unequal and len(kinds) > 1)
     kind = "mean" if "mean" in kinds else "sum"
     certain = all(fact.certain for fact in facts)
@@ -140,6 +145,17 @@ def facts_of(reduction: BatchReduction, name: str, *, certain: bool) -> Reductio
     amounts: Sequence[Amount] = reduction.amounts
     values, kinds = tuple(each.value for each in amounts), tuple(each.kind for each in amounts)
     return ReductionFacts(reduction.kind, values, kinds, name, certain)
+
+
+def _scales(ranks: Sequence[Sequence[float]], kinds: Sequence[str]) -> set[int]:
+    """Return the amounts that ranks multiply by, each by a number of its own, and that count nothing."""
+    pairs = enumerate(zip(kinds, zip(*ranks, strict=True), strict=True))
+    own = {index: (kind, each) for index, (kind, each) in pairs if min(each) != max(each)}
+    return {
+        index
+        for index, (kind, each) in own.items()
+        if kind == "scale" or (kind == "factor" and not all(is_count(value) for value in each))
+    }
 
 
 def _unequal(ranks: Sequence[Sequence[float]]) -> set[int]:

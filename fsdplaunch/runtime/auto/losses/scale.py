@@ -164,6 +164,12 @@ class LossScale:
             by_term.append(amounts)
             if amounts and plan.follow(amounts):
                 news.append(term)
+        if any(plan.is_scaled for plan in terms.plans):
+            self._say(
+                f"{line}: a term of the loss is multiplied by a number that each rank has of its own rows, which"
+                " is not what one process computes",
+                is_unequal=True,
+            )
         if news:
             self._say(f"{line}: each rank's mean is over a count of its own: gradients are weighted by it")
         if any(terms.is_ambiguous(term) for term in news):

@@ -1,7 +1,7 @@
 """Look at each backward pass of a plain script before it runs: how the loss is reduced, and what it is for."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.data.row_statistics import tell_noted
 from fsdplaunch.runtime.auto.data.same_rows import SameRows
 from fsdplaunch.runtime.auto.data.single_draws import tell_single
 from fsdplaunch.runtime.auto.losses.scale import LossScale
@@ -56,6 +57,7 @@ class _Watch:
             self.rows.check()
             if self.hook_context.keeps_batch:
                 tell_single(self.hook_context)
+                tell_noted(self.hook_context)
                 whole = self.scale.apply(losses)
         self.hook_context.batches.leave()
         return whole
@@ -95,6 +97,7 @@ class _Watch:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
+            inputs = tuple(inputs) if isinstance(inputs, Iterator) else inputs  # model.parameters() is read once
             if self._acts() and not _compiles():
                 found = self._own_grad(
                     original, _listed(outputs), _listed(inputs), grad_outputs, retain_graph, create_graph
@@ -134,4 +137,5 @@ def _compiles() -> bool:
 
 
 def _listed(tensors: Any) -> list[Any]:
-    return list(tensors) if isinstance(tensors, Sequence) else [tensors]
+    """Return what torch is given as one or as several, of which an edge of a graph is one."""
+    return list(tensors) if isinstance(tensors, list | tuple) and not hasattr(tensors, "node") else [tensors]

@@ -63,7 +63,7 @@ class ForwardHooks:
                 unit.register_forward_hook(return_no_parameters, prepend=True)  # before torch's gives memory back
         for name in _computing_methods(model):
             self._gather_around(model, name)
-        gather_around_parts(model, begin_pass, lambda: self.checked)
+        self.first_calls = gather_around_parts(model, begin_pass, self._check_first)
         self.view = view_of(model, trains)
 
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -87,8 +87,11 @@ class ForwardHooks:
 
     def _check_first(self) -> None:
         """Check once, before the first pass, that the parameters are those that were sharded."""
-        self.checked = True
-        self.check()
+        if not self.checked:
+            self.checked = True
+            self.check()
+            for handle in self.first_calls:
+                handle.remove()
 
     def check(self) -> None:
         """Check that the model has the parameters that were sharded and no others.

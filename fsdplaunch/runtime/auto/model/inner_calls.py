@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fsdplaunch.runtime.inspection.units import is_unit
-from fsdplaunch.runtime.torch_internals.fsdp2 import is_in_pass
+from fsdplaunch.runtime.torch_internals.fsdp2 import is_in_pass, take_for_outermost
 from fsdplaunch.runtime.torch_internals.tensors import apart_from_parameters
 
 _inside: "weakref.WeakKeyDictionary[nn.Module, list[nn.Module]]" = weakref.WeakKeyDictionary()
@@ -25,23 +26,29 @@ def computes_in_part(model: nn.Module) -> bool:
 
 
 def gather_around_parts(
-    model: nn.Module, begin_pass: Callable[[nn.Module], None], begun: Callable[[], bool]
-) -> None:
+    model: nn.Module, begin_pass: Callable[[nn.Module], None], check_first: Callable[[], None]
+) -> list[RemovableHandle]:
     """Hook the calls of the modules of the outermost unit.
 
     Args:
         model: Sharded, a unit itself.
         begin_pass: Called with the model before such a call.
-        begun: Return whether the model was called before: torch takes what is called first for the outermost.
+        check_first: Called before each of them, for it may come before the model's first pass.
+
+    Returns:
+        Handles of hooks that are needed until the model's first pass or that of a part.
     """
     if not is_unit(model):
-        return
+        return []
     held = weakref.ref(model)
     inside = _inside.setdefault(model, [])
 
-    def enter(part: nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or inside or not begun():
+    begin = _beginning(held, check_first)
+
+    def enter(part: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or inside:
             return
+        begin(part, args)
         model: Any = held()
         if not is_in_pass(model):
             begin_pass(model)
@@ -59,6 +66,21 @@ def gather_around_parts(
     for part in _parts(model):
         part.register_forward_pre_hook(enter, prepend=True)
         part.register_forward_hook(leave, always_call=True)
+    units = [unit for unit in model.modules() if unit is not model and is_unit(unit)]
+    return [unit.register_forward_pre_hook(begin, prepend=True) for unit in units]
+
+
+def _beginning(
+    held: "weakref.ref[nn.Module]", check_first: Callable[[], None]
+) -> Callable[[nn.Module, Any], None]:
+    """Return a hook by which the model stays the outermost where a part of it is called first."""
+
+    def begin(_part: nn.Module, _args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            check_first()
+            take_for_outermost(held())
+
+    return begin
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:

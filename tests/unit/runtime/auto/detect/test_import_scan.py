@@ -34,6 +34,11 @@ def mention(folder: Path, text: str) -> str | None:
         ("from torch.distributed.fsdp import fully_shard", "fully_shard, train.py:1"),
         ("from torch.nn.parallel import DistributedDataParallel as DDP", "DistributedDataParallel, train.py:1"),
         ("import torch\ntorch.nn.parallel.DistributedDataParallel(m)", "DistributedDataParallel, train.py:2"),
+        ("from torch import nn\nnn.parallel.DistributedDataParallel(m)", "DistributedDataParallel, train.py:2"),
+        (
+            "from torch.nn import parallel as p\np.DistributedDataParallel(m)",
+            "DistributedDataParallel, train.py:2",
+        ),
     ],
 )
 def test_name_that_shards_is_found_with_its_line(tmp_path: Path, text: str, found: str) -> None:

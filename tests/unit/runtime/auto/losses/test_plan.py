@@ -44,6 +44,14 @@ def test_means_need_nothing_until_ranks_count_differently() -> None:
     assert (made.follow([(6.0,), (8.0,)]), made.need) == (True, "part")
 
 
+@pytest.mark.parametrize(("kind", "by"), [("mean", "scale"), ("sum", "factor")])
+def test_a_number_of_its_own_that_a_rank_multiplies_by_is_no_count(kind, by) -> None:
+    made = plan(kind, 0.5, 0.5, by=by)
+    need = made.need
+    assert (made.follow([(0.7,), (0.7,)]), made.is_scaled) == (False, False)
+    assert (made.follow([(0.3,), (0.4,)]), made.is_scaled, made.need) == (False, True, need)
+
+
 def test_what_is_unclear_on_one_rank_is_on_all() -> None:
     facts = [ReductionFacts("unknown", ()), ReductionFacts("mean", ())]
     assert plan_reduction(facts, ()).need == "unknown"

@@ -1,0 +1,86 @@
+"""Models whose forward writes into parameters: weights clamped or normed, an encoder that follows another one."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+inputs = torch.randn(64, 10)
+
+
+def clamp(weight):
+    with torch.no_grad():
+        weight.clamp_(-0.2, 0.2)
+
+
+def norm(weight):
+    weight.data = torch.renorm(weight.data, p=2, dim=0, maxnorm=0.3)
+
+
+def follow(mean, weight):
+    mean.data.mul_(0.5).add_(weight.data, alpha=0.5)
+
+
+WAYS = {
+    "clamped": (clamp, None),
+    "clamped data": (lambda weight: weight.data.clamp_(-0.2, 0.2), None),
+    "normed": (norm, None),
+    "followed": (None, lambda mean, weight: mean.mul_(0.5).add_(weight.mul(0.5))),
+    "followed data": (None, follow),
+    "followed anew": (None, lambda mean, weight: setattr(mean, "data", mean.data * 0.5 + weight.data * 0.5)),
+}
+
+
+class Linear(nn.Linear):
+    change = None
+
+    def forward(self, x):
+        if self.change:
+            type(self).change(self.weight)
+        return super().forward(x)
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = Linear(10, 8), Linear(8, 3)
+        self.blocks = nn.ModuleList(nn.Sequential(Linear(8, 8), nn.ReLU()) for _ in range(2))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+class Net(nn.Module):
+    def __init__(self, follow):
+        super().__init__()
+        self.trained, self.follow = Encoder(), follow
+        self.mean = copy.deepcopy(self.trained).requires_grad_(False)
+
+    def forward(self, x):
+        out = self.trained(x)
+        with torch.no_grad():
+            for mean, weight in zip(self.mean.parameters(), self.trained.parameters(), strict=True):
+                if self.follow:
+                    self.follow(mean, weight)
+            return out, self.mean(x)
+
+
+for name, (Linear.change, follow) in WAYS.items():
+    torch.manual_seed(1)
+    model = Net(follow)
+    optimizer = torch.optim.SGD(model.trained.parameters(), lr=0.5)
+    losses = []
+    for (x,) in DataLoader(TensorDataset(inputs), batch_size=16):
+        out, mean = model(x)
+        loss = (out - mean - 1).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(f"{loss.item():.6f}")
+    sums = [f"{param.detach().double().sum().item():.5f}" for param in model.parameters()]
+    print(f"{name}: {' '.join(losses + sums)}")
