@@ -166,7 +166,7 @@ def computing_unknown(compute: Callable[[Any, Any, Any, Exception], Any]) -> Ite
         try:
             return compute(operator, args, kwargs, refused)
         finally:
-            del refused  # whose frames hold it and the result: until 2.9 the collector empties what a graph has saved
+            del refused  # its frames hold it and what is returned: 2.7's collector then empties what a graph saves
 
     setattr(dispatcher, name, dispatch)
     try:

@@ -83,9 +83,6 @@ PENALTIES = {
     "cumulated": lambda w, b: w.cumsum(0).pow(2).mean(),
     "glu": lambda w, b: F.glu(w[:6], 0).pow(2).sum(),
 }
-if torch.__version__ < "2.8":  # both end with an AttributeError there, of which the cause was not found
-    del READS["inverse"], PENALTIES["glu"]
-
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).to("cpu")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
