@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import needs
 from tests.scripts.conftest import PROGRAMS, Forks, Run
 from tests.scripts.test_programs import assert_same_files, assert_sharded
 
@@ -288,6 +289,7 @@ model(torch.ones(2, 4)).sum().backward()
 """
 
 
+@needs("torch", "2.9", "moves no sharded model in inference mode")
 def test_views_of_what_the_script_has_sharded_can_be_had_in_inference_mode(forks: Forks, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(BY_HAND_IN_INFERENCE_MODE)

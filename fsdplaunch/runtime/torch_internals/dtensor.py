@@ -145,8 +145,12 @@ def refuse_mixture(operator: Any) -> None:
 
 
 @contextmanager
-def computing_unknown(compute: Callable[[Any, Any, Any, Exception], Any]) -> Iterator[None]:
-    """Let `compute` have the operators that DTensor has no rule for, with its error; all versions."""
+def computing_unknown(compute: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
+    """Let `compute` have the operators that DTensor has no rule for; all versions.
+
+    Where it returns `NotImplemented` torch's error is raised. No frame is left with that error: it would hold the
+    frame in turn, with what is returned, and 2.7's garbage collector then empties what a graph has saved of it.
+    """
     dispatcher: Any = DTensor._op_dispatcher
     name = "dispatch" if hasattr(dispatcher, "dispatch") else "_propagate_op_sharding_dispatch_slow_path"
     torchs = getattr(dispatcher, name, None)
@@ -164,9 +168,12 @@ def computing_unknown(compute: Callable[[Any, Any, Any, Exception], Any]) -> Ite
                 raise
             refused = error
         try:
-            return compute(operator, args, kwargs, refused)
+            result = compute(operator, args, kwargs)
+            if result is NotImplemented:
+                raise refused
+            return result
         finally:
-            del refused  # its frames hold it and what is returned: 2.7's collector then empties what a graph saves
+            del refused
 
     setattr(dispatcher, name, dispatch)
     try:

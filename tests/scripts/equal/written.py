@@ -84,3 +84,25 @@ for name, (Linear.change, follow) in WAYS.items():
         losses.append(f"{loss.item():.6f}")
     sums = [f"{param.detach().double().sum().item():.5f}" for param in model.parameters()]
     print(f"{name}: {' '.join(losses + sums)}")
+
+PARTS = {
+    "part by unbind": lambda w: w.unbind()[1].detach().mul_(0.5),
+    "part by torch.unbind": lambda w: torch.unbind(w, 1)[2].data.zero_(),
+    "part by a row": lambda w: w[0].detach().mul_(0.5),
+    "parts of a loop": lambda w: [row.data.div_(row.norm().item()) for row in w],
+    "parts of a turned loop": lambda w: [row.detach().add_(0.1) for row in w.t()],
+    "part of a turned row": lambda w: w.t()[0].detach().mul_(0.5),
+    "part by select": lambda w: w.select(1, 2).data.add_(1),
+}
+torch.manual_seed(2)
+model = nn.Sequential(nn.Linear(10, 7), nn.ReLU(), nn.Linear(7, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for (x,) in DataLoader(TensorDataset(inputs), batch_size=16):
+    for name, write in PARTS.items():
+        write(model[0].weight)  # parts that have gradients, written without
+        loss = model(x).pow(2).mean() + 0.1 * sum(row.norm() for row in model[0].weight)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(f"{name} {len(losses)}: {loss.item():.6f} {model[0].weight.detach().norm().item():.6f}")
+    losses.append("")

@@ -145,7 +145,8 @@ def _taken(read: Handler, func: Any, args: Any, kwargs: Any) -> Any:
     by_tensor = any(isinstance(each, torch.Tensor) and each.dim() for each in indices)
     if by_tensor:
         return read(func, args, kwargs)
-    return func(*args) if knows_operator(torch.ops.aten.select.int) else shard_parts.taken_of_full(func, args, {})
+    rows = any(isinstance(each, int) for each in indices) and not knows_operator(torch.ops.aten.select.int)
+    return shard_parts.taken_of_full(func, args, {}) if rows else func(*args)
 
 
 def _handled(func: Any, handler: Handler, ownership: Ownership) -> Any:
@@ -181,6 +182,7 @@ def _handling_operators(hook_context: HookContext, updates: WrappedUpdates) -> I
     for name, exchange in ALIKE.items():
         put(dict.fromkeys(_overloads([name], torch.ops.c10d), exchange))
     writes = PartWrites(put, operators)
+    shard_parts.begin_with(writes.begin)
     views = shard_writes.view_operators()
     put(dict.fromkeys(views, partial(shard_parts.take_part, writes.begin)))
     unknown = UnknownOperators(ownership, hook_context.streams, put, writes.begin)

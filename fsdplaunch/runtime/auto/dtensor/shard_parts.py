@@ -22,6 +22,8 @@ from fsdplaunch.runtime.torch_internals.dtensor import gives_view, local_tensor,
 from fsdplaunch.runtime.torch_internals.tensors import change_count, storage_identity, tree_map
 
 _PART = "fsdplaunch_part"
+_begin: list[Callable[[], None]] = []
+"""Called where a part of a shard is a copy: what writes into it has to be seen from then on."""
 _MOST_PLACED = 2**16
 """Elements of a part that are put into a shard each by its place, which takes memory."""
 
@@ -202,11 +204,28 @@ def written_back(tensor: Any) -> None:
         taken.write_back(tensor)
 
 
+def begin_with(begin: Callable[[], None]) -> None:
+    """Have a function called where parts with gradients are taken."""
+    _begin[:] = [begin]
+
+
 def taken_of_full(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return parts of a tensor with gradients: torch does not cut a shard into the rows that it is split by."""
+    """Return parts of a tensor with gradients: torch does not cut a shard into the rows that it is split by.
+
+    What is written into them, by `.data` or `detach()`, is written into the shard.
+    """
     shard, *rest = args
-    wanted = torch.is_grad_enabled() and shard.requires_grad
-    return func(replicated(shard) if wanted else shard, *rest, **kwargs)
+    if not torch.is_grad_enabled() or not shard.requires_grad:
+        return func(shard, *rest, **kwargs)
+    result = func(replicated(shard), *rest, **kwargs)
+    if not torch.compiler.is_compiling():
+        for begin in _begin:
+            begin()
+        seen, several = [change_count(shard)], isinstance(result, tuple | list)
+        for position, each in enumerate(result if several else (result,)):
+            take = partial(_at, func, rest, kwargs, position if several else None)
+            each.__dict__[_PART] = _Part(each, shard, take, seen)
+    return result
 
 
 def counted_data(func: Any, args: Any, _kwargs: Any) -> Any:

@@ -54,12 +54,8 @@ class UnknownOperators:
         self._ownership, self._streams, self._put, self._begin_parts = ownership, streams, put, begin_parts
         self._computing: set[Any] = set()
 
-    def meet(self, op: Any, args: Any, kwargs: Any, refused: Exception) -> Any:
-        """Compute an operator that torch has refused.
-
-        Raises:
-            Exception: Torch's, where this package does not compute it either.
-        """
+    def meet(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Compute an operator that torch has refused; `NotImplemented` where this package does not either."""
         shards = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
         over_all = all(map(is_over_all_ranks, shards))
         if (
@@ -68,7 +64,7 @@ class UnknownOperators:
             or not shards
             or not _is_computed(op, over_all=over_all)
         ):
-            raise refused
+            return NotImplemented
         self._put({op: self._compute})
         return self._compute(op, args, kwargs)
 

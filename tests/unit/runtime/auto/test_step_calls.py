@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdplaunch
+from tests.needs import needs
 
 PACKAGE = str(Path(fsdplaunch.__file__).parent)
 BLOCKS = 4
@@ -45,6 +46,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
     model.zero_grad()
 
 
+@needs("torch", "2.11", "dispatches each operator on shards in Python, through this package")
 @pytest.mark.parametrize("wrap", [lambda model: model, DistributedDataParallel])
 def test_calls_of_a_step_are_few(hooked: None, wrap: Any) -> None:
     model = wrap(Model())
