@@ -62,7 +62,7 @@ def arguments():
 
 def answer_to(written):
     """`taken`, `noted`, or the sentence of a refusal; fails where there is none."""
-    flags, options = own_options()
+    flags, options = own_options("launch")
     try:
         *given, script = expand([*written, "t.py"], own_flags=flags, own_options=options)
     except UsageError as error:
@@ -235,14 +235,14 @@ def test_lines_of_its_documentation_run(line, monkeypatch, tmp_path, capsys):
     ],
 )
 def test_a_misspelt_option_names_the_nearest_one(option, meant):
-    flags, options = own_options()
+    flags, options = own_options("launch")
     with pytest.raises(UsageError, match=f"no such option: {option}") as caught:
         expand([option, "x", "t.py"], own_flags=flags, own_options=options)
     assert caught.value.hint == f"did you mean {meant}?"
 
 
 def test_an_abbreviation_is_no_option():
-    flags, options = own_options()
+    flags, options = own_options("launch")
     with pytest.raises(UsageError, match="no such option: --num_proc"):
         expand(["--num_proc", "2", "t.py"], own_flags=flags, own_options=options)
 

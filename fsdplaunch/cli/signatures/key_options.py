@@ -21,9 +21,9 @@ def expanded(argv: list[str]) -> list[str]:
     return [argv[0], *expand(argv[1:], own_flags=flags, own_options=options)]
 
 
-def own_options(command: str = "launch") -> tuple[set[str], set[str]]:
+def own_options(command: str) -> tuple[set[str], set[str]]:
     """Return names of a command's own options: those without a value, and those with one."""
-    flags, options = {"--help", "-h", "--help-all"}, set[str]()
+    flags, options = {"--help", "-h"}, set[str]()
     hints: dict[str, Any] = get_type_hints(_COMMANDS[command], include_extras=True)
     for name, hint in hints.items():
         for info in getattr(hint, "__metadata__", ()):

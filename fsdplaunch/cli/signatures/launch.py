@@ -1,4 +1,4 @@
-"""`fsdplaunch launch`: its own options, and configuration keys written as options."""
+"""`fsdplaunch launch` and its own options."""
 
 from typing import Annotated
 

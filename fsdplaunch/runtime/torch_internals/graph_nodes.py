@@ -38,6 +38,11 @@ def reduced_dims(node: Any) -> tuple[int, ...]:
     dims = getattr(node, "_saved_dim", None)
     if not isinstance(dims, tuple) or not dims:
         return tuple(range(rank))
+    return _from_the_start(dims, rank)
+
+
+def _from_the_start(dims: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """Return dimensions counted from the first: torch has saved those from the last as unsigned numbers."""
     return tuple((dim - 2**64 if dim >= 2**63 else dim) % rank for dim in dims)
 
 
@@ -60,11 +65,7 @@ def along_dims(node: Any, rank: int) -> tuple[int, ...]:
     """
     dims = getattr(node, "_saved_dim", None)
     dims = (dims,) if isinstance(dims, int) else dims
-    return (
-        tuple((dim - 2**64 if dim >= 2**63 else dim) % rank for dim in dims)
-        if dims and rank
-        else tuple(range(rank))
-    )
+    return _from_the_start(dims, rank) if dims and rank else tuple(range(rank))
 
 
 def multiplied_shapes(node: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -88,7 +89,7 @@ def computed_dims(node: Any) -> tuple[int, ...]:
     dims = getattr(node, "_saved_dim", None)
     dims = dims if isinstance(dims, tuple) else (dims,)
     known = rank and dims and all(isinstance(dim, int) for dim in dims)
-    return tuple((dim - 2**64 if dim >= 2**63 else dim) % rank for dim in dims) if known else (0,)
+    return _from_the_start(dims, rank) if known else (0,)
 
 
 def moves_rows(node: Any) -> bool:

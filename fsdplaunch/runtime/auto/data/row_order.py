@@ -65,8 +65,13 @@ def _is_of_model(context: HookContext, args: Any) -> bool:
 
 def trains_on_batch(context: HookContext) -> bool:
     """Return whether the script has a training batch before it, and does not read it just now."""
+    return is_between_reads(context) and not context.evaluating()
+
+
+def is_between_reads(context: HookContext) -> bool:
+    """Return whether the launcher shards for the script, which does not read a batch just now."""
     reads = context.streams.alike or context.streams.draws_own or get_worker_info() is not None
-    return not reads and bool(context.ownership.ours) and not context.evaluating()
+    return not reads and bool(context.ownership.ours)
 
 
 def tell_once(context: HookContext, kind: str, sentence: str) -> None:

@@ -11,10 +11,10 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.data.row_order import is_between_reads
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.collectives.rank_group import from_all
@@ -94,9 +94,8 @@ def _noting(hook_context: HookContext, look: Callable[..., Found], sentence: str
 
 def _trains(context: HookContext) -> bool:
     """Return whether the script has a training batch before it, of which it may compute without gradients."""
-    reads = context.streams.alike or context.streams.draws_own or get_worker_info() is not None
     trains = any(model.training for model in list(context.models))
-    return not reads and bool(context.ownership.ours) and not context.batches.complete and trains
+    return is_between_reads(context) and not context.batches.complete and trains
 
 
 def _is_plain(value: Any) -> bool:

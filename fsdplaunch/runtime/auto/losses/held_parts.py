@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.losses.graph import BatchReduction
-from fsdplaunch.runtime.auto.losses.plan import Amounts, ReductionPlan
+from fsdplaunch.runtime.auto.losses.plan import ReductionPlan
 from fsdplaunch.runtime.auto.losses.whole_value import common_factor
 
 _MOST_ELEMENTS = 64
@@ -45,13 +45,11 @@ class Weighted(NamedTuple):
         reduction: Of this rank.
         plan: What its gradient needs; None for what the script multiplies by 0.
         factor: By which a rank's value counts in the mean over ranks; None where that is not known.
-        ranks: What each rank divided it by.
     """
 
     reduction: BatchReduction
     plan: ReductionPlan | None
     factor: float | None
-    ranks: Sequence[Amounts | None]
 
 
 def held_parts(loss: torch.Tensor, nodes: Sequence[Any]) -> list[Part]:

@@ -129,12 +129,12 @@ class LossScale:
         weighted = []
         for place, reduction in zip(terms.places[dist.get_rank()], found, strict=True):
             if place is None:
-                weighted.append(Weighted(reduction, None, 1.0, ()))
+                weighted.append(Weighted(reduction, None, 1.0))
                 continue
-            plan, ranks = terms.plans[place], by_term[place]
+            plan = terms.plans[place]
             factor: float | None = {"none": 1.0, "ranks": float(self.hook_context.data.size)}.get(plan.need)
-            factor = plan.part(dist.get_rank(), ranks) if plan.need == "part" else factor
-            weighted.append(Weighted(reduction, plan, factor, ranks))
+            factor = plan.part(dist.get_rank(), by_term[place]) if plan.need == "part" else factor
+            weighted.append(Weighted(reduction, plan, factor))
         return weighted
 
     def _register(self, loss: torch.Tensor, found: list[Weighted]) -> float | None:
