@@ -143,8 +143,9 @@ def gather_before_changed_views(module: nn.Module) -> None:
     def register_for_bases(output: Any) -> Any:
         if torch.is_grad_enabled():
             for tensor in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor._base is not None:
-                    tensor._base.register_hook(state._pre_backward)
+                base = tensor._base if isinstance(tensor, torch.Tensor) and tensor.requires_grad else None
+                if base is not None and base.requires_grad:  # not what a function of the script's own made
+                    base.register_hook(state._pre_backward)
         return register(output)
 
     state._register_pre_backward_hook = register_for_bases

@@ -20,6 +20,11 @@ def takes_partial_passes(*, penalised_meshes: bool = False) -> bool:
     return not penalised_meshes and (parse(torch.__version__) or (2, 8)) >= (2, 8)
 
 
+def is_in_backward() -> bool:
+    """Return whether this thread runs a node of a backward pass; all versions."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def loss_reduction(node: Any) -> int:
     """Return how a loss's node was reduced: 0 not at all, 1 by a mean, 2 by a sum."""
     return int(getattr(node, "_saved_reduction", 0))

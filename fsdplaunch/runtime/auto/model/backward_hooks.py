@@ -19,6 +19,7 @@ from fsdplaunch.runtime.auto.model.double_backward import differentiable_grad, r
 from fsdplaunch.runtime.auto.model.forward_hooks import check_not_gathered
 from fsdplaunch.runtime.auto.model.parameter_gradients import gradients_by_backward, sharded_parameters
 from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.torch_internals.graph_nodes import is_in_backward
 from fsdplaunch.runtime.torch_internals.wrappers import compiles_backward
 
 
@@ -113,7 +114,7 @@ class _Watch:
     ) -> Any:
         """Return the gradients that torch would lose with sharded models; None for those it computes."""
         params = sharded_parameters(inputs, list(self.hook_context.models))
-        if any(param is not None for param in params):
+        if any(param is not None for param in params) and not _is_recomputed(params, inputs, create_graph):
             if create_graph or not all(param is not None for param in params):
                 raise refuse_parameters(_GRAD)
             whole = self._prepare(outputs)
@@ -129,6 +130,15 @@ def _put(whole: list[WholeValue], done: Any, retain_graph: bool | None) -> Any:
     for each in () if retain_graph else whole:
         each.put()
     return done
+
+
+def _is_recomputed(params: list[Any], inputs: list[Any], create_graph: bool) -> bool:
+    """Return whether a function's own backward differentiates what it has computed again from gathered parameters.
+
+    Checkpoints written by hand do so. What it returns goes on to the gathered parameters, as that of any layer.
+    """
+    gathered = all(param is None or param is not value for param, value in zip(params, inputs, strict=True))
+    return gathered and not create_graph and is_in_backward()
 
 
 def _compiles() -> bool:
