@@ -98,9 +98,14 @@ def test_ranks_that_a_script_spawns_are_the_launched_workers(forks: Forks, tmp_p
     assert wanted.codes == [0], wanted.err
     done = forks.run(script, tmp_path / "run", "spawn", port, "2", ranks=2)
     assert done.codes == [0, 0], done.err
-    assert sorted("".join(done.out).splitlines()) == sorted(wanted.out[0].splitlines())
+    assert sorted(_of_ranks("".join(done.out))) == sorted(_of_ranks(wanted.out[0])) != []
     assert "train.py:23: mp.spawn: each of the 2 workers runs its rank" in done.err[0]
     assert_sharded(done)
+
+
+def _of_ranks(printed: str) -> list[str]:
+    """Return what ranks print, without what gloo of torch 2.8 to 2.10 does."""
+    return [line for line in printed.splitlines() if line.startswith("rank ")]
 
 
 @pytest.mark.parametrize(

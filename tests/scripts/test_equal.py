@@ -290,6 +290,7 @@ for x in DataLoader(torch.ones(16, 2), batch_size=8):
     tests = x[len(x) // 2 :]
     labelled, unlabelled = x.chunk(2)
     first, rest = torch.split(x, [1, len(x) - 1])
+    upper, lower = torch.chunk(x, 2)
     all_but_first = x[5:]
     (model(adapts) - model(tests)).mean().backward()
     optimizer.step()
@@ -306,7 +307,7 @@ def test_batches_that_are_cut_by_position_are_told_unless_all_parts_are_treated_
     told = re.findall(r"train.py:(\d+): rows of the batch are taken by their position", done.err[0])
     lines = CUT.splitlines()
     assert [lines[int(number) - 1].split(" =")[0].strip() for number in told] == [
-        *("tests", "labelled, unlabelled", "first, rest", "all_but_first"),
+        *("tests", "labelled, unlabelled", "first, rest", "upper, lower", "all_but_first"),
     ]
 
 

@@ -79,12 +79,12 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         drawing_for_global_batch(hook_context),
         telling_row_orders(hook_context),
         telling_row_statistics(hook_context),
-        telling_cut_batches(hook_context),
         normalising_global_batch(hook_context),
         watching_backward(hook_context),
         lowering_rates_alike(hook_context),
         clipping_by_full_norm(hook_context),
         handling_shards(hook_context),
+        telling_cut_batches(hook_context),  # reads how its caller goes on: none of ours between
         telling_own_numbers(),
         counting(hook_context.position),
         remembering_copies(hook_context.position),

@@ -82,6 +82,9 @@ PENALTIES = {
     "differences": lambda w, b: w.diff(dim=0).abs().mean(),
     "cumulated": lambda w, b: w.cumsum(0).pow(2).mean(),
     "glu": lambda w, b: F.glu(w[:6], 0).pow(2).sum(),
+    "one_chunk": lambda w, b: w.chunk(3)[1].pow(2).sum() + torch.chunk(w, dim=1, chunks=2)[1].abs().mean(),
+    "one_of_split": lambda w, b: torch.split(w, [2, 5])[1].abs().mean() + b.split(3, dim=0)[2].square().sum(),
+    "one_row": lambda w, b: w.unbind()[-1].pow(2).sum() + torch.unbind(w, dim=1)[2].abs().sum(),
 }
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).to("cpu")

@@ -16,14 +16,12 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler, full_tensor, is_replicated, replicated
+from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler, full_tensor, is_replicated
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals.dtensor import gives_view, local_tensor, placements_of, shape_and_offset
 from fsdplaunch.runtime.torch_internals.tensors import change_count, storage_identity, tree_map
 
 _PART = "fsdplaunch_part"
-_begin: list[Callable[[], None]] = []
-"""Called where a part of a shard is a copy: what writes into it has to be seen from then on."""
 _MOST_PLACED = 2**16
 """Elements of a part that are put into a shard each by its place, which takes memory."""
 
@@ -41,13 +39,12 @@ def take_part(begun: Callable[[], None], op: Any, args: Any, kwargs: Any) -> Any
     with _outside_of_inference_mode(source):
         result = _taken_by(op, source, rest, kwargs)
     if not torch.compiler.is_compiling() and (is_part(source) or source.grad_fn is None):
-        several = isinstance(result, tuple | list)
-        seen = [change_count(source)]
-        for position, each in enumerate(result if several else (result,)):
-            if type(each) is DTensor and each is not source and (is_part(source) or not _shares(each, source)):
-                begun()
-                take = partial(_at, op, rest, kwargs, position if several else None)
-                each.__dict__[_PART] = _Part(each, source, take, seen)
+
+        def is_copy(each: Any) -> bool:
+            return type(each) is DTensor and each is not source and (is_part(source) or not _shares(each, source))
+
+        if remember_parts(result, source, partial(_call, op, rest, kwargs), is_copy):
+            begun()
     return result
 
 
@@ -89,9 +86,32 @@ def _shares(tensor: Any, source: Any) -> bool:
     return storage_identity(local_tensor(tensor)) == storage_identity(local_tensor(source))
 
 
-def _at(op: Any, rest: Any, kwargs: Any, position: int | None, tensor: torch.Tensor) -> Any:
-    result = op(tensor, *rest, **kwargs)
-    return result if position is None else result[position]
+def remember_parts(
+    result: Any, source: Any, take: Callable[[torch.Tensor], Any], is_copy: Callable[[Any], bool] = lambda _: True
+) -> bool:
+    """Remember of what those of a function's results that are copies were taken; return whether any is.
+
+    Args:
+        result: One tensor, or several.
+        source: What they were taken of.
+        take: Gives the same of a plain tensor.
+        is_copy: Whether a result is.
+    """
+    several, found = isinstance(result, tuple | list), False
+    seen = [change_count(source)]
+    for position, each in enumerate(result if several else (result,)):
+        if is_copy(each):
+            each.__dict__[_PART] = _Part(each, source, partial(_at, take, position) if several else take, seen)
+            found = True
+    return found
+
+
+def _call(op: Any, rest: Any, kwargs: Any, tensor: torch.Tensor) -> Any:
+    return op(tensor, *rest, **kwargs)
+
+
+def _at(take: Callable[[torch.Tensor], Any], position: int, tensor: torch.Tensor) -> Any:
+    return take(tensor)[position]
 
 
 class _Part:
@@ -202,30 +222,6 @@ def written_back(tensor: Any) -> None:
     taken = _part_of(tensor)
     if taken is not None:
         taken.write_back(tensor)
-
-
-def begin_with(begin: Callable[[], None]) -> None:
-    """Have a function called where parts with gradients are taken."""
-    _begin[:] = [begin]
-
-
-def taken_of_full(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return parts of a tensor with gradients: torch does not cut a shard into the rows that it is split by.
-
-    What is written into them, by `.data` or `detach()`, is written into the shard.
-    """
-    shard, *rest = args
-    if not torch.is_grad_enabled() or not shard.requires_grad:
-        return func(shard, *rest, **kwargs)
-    result = func(replicated(shard), *rest, **kwargs)
-    if not torch.compiler.is_compiling():
-        for begin in _begin:
-            begin()
-        seen, several = [change_count(shard)], isinstance(result, tuple | list)
-        for position, each in enumerate(result if several else (result,)):
-            take = partial(_at, func, rest, kwargs, position if several else None)
-            each.__dict__[_PART] = _Part(each, shard, take, seen)
-    return result
 
 
 def counted_data(func: Any, args: Any, _kwargs: Any) -> Any:
