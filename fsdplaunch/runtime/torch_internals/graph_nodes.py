@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdplaunch.probe.torch_version import parse
+from fsdplaunch.runtime.torch_internals.node_kinds import ELEMENTWISE, PLAIN, kind_of
+
+_MOST_BELOW = 20
 
 
 def takes_partial_passes(*, penalised_meshes: bool = False) -> bool:
@@ -166,3 +169,50 @@ def _is_python_number(saved: torch.Tensor) -> bool:
         return False
     other = torch.zeros((), dtype=torch.float16 if saved.is_floating_point() else torch.int8)
     return saved.dtype != other.dtype and torch.result_type(other, saved) == other.dtype
+
+
+def counted_elements(node: Any) -> int | None:
+    """Return how many elements below a sum's node count, by what the script has multiplied or selected by.
+
+    Args:
+        node: Of a sum. What its operations have saved is read, which waits for a device.
+
+    Returns:
+        None where it adds up all of them.
+    """
+    shape = reduced_shape(node)
+    if shape and not math.prod(shape):
+        return 0
+    for _ in range(_MOST_BELOW):
+        mask = _mask_of(node)
+        if mask is not None:
+            return int(mask.count_nonzero())
+        below = [each for each, _ in node.next_functions if each is not None]
+        if len(below) != 1 or kind_of(below[0]) not in _PASSED:
+            return None
+        node = below[0]
+    return None
+
+
+_PASSED = ELEMENTWISE | set(PLAIN) | {"NllLoss", "NllLoss2D"}
+
+
+def _mask_of(node: Any) -> torch.Tensor | None:
+    """Return what one operation leaves elements out by: a factor of each, what is filled, ignored labels."""
+    name = kind_of(node)
+    if name == "Mul":
+        saved = (getattr(node, each, None) for each in ("_saved_other", "_saved_self"))
+        return next((each for each in saved if type(each) is torch.Tensor and _is_fixed(each)), None)
+    if name == "MaskedFill":
+        filled: torch.Tensor = node._saved_mask
+        return ~filled
+    if name == "Where":
+        condition, (one, other) = node._saved_condition, (below is not None for below, _ in node.next_functions)
+        return None if one == other else condition if one else ~condition
+    if name in ("NllLoss", "NllLoss2D"):
+        return node._saved_target != node._saved_ignore_index  # type: ignore[no-any-return]
+    return None
+
+
+def _is_fixed(factor: torch.Tensor) -> bool:
+    return factor.dim() > 0 and not factor.requires_grad

@@ -100,6 +100,13 @@ class _Slicing:
             return False
         return self._trains() and not has_literal_size()
 
+    def _repeats_rows(self, given: torch.Tensor) -> bool:
+        """Return whether a table has several rows for each of this rank's, such as answers to one prompt."""
+        if not self._trains() or not given.shape[1:]:
+            return False
+        rows = self.hook_context.batches.latest
+        return rows > 0 and given.size(0) > rows and given.size(0) % rows == 0
+
     def in_place(self, operator: Any) -> Callable[..., torch.Tensor]:
         """Make an operator that fills a tensor."""
 
@@ -211,7 +218,7 @@ class _Slicing:
             if first is None and "size" in kwargs:
                 return self.integers(original)(*args, **kwargs)
             plain = first is not None and type(first) is torch.Tensor
-            if first is None or not plain or not self._rows_first(first.shape):
+            if first is None or not plain or not (self._rows_first(first.shape) or self._repeats_rows(first)):
                 return original(*args, **kwargs)
             every = [self._for_all(arg, first.size(0)) for arg in args]
             return self._own(original(*every, **kwargs), 0)

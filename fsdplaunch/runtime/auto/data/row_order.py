@@ -85,7 +85,7 @@ def tell_once(context: HookContext, kind: str, sentence: str) -> None:
 def _permuted(args: Any, kwargs: Any) -> int | None:
     """Return how many numbers are permuted."""
     found = args[0] if args else kwargs.get("n")
-    return found if isinstance(found, int) and found > 1 else None
+    return found if isinstance(found, int) and found else None
 
 
 def _flipped(args: Any, kwargs: Any) -> int | None:
@@ -102,5 +102,5 @@ def _rolled(args: Any, kwargs: Any) -> int | None:
 def _rows(args: Any, dims: Any) -> int | None:
     tensor = args[0] if args else None
     along = 0 in (dims if isinstance(dims, list | tuple) else (dims,))
-    found = along and type(tensor) is torch.Tensor and tensor.dim() > 1 and tensor.size(0) > 1
+    found = along and type(tensor) is torch.Tensor and tensor.dim() > 1
     return int(tensor.size(0)) if found and tensor is not None else None

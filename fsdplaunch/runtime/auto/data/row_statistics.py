@@ -103,7 +103,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _has_rows(sizes: Collection[int], value: Any) -> bool:
-    return _is_plain(value) and value.dim() > 0 and value.size(0) in sizes and value.size(0) > 1
+    return _is_plain(value) and value.dim() > 0 and value.size(0) in sizes
 
 
 def _has_gradients(tensors: Collection[torch.Tensor]) -> bool:
@@ -132,13 +132,19 @@ def _spread(sizes: Collection[int], value: Any = None, *args: Any, **kwargs: Any
 
 def _written(sizes: Collection[int], kept: Any, *args: Any, **_: Any) -> Found:
     """Return a sum of rows, or of their places, that are written without gradients into what has no such rows."""
-    if not _is_plain(kept) or kept.requires_grad or 1 in sizes or any(n in sizes for n in kept.shape):
+    if (
+        not _is_plain(kept)
+        or kept.requires_grad
+        or any(n in sizes for n in kept.shape[: 1 if 1 in sizes else None])
+    ):
         return None
     given = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else [arg])]
     tensors = [each for each in given if type(each) is torch.Tensor and not is_function_transforms(each)]
     if _has_gradients(tensors):
         return None
-    rows = [each for each in tensors if each.dim() and any(n in sizes for n in each.shape[:2])]
+    rows = [
+        each for each in tensors if each.dim() and any(n in sizes for n in each.shape[: 1 if 1 in sizes else 2])
+    ]
     return torch.stack([each.detach().double().nan_to_num().sum() for each in rows]) if rows else None
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import replicated
-from fsdplaunch.runtime.auto.dtensor.shard_parts import remember_parts
+from fsdplaunch.runtime.auto.dtensor.shard_parts import remember_parts, taken_of
 
 _JOINED = {"unbind": torch.stack}
 """How parts are put together again; all others are cut and concatenated."""
@@ -35,7 +35,7 @@ class PartsWithGradients:
         shard, *rest = args
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and shard.requires_grad):
             return func(shard, *rest, **kwargs)
-        take = partial(_call, func, rest, kwargs)
+        take = partial(taken_of, func, rest, kwargs)
         full = replicated(shard)
         several = isinstance(take(torch.empty(shard.shape, device="meta")), tuple | list)
         cut: Any = _Cut.apply
@@ -74,10 +74,6 @@ def _zeros_like(gradient: Any, shape: torch.Size) -> Any:
     local = torch.zeros(shape, dtype=gradient.dtype, device=gradient.device)
     mesh = gradient.device_mesh
     return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _call(func: Any, rest: Any, kwargs: Any, tensor: torch.Tensor) -> Any:
-    return func(tensor, *rest, **kwargs)
 
 
 def _dim(func: Any, rest: Any, kwargs: Any) -> int:

@@ -43,7 +43,7 @@ def take_part(begun: Callable[[], None], op: Any, args: Any, kwargs: Any) -> Any
         def is_copy(each: Any) -> bool:
             return type(each) is DTensor and each is not source and (is_part(source) or not _shares(each, source))
 
-        if remember_parts(result, source, partial(_call, op, rest, kwargs), is_copy):
+        if remember_parts(result, source, partial(taken_of, op, rest, kwargs), is_copy):
             begun()
     return result
 
@@ -106,7 +106,8 @@ def remember_parts(
     return found
 
 
-def _call(op: Any, rest: Any, kwargs: Any, tensor: torch.Tensor) -> Any:
+def taken_of(op: Any, rest: Any, kwargs: Any, tensor: torch.Tensor) -> Any:
+    """Return what an operator or a function takes of another tensor, with the arguments that follow it."""
     return op(tensor, *rest, **kwargs)
 
 

@@ -4,12 +4,11 @@ Needed because gradients are averaged over ranks: that gives the gradient of one
 and one N-th of it for a sum. The graph is read from the loss down to what the model computed.
 """
 
-import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fsdplaunch.runtime.auto.losses.written_numbers import is_written
+from fsdplaunch.runtime.auto.losses.amounts import Amount, SumOverRows, scales_of_mean, sum_over_rows, void_factor
 from fsdplaunch.runtime.torch_internals.graph_nodes import (
     Factor,
     loss_reduction,
@@ -31,20 +30,7 @@ from fsdplaunch.runtime.torch_internals.node_kinds import (
 )
 
 
-class Amount(NamedTuple):
-    """A number that a reduction was divided by.
-
-    Attributes:
-        value: 0 where the script multiplies or divides by 0.
-        kind: "weight" of all elements of a mean, or their number; "divisor" of the script's; "factor" for the
-            inverse of what the script multiplies by; "scale" for all that a mean is multiplied by.
-    """
-
-    value: float
-    kind: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BatchReduction:
     """A place where a loss is reduced over rows.
 
@@ -55,6 +41,7 @@ class BatchReduction:
         shape: Of what was reduced.
         amounts: What it was divided by.
         name: Of the operation.
+        guessed: Whether it is taken for a mean since it is divided by a number 1, and this rank has one row.
     """
 
     node: Any
@@ -63,6 +50,7 @@ class BatchReduction:
     shape: tuple[int, ...]
     amounts: tuple[Amount, ...]
     name: str
+    guessed: bool = False
 
 
 class LossGraph(NamedTuple):
@@ -157,28 +145,12 @@ class _Search:
             kind, weight = "unknown" if multiplied else "mean", total_weight(chosen)
             amounts: tuple[Amount, ...] = (
                 Amount(reduced_elements(chosen) if weight is None else weight, "weight"),
-                *_scale(factors),
+                *scales_of_mean(factors),
             )
+            found = SumOverRows(kind, amounts)
         else:
-            factors = (*factors, *_void(chosen))
-            kind, amounts = self._divided(shape, factors), tuple(_amount(factor) for factor in factors)
-        return BatchReduction(node=chosen, outer=node, kind=kind, shape=shape, amounts=amounts, name=name)
-
-    def _divided(self, shape: tuple[int, ...], factors: tuple[Factor, ...]) -> str:
-        """Return what a sum over rows is that is multiplied by numbers.
-
-        Over the number of a rank's rows it is a mean; over the number of all rows it stays a sum. A tensor with a
-        smaller number is a count of what is no padding, or not masked, also where all ranks count alike.
-        """
-        per_row = math.prod(shape[1:])
-        own = {rows * each for rows in {*self.sizes, *shape[:1]} for each in (1, per_row)}
-        every = {rows * self.ranks for rows in own}
-        divisors = ((round(1 / abs(each.value), 3), each) for each in factors if 0 < abs(each.value) < 1)
-        found = next((divisor for divisor, each in divisors if divisor in own and not _is_constant(each)), 0.0)
-        if found:
-            return "unknown" if found in every else "mean"
-        counts = [_amount(factor).value for factor in factors if factor.divides and factor.is_tensor]
-        return "mean" if any(is_count(each) and each < math.prod(shape) for each in counts) else "sum"
+            found = sum_over_rows(chosen, shape, (*factors, *void_factor(chosen)), self.sizes, self.ranks)
+        return BatchReduction(chosen, node, found.kind, shape, found.amounts, name, guessed=found.guessed)
 
     def _over_rows_below(self, node: Any) -> tuple[Any, str]:
         """Return a reduction over the first dimension below this one, which then is over what is left of a row.
@@ -207,37 +179,8 @@ class _Search:
         return name in PLAIN and bool(shape) and shape[0] in self.sizes and 0 in dims and len(dims) < len(shape)
 
 
-def _is_constant(factor: Factor) -> bool:
-    """Return whether the script multiplies by a number that it has written down: of rows it would compute one."""
-    return not factor.divides and not factor.is_tensor and is_written(factor.value)
-
-
-def _void(node: Any) -> tuple[Factor, ...]:
-    """Return the 0 that a script multiplies all by before it reduces it: `(output * 0).sum()`."""
-    below = node.next_functions[0][0] if node.next_functions else None
-    factor = None if below is None else scale_factor(below)
-    return (factor,) if factor is not None and not factor.value else ()
-
-
-def is_count(number: float) -> bool:
-    """Return whether a number may be how many elements there are."""
-    return number >= 1 and number == int(number)
-
-
-def _amount(factor: Factor) -> Amount:
-    value = abs(factor.value)
-    inverse = round(1 / value, 9) if 0 < value < math.inf else 0.0
-    return Amount(inverse, "divisor" if factor.divides else "factor")
-
-
-def _scale(factors: tuple[Factor, ...]) -> tuple[Amount, ...]:
-    """Return what a mean is multiplied by, if it is: a number of the rank's own rows is none of one process."""
-    value = math.prod(factor.value for factor in factors)
-    return (Amount(float(f"{value:.6g}") if math.isfinite(value) else 0.0, "scale"),) if factors else ()
-
-
 def _unknown(node: Any, name: str) -> BatchReduction:
-    return BatchReduction(node=node, outer=node, kind="unknown", shape=(), amounts=(), name=name)
+    return BatchReduction(node, node, "unknown", (), (), name)
 
 
 def _mixes_operands(node: Any) -> bool:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from fsdplaunch.runtime.auto.losses.graph import Amount, BatchReduction, is_count
+from fsdplaunch.runtime.auto.losses.amounts import Amount, is_count
+from fsdplaunch.runtime.auto.losses.graph import BatchReduction
 
 Need = Literal["none", "ranks", "part", "unknown"]
 """Of a gradient: nothing, the number of ranks or the rank's part as a factor, or nothing that is known."""

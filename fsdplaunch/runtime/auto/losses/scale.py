@@ -4,14 +4,12 @@ Gradients are averaged over ranks. A sum over the batch needs N times that; a me
 rank, such as its tokens that are no padding, needs the rank's part of all that is counted.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.dtensor.own_numbers import compare_at_backward
 from fsdplaunch.runtime.auto.losses.exchange import RankLoss, check_passes, digest_of
@@ -20,11 +18,11 @@ from fsdplaunch.runtime.auto.losses.held_parts import Part, Weighted, held_parts
 from fsdplaunch.runtime.auto.losses.learning_rates import LastRates
 from fsdplaunch.runtime.auto.losses.mixing_report import tell_mixing
 from fsdplaunch.runtime.auto.losses.plan import Amounts, facts_of
+from fsdplaunch.runtime.auto.losses.report import LossReport
 from fsdplaunch.runtime.auto.losses.terms import LossTerms, term_name
 from fsdplaunch.runtime.auto.losses.whole_value import WholeValue, common_factor, has_one_value, has_penalty
 from fsdplaunch.runtime.auto.model.own_buffers import tell_own_buffers
 from fsdplaunch.runtime.auto.script_line import script_line
-from fsdplaunch.runtime.collectives.monitored_barrier import name_ranks
 from fsdplaunch.runtime.collectives.rank_group import from_all
 
 WEIGHT = "_fsdplaunch_weight"
@@ -45,6 +43,7 @@ class LossScale:
         self.terms: dict[tuple[float, ...], LossTerms] = {}
         self.digests: dict[Any, float] = {}
         self.rates = LastRates()
+        self.report = LossReport(hook_context.printed)
 
     def apply(self, losses: list[torch.Tensor]) -> list[WholeValue]:
         """Scale what the losses are reduced by.
@@ -109,18 +108,8 @@ class LossScale:
         ranks = context.exchange.all_ranks(own, line)
         check_passes(ranks, line)
         self.rates.check([each.rates for each in ranks], line)
-        self._tell_left_out(line, [each.batches for each in ranks])
+        self.report.left_out(line, [each.batches for each in ranks])
         return ranks
-
-    def _tell_left_out(self, line: str, batches: Sequence[int]) -> None:
-        """Print that ranks compute this loss of different batches, since some have left batches out."""
-        if len(set(batches)) > 1:
-            more, fewer = batches.index(max(batches)), batches.index(min(batches))
-            self._say(
-                f"{line}: rank {more} has drawn more batches than rank {fewer}, as where it leaves some out by the"
-                " rows that it has: ranks add up rows of different batches, and one process decides by all rows",
-                is_unequal=True,
-            )
 
     def _weighted(
         self, found: list[BatchReduction], terms: LossTerms, by_term: list[list[Amounts | None]]
@@ -164,19 +153,7 @@ class LossScale:
             by_term.append(amounts)
             if amounts and plan.follow(amounts):
                 news.append(term)
-        if any(plan.is_scaled for plan in terms.plans):
-            self._say(
-                f"{line}: a term of the loss is multiplied by a number that each rank has of its own rows, which"
-                " is not what one process computes",
-                is_unequal=True,
-            )
-        if news:
-            self._say(f"{line}: each rank's mean is over a count of its own: gradients are weighted by it")
-        if any(terms.is_ambiguous(term) for term in news):
-            self._say(
-                f"{line}: the loss has several terms of one kind: those of two ranks are taken for the same in"
-                " their order, which is that of one process only where all ranks have all of them"
-            )
+        self.report.followed(line, terms, news)
         return by_term
 
     def _planned(self, line: str, loss: torch.Tensor, found: list[BatchReduction]) -> LossTerms:
@@ -189,56 +166,11 @@ class LossScale:
         if not passes.shared_passes and len({value for value, _ in ranks}) == 1:
             terms.take_for_means()  # all ranks computed the same rows
             return terms
-        self._check_choice(line, terms)
-        self._report(line, terms)
+        self.report.check_choice(line, terms)
+        self.report.needs(line, terms, guessed=any(each.guessed for each in found))
         if not terms.missing():
             tell_mixing(self.hook_context, line, loss, found)
         return terms
-
-    def _say(self, message: str, *, is_unequal: bool = False) -> None:
-        """Print a message, once in a run: a line may have plans for several combinations of losses."""
-        if message not in self.hook_context.printed:
-            self.hook_context.printed.add(message)
-            (messages.say_unequal if is_unequal else messages.say)(message)
-
-    def _check_choice(self, line: str, terms: LossTerms) -> None:
-        """Print that only some ranks have a term of the loss.
-
-        Raises:
-            ShardingError: Ranks have losses that have nothing in common.
-        """
-        if terms.exclude_each_other():
-            msg = f"{line}: ranks have chosen different losses, each by the rows that it has"
-            hint = (
-                "choose by a number that all ranks have alike, or set launch.loss_reduction: mean to average what"
-                " they have"
-            )
-            raise ShardingError(msg, hint=hint)
-        if terms.differ:
-            self._say(
-                f"{line}: ranks compute the loss by different operations, each as the rows that it has decide;"
-                " one process decides by all",
-                is_unequal=True,
-            )
-        for term, ranks in terms.missing().items():
-            what = terms.names[term].partition(" ")[0]
-            self._say(
-                f"{line}: a term of the loss ({what}) is missing on {name_ranks(ranks)}: it counts there as one"
-                " over no rows, which is that of one process if it is left out where there is nothing to add"
-            )
-
-    def _report(self, line: str, terms: LossTerms) -> None:
-        names = [name.partition(" ")[0] for name in terms.names]
-        unknown = [name for name, plan in zip(names, terms.plans, strict=True) if plan.need == "unknown"]
-        if any(plan.need == "ranks" for plan in terms.plans):
-            self._say(f"{line}: the loss is a sum over the batch: its gradients are added up over ranks")
-        if unknown or not names:
-            what = ", ".join(dict.fromkeys(unknown)) or "its graph does not show it"
-            self._say(
-                f"{line}: the loss is no plain sum or mean over the batch ({what}): gradients are averaged"
-                " over ranks, which need not be those of one process (launch.loss_reduction sets it)",
-                is_unequal=True,
-            )
 
 
 def _has_rows(reduction: BatchReduction, sizes: Collection[int]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdplaunch.runtime.inspection.units import is_unit
@@ -46,7 +47,10 @@ def gather_around_parts(
     begin = _beginning(held, check_first)
 
     def enter(part: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or inside:
+        if torch.compiler.is_compiling() or inside:
+            return
+        if torch.is_grad_enabled():
+            _refuse_shards(part, args)
             return
         begin(part, args)
         model: Any = held()
@@ -68,6 +72,15 @@ def gather_around_parts(
         part.register_forward_hook(leave, always_call=True)
     units = [unit for unit in model.modules() if unit is not model and is_unit(unit)]
     return [unit.register_forward_pre_hook(begin, prepend=True) for unit in units]
+
+
+def _refuse_shards(part: nn.Module, args: Any) -> None:
+    """Refuse what torch computes with shards and one element, which it takes for alike on all ranks."""
+    tensors = [value for value in args if isinstance(value, torch.Tensor)]
+    alike = any(value.numel() == 1 and value.dim() and not isinstance(value, DTensor) for value in tensors)
+    if alike and any(isinstance(param, DTensor) for param in part.parameters(recurse=False)):
+        msg = f"{type(part).__name__} got mixed torch.Tensor and DTensor"
+        raise RuntimeError(msg)
 
 
 def _beginning(
