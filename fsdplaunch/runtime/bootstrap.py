@@ -26,6 +26,7 @@ from fsdplaunch.runtime.late_modules import (
     FINISH_MEASUREMENT,
     FINISH_RECORD,
     FINISH_SAVES,
+    PROCESSES_END,
     RANK0_SAVES_END,
     REPORT_END,
     call_if_imported,
@@ -83,6 +84,7 @@ def _work(config: Config, target: ScriptTarget) -> None:
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
+    call_if_imported(PROCESSES_END)
     call_if_imported(FINISH_RECORD)
     call_if_imported(FINISH_MEASUREMENT)
     call_if_imported(FINISH_SAVES)  # a run whose last save failed has failed

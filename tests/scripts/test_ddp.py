@@ -127,3 +127,43 @@ def test_ranks_that_are_not_the_workers_are_refused(
     done = forks.run(script, tmp_path / "run", how, "0", world, ranks=2)
     assert 0 not in done.codes
     assert message in done.err[0]
+
+
+ALONE = """
+import sys
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def train(rank, folder):
+    world = 2
+    try:
+        dist.init_process_group("gloo", init_method="tcp://localhost:40111", rank=rank, world_size=world)
+    except Exception:
+        world = 1
+    model = torch.nn.Linear(4, 1)
+    model = DDP(model) if world > 1 else model
+    open(f"{folder}/trained-{rank}", "w").close()
+
+if __name__ == "__main__":
+    folder, join = sys.argv[1:]
+    for rank in range(2):
+        process = mp.Process(target=train, args=(rank, folder))
+        process.start()
+        if join == "join":
+            process.join()
+"""
+
+
+@pytest.mark.parametrize("join", ["join", "leave"])
+def test_a_process_that_would_train_alone_after_the_refusal_is_ended(
+    forks: Forks, tmp_path: Path, join: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ALONE)
+    done = forks.run(script, tmp_path / "run", str(tmp_path), join, ranks=2)
+    assert done.codes == [1, 1]
+    assert not list(tmp_path.glob("trained-*"))
+    for err in done.err:
+        assert "train.py:20 starts a process that calls init_process_group: the launch has started the ranks" in err
+        assert "replicas" not in err
+        assert "call in the script what each of them would run" in err

@@ -20,8 +20,14 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.detect.import_scan import makes_a_group
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import is_user_file, script_line
+from fsdplaunch.standard_streams import flush_both
 
 _HINT = "leave the processes to fsdplaunch launch: call in the script what each of them would run"
+_REFUSED = 76
+"""Status of a process that would have joined ranks; no shell or interpreter gives it by itself."""
+
+_started: dict[BaseProcess, str] = {}
+"""What is to be said of a process of the script's, if it would have joined ranks."""
 
 
 @contextmanager
@@ -32,7 +38,19 @@ def running_spawned_ranks() -> Iterator[None]:
         for module in modules:
             stack.enter_context(replaced(module, "spawn", _spawn))
         stack.enter_context(replaced(BaseProcess, "start", _start))
+        stack.enter_context(replaced(BaseProcess, "join", _join))
         yield
+
+
+def raise_refused() -> None:
+    """Wait for the processes that the ended script has started, as the interpreter does.
+
+    Raises:
+        ShardingError: One of them would have joined ranks.
+    """
+    for process in list(_started):
+        if not process.daemon:
+            process.join()
 
 
 class _Ended:
@@ -68,9 +86,21 @@ def _start(original: Any) -> Any:
         by_user = is_user_file(sys._getframe(1).f_code.co_filename)
         if target is not None and by_user and dist.is_initialized() and makes_a_group():
             self._target = _WithoutGroup(target, script_line())
+            _started[self] = self._target.message()
         original(self)
 
     return start
+
+
+def _join(original: Any) -> Any:
+    @functools.wraps(original)
+    def join(self: Any, timeout: float | None = None) -> None:
+        original(self, timeout)
+        message = None if self.exitcode is None else _started.pop(self, None)
+        if message is not None and self.exitcode == _REFUSED:
+            raise ShardingError(message, hint=_HINT)
+
+    return join
 
 
 class _WithoutGroup:
@@ -79,10 +109,15 @@ class _WithoutGroup:
     def __init__(self, target: Callable[..., Any], line: str) -> None:
         self.target, self.line = target, line
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        def refuse(*_: Any, **__: Any) -> None:
-            msg = f"{self.line} starts a process that calls init_process_group: the launch has started the ranks"
-            raise ShardingError(msg, hint=_HINT)
+    def message(self) -> str:
+        return f"{self.line} starts a process that calls init_process_group: the launch has started the ranks"
 
-        dist.init_process_group = dist.distributed_c10d.init_process_group = refuse
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        dist.init_process_group = dist.distributed_c10d.init_process_group = self._leave
         return self.target(*args, **kwargs)
+
+    def _leave(self, *_: Any, **__: Any) -> None:
+        """End this process: scripts catch an error here, and go on to train an own copy in each process."""
+        messages.say_anywhere(f"{self.message()}; this process ends")
+        flush_both()
+        os._exit(_REFUSED)
