@@ -164,6 +164,8 @@ def test_a_process_that_would_train_alone_after_the_refusal_is_ended(
     assert done.codes == [1, 1]
     assert not list(tmp_path.glob("trained-*"))
     for err in done.err:
-        assert "train.py:20 starts a process that calls init_process_group: the launch has started the ranks" in err
+        assert (
+            "train.py:20 starts a process that calls init_process_group: the launch has started the ranks" in err
+        )
         assert "replicas" not in err
         assert "call in the script what each of them would run" in err
