@@ -57,6 +57,7 @@ def as_rounding(forks: Forks, folder: Path, first: Difference, *arguments: str) 
     ("script", "arguments", "parameters"),
     [
         (SCRIPT, ("batch-norm",), 16),
+        (SCRIPT, ("own-rank",), 16),
         (SCRIPT, ("loss-is-a-sum",), 16),
         (SCRIPT, ("padding",), 16),
         (SCRIPT, ("unequal-means",), 16),
@@ -67,6 +68,7 @@ def as_rounding(forks: Forks, folder: Path, first: Difference, *arguments: str) 
     ],
     ids=[
         "batch norm",
+        "a rank of its own",
         "sum",
         "padding",
         "weights",

@@ -28,7 +28,8 @@ from fsdplaunch.runtime.rank import rank, rank_variable
 from fsdplaunch.runtime.script import parse_target, run_target
 
 PARAMETERS = "parameters.safetensors"
-_recorders: list[Recorder] = []
+_recorders: list[tuple[Recorder, int | None]] = []
+"""What records this process, and which worker it is; None for the plain one. The script may set RANK itself."""
 
 
 def record(steps: int) -> None:
@@ -39,14 +40,14 @@ def record(steps: int) -> None:
     recorder.install()
     if _is_changed():
         LastDigits().install()
-    _recorders.append(recorder)
+    _recorders.append((recorder, None if rank_variable("RANK") is None else rank()))
     recorder.count = stop_after(steps, _finish_at_step)
 
 
 def finish() -> None:
     """Write the record of a script that ended before its steps were made."""
     while _recorders:
-        _finish(_recorders.pop())
+        _finish(*_recorders.pop())
 
 
 def _seed() -> None:
@@ -61,11 +62,10 @@ def _finish_at_step(_stepping: Any) -> dict[str, Any]:
     return {}
 
 
-def _finish(recorder: Recorder) -> None:
+def _finish(recorder: Recorder, worker: int | None) -> None:
     folder = Path(os.environ[COMPARE_DIR])
-    alone = rank_variable("RANK") is None  # which the script of a worker may not see
     facts = recorder.facts()
-    if alone and not _is_changed():
+    if worker is None and not _is_changed():
         tensors = {
             name: value.clone(memory_format=torch.contiguous_format)
             for name, value in recorder.models.full_tensors()
@@ -74,7 +74,7 @@ def _finish(recorder: Recorder) -> None:
     else:
         facts["parameters"] = _compared(recorder, folder / PARAMETERS)
     own = COMPARED_CHANGED if _is_changed() else COMPARED_PLAIN
-    write_json(folder / (own if alone else f"rank{rank()}.json"), facts)
+    write_json(folder / (own if worker is None else f"rank{worker}.json"), facts)
 
 
 def _is_changed() -> bool:
