@@ -43,14 +43,13 @@ def running_spawned_ranks() -> Iterator[None]:
 
 
 def raise_refused() -> None:
-    """Wait for the processes that the ended script has started, as the interpreter does.
+    """Wait for the processes that the ended script has started, as the interpreter does: not for daemons.
 
     Raises:
         ShardingError: One of them would have joined ranks.
     """
     for process in list(_started):
-        if not process.daemon:
-            process.join()
+        process.join(0 if process.daemon else None)
 
 
 class _Ended:
@@ -85,8 +84,9 @@ def _start(original: Any) -> Any:
         target = getattr(self, "_target", None)
         by_user = is_user_file(sys._getframe(1).f_code.co_filename)
         if target is not None and by_user and dist.is_initialized() and makes_a_group():
-            self._target = _WithoutGroup(target, script_line())
-            _started[self] = self._target.message()
+            what = "starts a process that calls init_process_group: the launch has started the ranks"
+            _started[self] = message = f"{script_line()} {what}"
+            self._target = _WithoutGroup(target, message)
         original(self)
 
     return start
@@ -106,18 +106,15 @@ def _join(original: Any) -> Any:
 class _WithoutGroup:
     """What a process that the script has started runs: it may do anything but join ranks."""
 
-    def __init__(self, target: Callable[..., Any], line: str) -> None:
-        self.target, self.line = target, line
-
-    def message(self) -> str:
-        return f"{self.line} starts a process that calls init_process_group: the launch has started the ranks"
+    def __init__(self, target: Callable[..., Any], message: str) -> None:
+        self.target, self.message = target, message
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         dist.init_process_group = dist.distributed_c10d.init_process_group = self._leave
         return self.target(*args, **kwargs)
 
     def _leave(self, *_: Any, **__: Any) -> None:
-        """End this process: scripts catch an error here, and go on to train an own copy in each process."""
-        messages.say_anywhere(f"{self.message()}; this process ends")
+        """End this process: scripts catch an error here, and go on to train a copy in each process."""
+        messages.say_anywhere(f"{self.message}; this process ends")
         flush_both()
         os._exit(_REFUSED)
