@@ -281,10 +281,9 @@ class Peak:
 
     def __enter__(self) -> "Peak":
         gc.collect()
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: what is freed goes, whatever earlier tests did to the heap
-        libc.malloc_trim(0)
-        self.before = self.highest = anonymous()
+        self.libc = ctypes.CDLL(None)
+        self.libc.mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: what is freed goes
+        self.before = self.highest = self.held()
         self.over = threading.Event()
         self.thread = threading.Thread(target=self.watch)
         self.thread.start()
@@ -292,7 +291,12 @@ class Peak:
 
     def watch(self) -> None:
         while not self.over.wait(0.001):
-            self.highest = max(self.highest, anonymous())
+            self.highest = max(self.highest, self.held())
+
+    def held(self) -> int:
+        """Return the anonymous memory without the free parts of a heap that earlier tests have left."""
+        self.libc.malloc_trim(0)
+        return anonymous()
 
     def __exit__(self, *_: Any) -> None:
         self.over.set()
