@@ -16,6 +16,7 @@ from fsdplaunch.runtime.auto.data.rng_streams import RngStreams
 from fsdplaunch.runtime.auto.detect.module_registry import ModuleRegistry
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.losses.exchange import LossExchange
+from fsdplaunch.runtime.auto.losses.first_batches.recorder import Recorder
 from fsdplaunch.runtime.auto.state.rank0.position import Position, trains_shards
 from fsdplaunch.runtime.auto.state.saved_paths import SavedPaths
 from fsdplaunch.runtime.rank import DataRanks, configured_data_ranks
@@ -47,6 +48,7 @@ class HookContext:
         batches: This rank's shares of the batches.
         exchange: By which ranks know of each other's losses.
         inner_marks: What lets graphs remember the outputs of innermost modules, until losses are known.
+        recorder: Of what the script computes of its first batches.
     """
 
     config: Config
@@ -73,11 +75,17 @@ class HookContext:
     batches: LocalBatches = field(default_factory=LocalBatches)
     exchange: LossExchange = field(default_factory=LossExchange)
     inner_marks: list[RemovableHandle] = field(default_factory=list)
+    recorder: Recorder = field(default_factory=Recorder)
 
     @property
     def keeps_batch(self) -> bool:
         """Return whether batches are divided over the workers, so that the run computes what one process would."""
         return self.config.launch.keep_global_batch
+
+    @property
+    def divides_batch(self) -> bool:
+        """Return whether each rank has its share of every batch, so that its losses are those of some rows."""
+        return self.keeps_batch and self.data.size > 1
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Remember an optimizer, weakly."""

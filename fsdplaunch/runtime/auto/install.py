@@ -26,6 +26,7 @@ from fsdplaunch.runtime.auto.detect.training_begins import sharding_when_trainin
 from fsdplaunch.runtime.auto.dtensor.function_table import handling_shards
 from fsdplaunch.runtime.auto.dtensor.grad_clipping import clipping_by_full_norm
 from fsdplaunch.runtime.auto.dtensor.own_numbers import telling_own_numbers
+from fsdplaunch.runtime.auto.losses.first_batches.recording import recording_first_batches
 from fsdplaunch.runtime.auto.losses.learning_rates import lowering_rates_alike
 from fsdplaunch.runtime.auto.model.backward_hooks import watching_backward
 from fsdplaunch.runtime.auto.model.batch_norm import normalising_global_batch
@@ -81,6 +82,7 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         telling_row_statistics(hook_context),
         normalising_global_batch(hook_context),
         watching_backward(hook_context),
+        recording_first_batches(hook_context.recorder),
         lowering_rates_alike(hook_context),
         clipping_by_full_norm(hook_context),
         handling_shards(hook_context),

@@ -177,8 +177,10 @@ def _read_with_own_draws(loader: Any, iterate: Any, hook_context: HookContext) -
 
     def next_with_own_draws(iterator: Any = iterator) -> Any:
         hook_context.batches.complete = False
-        with streams.own() if draws is None else nullcontext(), drawing_items(hook_context):
+        own_stream = streams.own() if draws is None else nullcontext()
+        with own_stream, drawing_items(hook_context), hook_context.recorder.paused():
             batch = next_data(iterator)
+        hook_context.recorder.begin()
         if "own draws" not in hook_context.printed:
             seen = streams.own_drawn or own.drew() if draws is None else draws.seen()
             _tell_own_draws(hook_context, seen=seen)

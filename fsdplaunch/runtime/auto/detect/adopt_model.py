@@ -96,8 +96,9 @@ def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None
     if hook_context.keeps_batch and hook_context.size > 1:
         hook_context.exchange.open()
     compiled = hook_context.config.dynamo_config.dynamo_backend != "NO"
-    if hook_context.keeps_batch and hook_context.data.size > 1 and not compiled:
+    if hook_context.divides_batch and not compiled:
         hook_context.inner_marks.extend(mark_inner_outputs(model))
+        hook_context.recorder.watch(model)
     if hook_context.size > 1:
         note_paths(model, original_name(model))
     keep_written(model)

@@ -79,6 +79,7 @@ def sharding_on_compile(hook_context: HookContext) -> Iterator[None]:
 
     def shard_then_compile(original: Any) -> Any:
         def compile_(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+            hook_context.recorder.end()  # the compiler would have to know its mode
             module = _module_of(model)
             if module is not None:
                 _shard_compiled(module, hook_context)

@@ -4,6 +4,7 @@ Needed because gradients are averaged over ranks: that gives the gradient of one
 and one N-th of it for a sum. The graph is read from the loss down to what the model computed.
 """
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -95,12 +96,16 @@ class _Search:
             name = kind_of(node)
             if name in PRODUCTS and _mixes_operands(node):
                 yield _unknown(node, name)
-            elif name in LINEAR or (name in PLAIN and (_only_collects(node) or self._is_of_reduced(node))):
+            elif name in LINEAR or (name in PLAIN and (self._is_of_one(node) or _only_collects(node) or self._is_of_reduced(node))):
                 factor = scale_factor(node)
                 more = scales if factor is None else (*scales, factor)
                 waiting += [(below, more) for below, _ in node.next_functions]
             elif not is_of_parameters(node):
                 yield self._reduction(node, name, scales)
+
+    def _is_of_one(self, node: Any) -> bool:
+        """Return whether a sum or a mean is over one element, which is no row: it changes nothing."""
+        return 1 not in self.sizes and math.prod(reduced_shape(node)) == 1
 
     def _is_of_reduced(self, node: Any) -> bool:
         """Return whether a sum is of losses that are reduced already, such as a loss times each weight of a model.

@@ -21,12 +21,22 @@ from fsdplaunch.runtime.collectives.rank_group import from_all
 from fsdplaunch.runtime.torch_internals.graph_nodes import takes_partial_passes
 
 
-def tell_mixing(hook_context: HookContext, line: str, loss: torch.Tensor, found: list[BatchReduction]) -> None:
-    """Print whether the loss is one of all rows together, of which this rank has a part. Collective."""
+def tell_mixing(
+    hook_context: HookContext, line: str, loss: torch.Tensor, found: list[BatchReduction], *, known: bool
+) -> None:
+    """Print whether the loss is one of all rows together, of which this rank has a part. Collective.
+
+    Args:
+        hook_context: This worker's.
+        line: Of the script, that calls backward.
+        loss: Whose graph is kept.
+        found: Where it is reduced over rows.
+        known: Whether it is known, on all ranks, to compare none between what models returned and the loss.
+    """
     rows = hook_context.batches.current
     hidden = penalises_on_meshes(loss)
     seen = takes_partial_passes(penalised_meshes=hidden)
-    mixes = seen and compares_rows(loss, found, rows, outputs_of_models(loss))
+    mixes = seen and not known and compares_rows(loss, found, rows, outputs_of_models(loss))
     mixes = (seen and _mixes_inside(hook_context, loss, found, rows)) or mixes
     facts = from_all((mixes, fixed_rows(loss, rows)))
     if any(fact != (False, facts[0][1]) for fact in facts):

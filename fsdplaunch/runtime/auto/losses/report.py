@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.auto.losses.first_batches.comparison import Difference
 from fsdplaunch.runtime.auto.losses.terms import LossTerms
 from fsdplaunch.runtime.collectives.monitored_barrier import name_ranks
 
@@ -54,6 +55,17 @@ class LossReport:
                 f"{line}: the loss has several terms of one kind: those of two ranks are taken for the same in"
                 " their order, which is that of one process only where all ranks have all of them"
             )
+
+    def differs(self, line: str, found: Difference | None) -> None:
+        """Print that the gradients of a batch are not those of one process, if nothing was said of this line."""
+        if found is None or not found.far or any(text.startswith(f"{line}: ") for text in messages.unequal):
+            return
+        where = f"{found.cause} is over each rank's own rows" if found.cause else "some rows count otherwise"
+        self._say(
+            f"{line}: the loss is not that of one process: its gradients differ by {found.far:.0%} from those of"
+            f" all ranks' rows together ({where})",
+            is_unequal=True,
+        )
 
     def check_choice(self, line: str, terms: LossTerms) -> None:
         """Print that only some ranks have a term of the loss.

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.dtensor.own_numbers import compare_at_backward
 from fsdplaunch.runtime.auto.losses.exchange import RankLoss, check_passes, digest_of
+from fsdplaunch.runtime.auto.losses.first_batches.comparison import Difference, difference
+from fsdplaunch.runtime.auto.losses.first_batches.own_loss import computed_again
 from fsdplaunch.runtime.auto.losses.graph import BatchReduction, LossGraph, read_graph
 from fsdplaunch.runtime.auto.losses.held_parts import Part, Weighted, held_parts, part_factor
 from fsdplaunch.runtime.auto.losses.learning_rates import LastRates
@@ -81,11 +83,11 @@ class LossScale:
         parts = held_parts(loss, nodes) if has_one_value(loss) else []
         ranks = self._all_ranks(line, found, parts)
         every = tuple(each.digest for each in ranks)  # all ranks have the same, and make a plan together
-        if every in self.terms:
-            context.stop_marking()
-        else:
+        is_new = every not in self.terms
+        if is_new:
             self.terms[every] = self._planned(line, loss, found)
-            tell_own_buffers(context)
+        else:
+            context.stop_marking()
         terms = self.terms[every]
         by_term = self._followed(line, terms, [each.amounts for each in ranks])
         context.batches.loss_is_sum = bool(terms.plans) and all(plan.need == "ranks" for plan in terms.plans)
@@ -93,7 +95,27 @@ class LossScale:
         if terms.differ or terms.missing() or len({each.parts for each in ranks}) > 1:
             parts = []  # not the same on all ranks
         values = [(part.value, self._part_factor(part.value, weighted)) for part in parts]
-        return [(loss, self._register(loss, weighted)), *values]
+        factor = self._register(loss, weighted)
+        if is_new:
+            self._tell_inequality(line, loss, terms, weighted)
+        return [(loss, factor), *values]
+
+    def _tell_inequality(self, line: str, loss: torch.Tensor, terms: LossTerms, weighted: list[Weighted]) -> None:
+        """Print where the gradients of ranks' losses are not those of one process. Collective."""
+        context = self.hook_context
+        if not terms.alike and not terms.missing():
+            far = self._difference(loss, weighted)
+            equal = far is not None and not far.far
+            tell_mixing(context, line, loss, [each.reduction for each in weighted], known=equal)
+            self.report.differs(line, far)
+        tell_own_buffers(context)
+
+    def _difference(self, loss: torch.Tensor, weighted: list[Weighted]) -> Difference | None:
+        """Return how far ranks' gradients are from those of one process; None if not known. Collective."""
+        recorder = self.hook_context.recorder
+        with recorder.paused():
+            own = computed_again(loss, recorder.program_of(loss), recorder.inputs, weighted)
+            return difference(own, self.hook_context.batches.latest)
 
     def _all_ranks(self, line: str, found: list[BatchReduction], parts: list[Part]) -> list[RankLoss]:
         """Return what the losses of all ranks are. Collective, at every backward."""
@@ -168,8 +190,6 @@ class LossScale:
             return terms
         self.report.check_choice(line, terms)
         self.report.needs(line, terms, guessed=any(each.guessed for each in found))
-        if not terms.missing():
-            tell_mixing(self.hook_context, line, loss, found)
         return terms
 
 

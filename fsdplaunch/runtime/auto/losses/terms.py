@@ -24,6 +24,7 @@ class LossTerms:
         names: Of each term, by its operations.
         plans: What each term's gradient needs, alike on all ranks.
         places: For each rank which term each of its reductions is; None for what it multiplies by 0.
+        alike: Whether all ranks computed the same rows.
         differ: Whether ranks have as many reductions of the same kinds, of what they computed differently.
     """
 
@@ -32,6 +33,7 @@ class LossTerms:
         names = [[fact.name for fact in facts] for facts in ranks]
         self.differ = not self.missing() and any(each != names[0] for each in names)
         self._ends = [list(itertools.accumulate(len(fact.amounts) for fact in facts)) for facts in ranks]
+        self.alike = False
         self.plans: list[ReductionPlan] = []
         for term in range(len(self.names)):
             found = [self._of_rank(rank, facts, term) for rank, facts in enumerate(ranks)]
@@ -60,6 +62,7 @@ class LossTerms:
 
     def take_for_means(self) -> None:
         """Take all terms for means over equal shares, whose gradients need nothing."""
+        self.alike = True
         self.plans = [_needs_nothing(alike=True) for _ in self.plans]
 
     def missing(self) -> dict[int, list[int]]:

@@ -61,6 +61,7 @@ class _Watch:
                 tell_noted(self.hook_context)
                 whole = self.scale.apply(losses)
         self.hook_context.batches.leave()
+        self.hook_context.recorder.note_backward()
         return whole
 
     def backward(self, original: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Compare the first losses with those that one process computes of all rows."""

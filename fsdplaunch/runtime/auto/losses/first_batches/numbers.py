@@ -1,0 +1,85 @@
+"""Numbers in a script's calls that are its rows: `len(x)` is that of all ranks' rows in one process."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fsdplaunch.runtime.auto.losses.first_batches.program import Call, Made, Program, Read, marks
+from fsdplaunch.runtime.auto.losses.written_numbers import is_written
+
+_SIZED = frozenset(
+    (
+        *("view", "reshape", "expand", "repeat", "tile", "unflatten", "broadcast_to", "arange", "zeros", "ones"),
+        *("full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "eye", "linspace", "narrow", "split"),
+        *("__getitem__", "__setitem__", "one_hot", "bincount", "repeat_interleave", "tensor", "as_tensor"),
+    )
+)
+"""Functions that are given numbers of rows."""
+_ARITHMETIC = frozenset(
+    (
+        *("mul", "mul_", "div", "div_", "true_divide", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
+        *("multiply", "divide", "__imul__", "__itruediv__", "__idiv__"),
+    )
+)
+"""Functions that are given numbers to multiply or to divide by."""
+Change = Callable[[Call, Any], Any]
+
+
+def as_given(_call: Call, number: Any) -> Any:
+    """Return a number as the script gave it."""
+    return number
+
+
+def of_all_rows(rows: int, together: int) -> Change:
+    """Return what takes the number of all ranks' rows for that of this rank.
+
+    Args:
+        rows: Of this rank.
+        together: Of all.
+    """
+
+    def change(call: Call, number: Any) -> Any:
+        name = name_of(call)
+        if type(number) is int and number > 1 and name in _SIZED | _ARITHMETIC and number % rows == 0:
+            exact = number == rows or name in ("view", "reshape", "expand")
+            return number // rows * together if exact else number
+        if type(number) is float and name in _ARITHMETIC and not is_written(number):
+            return _scaled(number, rows, together)
+        return number
+
+    return change
+
+
+def _scaled(number: float, rows: int, together: int) -> float:
+    """Return a number that may be of rows, or one divided by them, for all rows."""
+    if number == rows:
+        return float(together)
+    inverse = 1 / number if number else 0.0
+    return 1 / together if abs(inverse - rows) < rows * 1e-9 else number
+
+
+def name_of(call: Call) -> str:
+    """Return the name of a call's function."""
+    return str(getattr(call.function, "__name__", ""))
+
+
+def own_numbers(program: Program) -> list[str]:
+    """Return the numbers and names of a program's calls, which are alike on all ranks that compute the same."""
+    return [f"{name_of(call)} {[_shown(each) for each in _constants(call)]}" for call in program.calls.values()]
+
+
+def _constants(call: Call) -> Iterator[Any]:
+    return (each for each in marks(call.args, call.kwargs))
+
+
+def _shown(mark: Any) -> str:
+    if isinstance(mark, Read):
+        return f"read {mark.call}"
+    if isinstance(mark, Made):
+        return f"made {mark.call} {mark.place}"
+    return repr(mark) if isinstance(mark, int | float | bool | str | None) or isinstance(mark, tuple) else ""
+
+
+def has_unclear(program: Program) -> bool:
+    """Return whether a program multiplies by numbers that the script may have computed of its rows."""
+    numbers = (each for call in program.calls.values() if name_of(call) in _ARITHMETIC for each in _constants(call))
+    return any(type(each) is float and each not in (0.0, 1.0) and not is_written(each) for each in numbers)
