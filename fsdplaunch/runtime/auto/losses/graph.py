@@ -96,7 +96,9 @@ class _Search:
             name = kind_of(node)
             if name in PRODUCTS and _mixes_operands(node):
                 yield _unknown(node, name)
-            elif name in LINEAR or (name in PLAIN and (self._is_of_one(node) or _only_collects(node) or self._is_of_reduced(node))):
+            elif name in LINEAR or (
+                name in PLAIN and (self._is_of_one(node) or _only_collects(node) or self._is_of_reduced(node))
+            ):
                 factor = scale_factor(node)
                 more = scales if factor is None else (*scales, factor)
                 waiting += [(below, more) for below, _ in node.next_functions]

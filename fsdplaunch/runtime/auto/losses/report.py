@@ -1,5 +1,6 @@
 """Print what the losses of all ranks are, where that is not plain from the script, with the script's line."""
 
+import math
 from collections.abc import Collection, Sequence
 
 from fsdplaunch.errors import ShardingError
@@ -60,10 +61,13 @@ class LossReport:
         """Print that the gradients of a batch are not those of one process, if nothing was said of this line."""
         if found is None or not found.far or any(text.startswith(f"{line}: ") for text in messages.unequal):
             return
-        where = f"{found.cause} is over each rank's own rows" if found.cause else "some rows count otherwise"
+        how = (
+            f"its gradients differ by {found.far:.0%} from those of all ranks' rows together"
+            if found.far < math.inf
+            else "ranks compute it with different numbers"
+        )
         self._say(
-            f"{line}: the loss is not that of one process: its gradients differ by {found.far:.0%} from those of"
-            f" all ranks' rows together ({where})",
+            f"{line}: the loss is not that of one process: {how} ({found.cause or 'some rows count otherwise'})",
             is_unequal=True,
         )
 
@@ -93,13 +97,14 @@ class LossReport:
                 " over no rows, which is that of one process if it is left out where there is nothing to add"
             )
 
-    def needs(self, line: str, terms: LossTerms, *, guessed: bool) -> None:
+    def needs(self, line: str, terms: LossTerms, *, guessed: bool, known: bool) -> None:
         """Print how the terms are reduced, where that is not by plain means.
 
         Args:
             line: Of the script, that calls backward.
             terms: Of all ranks' losses.
             guessed: Whether a sum is taken for a mean over the one row that a rank has.
+            known: Whether gradients are known to be those of one process.
         """
         names = [name.partition(" ")[0] for name in terms.names]
         unknown = [name for name, plan in zip(names, terms.plans, strict=True) if plan.need == "unknown"]
@@ -110,7 +115,7 @@ class LossReport:
                 f"{line}: a sum is divided by 1, and each rank has one row: it is taken for a mean over the batch"
                 " (launch.loss_reduction: sum if it is a sum)"
             )
-        if unknown or not names:
+        if (unknown or not names) and not known:
             what = ", ".join(dict.fromkeys(unknown)) or "its graph does not show it"
             self._say(
                 f"{line}: the loss is no plain sum or mean over the batch ({what}): gradients are averaged"

@@ -96,26 +96,33 @@ class LossScale:
             parts = []  # not the same on all ranks
         values = [(part.value, self._part_factor(part.value, weighted)) for part in parts]
         factor = self._register(loss, weighted)
-        if is_new:
-            self._tell_inequality(line, loss, terms, weighted)
+        self._tell_inequality(line, loss, terms, weighted, is_new=is_new)
         return [(loss, factor), *values]
 
-    def _tell_inequality(self, line: str, loss: torch.Tensor, terms: LossTerms, weighted: list[Weighted]) -> None:
+    def _tell_inequality(
+        self, line: str, loss: torch.Tensor, terms: LossTerms, weighted: list[Weighted], *, is_new: bool
+    ) -> None:
         """Print where the gradients of ranks' losses are not those of one process. Collective."""
-        context = self.hook_context
-        if not terms.alike and not terms.missing():
-            far = self._difference(loss, weighted)
+        context, found = self.hook_context, [each.reduction for each in weighted]
+        if not terms.alike:
+            looks = not context.recorder.ended and not terms.missing()
+            far = self._difference(loss, weighted) if looks else None
             equal = far is not None and not far.far
-            tell_mixing(context, line, loss, [each.reduction for each in weighted], known=equal)
+            if is_new:
+                self.report.needs(line, terms, guessed=any(each.guessed for each in found), known=equal)
+            if is_new and not terms.missing():
+                tell_mixing(context, line, loss, found, known=equal)
             self.report.differs(line, far)
-        tell_own_buffers(context)
+        if is_new:
+            tell_own_buffers(context)
 
     def _difference(self, loss: torch.Tensor, weighted: list[Weighted]) -> Difference | None:
         """Return how far ranks' gradients are from those of one process; None if not known. Collective."""
         recorder = self.hook_context.recorder
         with recorder.paused():
             own = computed_again(loss, recorder.program_of(loss), recorder.inputs, weighted)
-            return difference(own, self.hook_context.batches.latest)
+            counts = [each.value for every in weighted for each in every.reduction.amounts]
+            return difference(own, self.hook_context.batches.latest, counts)
 
     def _all_ranks(self, line: str, found: list[BatchReduction], parts: list[Part]) -> list[RankLoss]:
         """Return what the losses of all ranks are. Collective, at every backward."""
@@ -189,7 +196,6 @@ class LossScale:
             terms.take_for_means()  # all ranks computed the same rows
             return terms
         self.report.check_choice(line, terms)
-        self.report.needs(line, terms, guessed=any(each.guessed for each in found))
         return terms
 
 

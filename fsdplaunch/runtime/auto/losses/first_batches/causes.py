@@ -16,7 +16,7 @@ Results = Mapping[int, list[Any]]
 
 
 def cause_of(own: OwnLoss, tensors: Mapping[int, AllRows], change: Change) -> str:
-    """Return the first call whose result is other for all rows, has none, and meets rows later: `mean at train.py:3`.
+    """Return the first call whose result is other for all rows, has none, and meets rows later.
 
     Args:
         own: The loss of this rank.
@@ -31,8 +31,13 @@ def cause_of(own: OwnLoss, tensors: Mapping[int, AllRows], change: Change) -> st
         whole = own.program.results(leaves_of({number: each.tensor for number, each in tensors.items()}), change)
         for number, call in own.program.calls.items():
             if _is_other(mine[number], whole[number]) and _meets_rows(own, number, mine, whole, tensors):
-                return f"{name_of(call).strip('_') or 'a call'} at {call.line}"
+                return f"{place_of(call)} is over each rank's own rows"
     return ""
+
+
+def place_of(call: Call) -> str:
+    """Return a call and its line: `mean at train.py:3`."""
+    return f"{name_of(call).strip('_') or 'a call'} at {call.line}"
 
 
 def _is_other(mine: list[Any], whole: list[Any]) -> bool:

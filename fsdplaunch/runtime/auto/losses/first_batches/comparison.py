@@ -5,44 +5,37 @@ of what models returned are compared. Nothing is known where the calls cannot be
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from fsdplaunch.runtime.auto.losses.first_batches.all_rows import AllRows, Fact, fact_of, gathered, rows_dim
-from fsdplaunch.runtime.auto.losses.first_batches.causes import cause_of
-from fsdplaunch.runtime.auto.losses.first_batches.numbers import (
-    Change,
-    as_given,
-    has_unclear,
-    of_all_rows,
-    own_numbers,
-)
+from fsdplaunch.runtime.auto.losses.first_batches.all_rows import AllRows, gathered
+from fsdplaunch.runtime.auto.losses.first_batches.causes import cause_of, place_of
+from fsdplaunch.runtime.auto.losses.first_batches.numbers import Change, as_given, has_unclear, of_all_rows
 from fsdplaunch.runtime.auto.losses.first_batches.own_loss import OwnLoss, gradients_of, leaves_of
+from fsdplaunch.runtime.auto.losses.first_batches.rank_programs import are_alike, dims_of_rows, own_number, sent_of
 from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0
 
-MOST_ELEMENTS, MOST_ALIKE = 8 << 20, 1 << 16
-"""Of what is gathered from one rank, and of a gradient that ranks have for something that all have alike."""
+_MOST_ALIKE = 1 << 16
+"""Elements of a gradient that ranks have for something that all have alike."""
 _CLOSE, _CLOSE_HALF = 1e-3, 5e-2
 _ROUNDING = 1e-6
 """Of the largest gradient."""
 
 
-class _Sent(NamedTuple):
-    """What one rank sends before tensors are gathered.
+class Difference(NamedTuple):
+    """Gradients that are not those of one process.
 
     Attributes:
-        calls: Of its program, with their numbers.
-        rows: How many it has.
-        facts: Of the tensors that its program is given.
+        far: A part of the gradients; 0.0 for equal ones, inf where ranks have numbers of their own.
+        cause: What was computed of a rank's own rows, with the script's line; "" where that is not known.
     """
 
-    calls: list[str]
-    rows: int
-    facts: list[Fact]
+    far: float
+    cause: str
 
 
 class _Apart(NamedTuple):
@@ -57,31 +50,25 @@ class _Apart(NamedTuple):
     factor: float
 
 
-class Difference(NamedTuple):
-    """Gradients that are not those of one process.
-
-    Attributes:
-        far: A part of the gradients; 0.0 for equal ones.
-        cause: What was computed of a rank's own rows, with the script's line; "" where that is not known.
-    """
-
-    far: float
-    cause: str
-
-
-def difference(own: OwnLoss | None, rows: int) -> Difference | None:
+def difference(own: OwnLoss | None, rows: int, counts: Collection[float]) -> Difference | None:
     """Return by how much ranks' gradients are other than those of one process; None if not known. Collective.
 
     Args:
         own: The loss of this rank; None where it could not be computed again.
         rows: How many rows this rank has.
+        counts: Numbers of its own by which its gradients are weighted.
 
     Returns:
         The same on all ranks.
     """
-    ranks = from_all(None if own is None or not rows else _sent(own, rows))
-    dims = _dims([each for each in ranks if each is not None]) if None not in ranks else None
-    if own is None or dims is None:
+    ranks = from_all(None if own is None or not rows else sent_of(own, rows, counts))
+    if own is None or None in ranks or not are_alike(ranks):
+        return None
+    numbers = own_number(own.program, ranks)
+    if numbers:
+        return Difference(math.inf, f"{place_of(numbers)} is given each rank's own")
+    dims = dims_of_rows(ranks)
+    if dims is None:
         return None
     tensors = dict(zip(own.tensors, gathered(list(own.tensors.values()), dims), strict=True))
     change = of_all_rows(rows, sum(each.rows for each in ranks))
@@ -89,24 +76,6 @@ def difference(own: OwnLoss | None, rows: int) -> Difference | None:
     if None in found:
         return None
     return Difference(max(found), from_rank_0(cause_of(own, tensors, change)) if any(found) else "")
-
-
-def _sent(own: OwnLoss, rows: int) -> _Sent:
-    return _Sent(own_numbers(own.program), rows, [fact_of(each) for each in own.tensors.values()])
-
-
-def _dims(ranks: Sequence[_Sent]) -> list[int | None] | None:
-    """Return where each tensor has ranks' rows; None where ranks compute differently, or too much is to be sent."""
-    if any(each.calls != ranks[0].calls or len(each.facts) != len(ranks[0].facts) for each in ranks):
-        return None
-    rows = [each.rows for each in ranks]
-    try:
-        dims = [rows_dim(facts, rows) for facts in zip(*(each.facts for each in ranks), strict=True)]
-    except ValueError:
-        return None
-    sizes = (zip(each.facts, dims, strict=True) for each in ranks)
-    elements = [sum(math.prod(fact.shape) for fact, dim in each if dim is not None) for each in sizes]
-    return dims if 0 < max(elements) <= MOST_ELEMENTS else None
 
 
 def _compared(own: OwnLoss, tensors: dict[int, AllRows], change: Change) -> float | None:
@@ -125,7 +94,7 @@ def _compared(own: OwnLoss, tensors: dict[int, AllRows], change: Change) -> floa
 
 def _mean_of_alike(own: OwnLoss, tensors: dict[int, AllRows]) -> dict[int, torch.Tensor]:
     """Return this rank's gradients; the mean over ranks of those for what all have alike. Collective."""
-    small = [n for n, each in own.gradients.items() if tensors[n].dim is None and each.numel() <= MOST_ALIKE]
+    small = [n for n, each in own.gradients.items() if tensors[n].dim is None and each.numel() <= _MOST_ALIKE]
     ranks = from_all([own.gradients[number].cpu() for number in small])
     means = {number: sum(each[place] for each in ranks) / len(ranks) for place, number in enumerate(small)}
     known = {number: each for number, each in own.gradients.items() if tensors[number].dim is not None}

@@ -1,9 +1,9 @@
 """Numbers in a script's calls that are its rows: `len(x)` is that of all ranks' rows in one process."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from fsdplaunch.runtime.auto.losses.first_batches.program import Call, Made, Program, Read, marks
+from fsdplaunch.runtime.auto.losses.first_batches.program import Call, Program, Read, marks
 from fsdplaunch.runtime.auto.losses.written_numbers import is_written
 
 _SIZED = frozenset(
@@ -62,24 +62,43 @@ def name_of(call: Call) -> str:
     return str(getattr(call.function, "__name__", ""))
 
 
-def own_numbers(program: Program) -> list[str]:
-    """Return the numbers and names of a program's calls, which are alike on all ranks that compute the same."""
-    return [f"{name_of(call)} {[_shown(each) for each in _constants(call)]}" for call in program.calls.values()]
+class Signature(NamedTuple):
+    """What a call is, apart from tensors; alike on all ranks that compute the same.
+
+    Attributes:
+        name: Of its function.
+        given: What it is given; None in the places of numbers of Python's.
+        numbers: These.
+    """
+
+    name: str
+    given: tuple[Any, ...]
+    numbers: tuple[float, ...]
 
 
-def _constants(call: Call) -> Iterator[Any]:
-    return (each for each in marks(call.args, call.kwargs))
+def signatures_of(program: Program) -> list[Signature]:
+    """Return what each call of a program is."""
+    return [_signature(call) for call in program.calls.values()]
+
+
+def _signature(call: Call) -> Signature:
+    every = list(marks(call.args, call.kwargs))
+    given = tuple(None if type(each) in (int, float) else _shown(each) for each in every)
+    return Signature(name_of(call), given, tuple(each for each in every if type(each) in (int, float)))
 
 
 def _shown(mark: Any) -> str:
     if isinstance(mark, Read):
         return f"read {mark.call}"
-    if isinstance(mark, Made):
-        return f"made {mark.call} {mark.place}"
-    return repr(mark) if isinstance(mark, int | float | bool | str | None) or isinstance(mark, tuple) else ""
+    return repr(mark) if isinstance(mark, tuple | bool | str) else ""
 
 
 def has_unclear(program: Program) -> bool:
     """Return whether a program multiplies by numbers that the script may have computed of its rows."""
-    numbers = (each for call in program.calls.values() if name_of(call) in _ARITHMETIC for each in _constants(call))
+    numbers = (
+        each
+        for call in program.calls.values()
+        if name_of(call) in _ARITHMETIC
+        for each in marks(call.args, call.kwargs)
+    )
     return any(type(each) is float and each not in (0.0, 1.0) and not is_written(each) for each in numbers)

@@ -41,7 +41,7 @@ def computed_again(
         inputs: What the recording was given.
         weighted: Where it is reduced over rows, and by what the gradients there are multiplied.
     """
-    if program is None or any(each.factor is None for each in weighted):
+    if program is None:
         return None
     tensors: dict[int, torch.Tensor] = {}
     for number in program.inputs:
@@ -102,7 +102,9 @@ def _matching(root: Any, other: Any) -> dict[Any, Any]:
         if one is None or two is None or one in found or kind_of(one) != kind_of(two):
             continue
         found[one] = two
-        waiting += zip((each for each, _ in one.next_functions), (each for each, _ in two.next_functions), strict=False)
+        waiting += zip(
+            (each for each, _ in one.next_functions), (each for each, _ in two.next_functions), strict=False
+        )
     return found
 
 

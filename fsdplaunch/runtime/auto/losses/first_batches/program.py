@@ -113,7 +113,9 @@ class Program:
         tensor: torch.Tensor = made[self.result.call][self.result.place]
         return tensor
 
-    def results(self, inputs: Mapping[int, torch.Tensor], change: Callable[[Call, Any], Any]) -> dict[int, list[Any]]:
+    def results(
+        self, inputs: Mapping[int, torch.Tensor], change: Callable[[Call, Any], Any]
+    ) -> dict[int, list[Any]]:
         """Make the calls again; return what each of them returns, and behind that its first argument."""
         made: dict[int, list[Any]] = {}
         for number, call in self.calls.items():
@@ -122,7 +124,10 @@ class Program:
 
 
 def _make(
-    call: Call, inputs: Mapping[int, torch.Tensor], made: Mapping[int, list[Any]], change: Callable[[Call, Any], Any]
+    call: Call,
+    inputs: Mapping[int, torch.Tensor],
+    made: Mapping[int, list[Any]],
+    change: Callable[[Call, Any], Any],
 ) -> list[Any]:
     """Make one call; return its results, and behind them its first argument."""
 

@@ -172,7 +172,9 @@ class Recorder(TorchFunctionMode):
             self._read[result] = len(self.calls) - 1
 
     def _note_made(self, call: Call, name: str, result: Any, args: Any) -> None:
-        tensors = [(place, each) for place, each in enumerate(results_of(result)) if isinstance(each, torch.Tensor)]
+        tensors = [
+            (place, each) for place, each in enumerate(results_of(result)) if isinstance(each, torch.Tensor)
+        ]
         changes = name == "__setitem__"
         if not tensors and not changes:
             return
@@ -196,4 +198,6 @@ class Recorder(TorchFunctionMode):
 
 def _is_opaque(args: Any, kwargs: Any) -> bool:
     tensors = [each for each in marks(args, kwargs) if isinstance(each, torch.Tensor)]
-    return any(isinstance(each, DTensor) or each.is_inference() or is_function_transforms(each) for each in tensors)
+    return any(
+        isinstance(each, DTensor) or each.is_inference() or is_function_transforms(each) for each in tensors
+    )
