@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 import fsdplaunch
-from tests.docs.pages import ROOT, blocks, every, spans
+from tests.docs.pages import ROOT, anchors, blocks, every, spans
 
 _PATH = re.compile(r"(?<![\w/.-])(?:fsdplaunch|scripts|tests|configs|docs|\.github)/[\w./-]*\w")
 _PUBLIC = re.compile(r"\bfsdplaunch\.([A-Za-z_]\w*)\b(?!\.)")
@@ -36,6 +36,18 @@ def paths() -> list[str]:
 @pytest.mark.parametrize("path", paths())
 def test_path_exists(path):
     assert (ROOT / path).exists()
+
+
+def test_pages_named_in_messages_exist():
+    named = [found for text in sources() for found in re.findall(r"(docs/[\w-]+\.md)(?:, ([\w ,]+))?", text)]
+    assert len(named) >= 2
+    wrong = []
+    for page, heading in named:
+        known = anchors(ROOT / page) if (ROOT / page).is_file() else set()
+        wrong += (
+            [(page, heading)] if not known or (heading and heading.strip().replace(" ", "-") not in known) else []
+        )
+    assert wrong == []
 
 
 def test_public_names_exist():

@@ -142,7 +142,7 @@ def _told(evidence: Evidence) -> Cause | None:
     return Cause(
         id="told",
         text=f"the workers said so: {evidence.told[0]}",
-        hint="see docs/unmodified-scripts.md, the batch size: what it means, and what can be done",
+        hint="see docs/keep-global-batch.md, what cannot be equal: what it means, and what can be done",
     )
 
 
