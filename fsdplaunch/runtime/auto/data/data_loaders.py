@@ -18,7 +18,7 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.early_lengths import EarlyLengths
 from fsdplaunch.runtime.auto.data.own_generators import OwnGenerators
-from fsdplaunch.runtime.auto.data.samplers import FullBatches, RankBatches, RankItems, RankTurns
+from fsdplaunch.runtime.auto.data.samplers import FullBatches, RankBatches, RankItems, RankTurns, tell_undivided
 from fsdplaunch.runtime.auto.data.single_draws import drawing_items
 from fsdplaunch.runtime.auto.data.worker_draws import WorkerDraws
 from fsdplaunch.runtime.auto.patch import replaced
@@ -87,9 +87,11 @@ class _Loaders:
 
         def begin(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
             if not isinstance(loader, DataLoader):  # what stands for one in a library's own loader
-                self.hook_context.batches.read_by = f"a loader of {type(loader).__module__.partition('.')[0]}"
+                self.hook_context.batches.read_by = _all_rows(
+                    f"a loader of {type(loader).__module__.partition('.')[0]}"
+                )
             elif loader not in self.fitted and not is_split(loader):
-                self.hook_context.batches.read_by = type(loader).__name__
+                self.hook_context.batches.read_by = _all_rows(type(loader).__name__)
             original(iterator, loader, *args, **kwargs)
 
         return begin
@@ -110,6 +112,10 @@ class _Loaders:
             )
 
         return measure
+
+
+def _all_rows(kind: str) -> str:
+    return f"{kind}, whose __iter__ is not DataLoader's, gives each all of them"
 
 
 def _is_complete(hook_context: HookContext) -> bool:
@@ -152,7 +158,9 @@ def _check_batch(loader: Any, hook_context: HookContext) -> None:
             f"{script_line()} reads batches of {size}, which {hook_context.data.size} workers cannot divide evenly"
         )
         raise ShardingError(msg, hint="change the batch size or the number of workers, or leave keep_global_batch")
-    if "batch" not in hook_context.printed:
+    if hook_context.keeps_batch:
+        _tell_last_batch(loader, size, hook_context)
+    if "batch" not in hook_context.printed and (size > 1 or not hook_context.keeps_batch):
         hook_context.printed.add("batch")
         each, all_ = (
             (size // hook_context.data.size, size)
@@ -160,6 +168,18 @@ def _check_batch(loader: Any, hook_context: HookContext) -> None:
             else (size, size * hook_context.data.size)
         )
         messages.say(f"batches of {each} on each of {hook_context.data.size} ranks, {all_} together")
+
+
+def _tell_last_batch(loader: Any, size: int, hook_context: HookContext) -> None:
+    """Print before the first step that an epoch's last batch cannot be divided, where its items can be counted."""
+    items = loader.sampler
+    if (
+        not loader.drop_last
+        and size > 1
+        and type(items).__module__.startswith("torch.")
+        and hasattr(items, "__len__")
+    ):
+        tell_undivided(len(items) % size, hook_context)
 
 
 def _read_with_own_draws(loader: Any, iterate: Any, hook_context: HookContext) -> Any:

@@ -25,7 +25,7 @@ class LocalBatches:
         noted: Sums of what was computed of rows beside a loss's graph and is still to be compared, by what it is.
         complete: Whether the loader that was read last gave all ranks the same rows, to evaluate by.
         divided: Whether a loader gave this rank its share of something.
-        read_by: A class of loaders that read without being divided, for they begin to in a way of their own.
+        read_by: Why what was read was not divided, where a loader read it.
         compares: Whether what passes get is still to be compared over ranks.
         fingerprint: A number made of what the last pass got while it is; None before the first.
     """

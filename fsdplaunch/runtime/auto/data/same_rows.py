@@ -41,10 +41,7 @@ class SameRows:
         kind = self.hook_context.batches.read_by
         why, instead = "no DataLoader divides them", "a DataLoader over the tensors (TensorDataset)"
         if kind:
-            why, instead = (
-                f"{kind}, whose __iter__ is not DataLoader's, gives each all of them",
-                "torch's DataLoader",
-            )
+            why, instead = kind, "torch's DataLoader, in batches that can be divided"
         until = "" if self.hook_context.keeps_batch else _UNTIL
         if extremes[0] == -extremes[1]:
             messages.say(

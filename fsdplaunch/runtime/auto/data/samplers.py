@@ -79,10 +79,15 @@ def filled(items: list[Any], multiple: int, first: list[Any]) -> list[Any]:
 
 
 def own_share(batch: list[Any], first: list[Any], hook_context: HookContext) -> list[Any]:
-    """Return this rank's part of a batch, after filling up a last one that cannot be divided."""
+    """Return this rank's part of a batch, after filling up a last one that cannot be divided.
+
+    One of fewer items than ranks, where the global batch is kept, is each rank's as a whole.
+    """
+    if hook_context.keeps_batch:
+        tell_undivided(len(batch), hook_context, always=not first or len(first) < hook_context.data.size)
+        if len(batch) < hook_context.data.size:
+            return batch
     full = filled(batch, hook_context.data.size, first)
-    if hook_context.keeps_batch and len(full) > len(batch) > 1:
-        say_filled(len(batch), len(full) - len(batch), hook_context)
     each = len(full) // hook_context.data.size
     hook_context.batches.note(each)
     return full[hook_context.data.rank * each : (hook_context.data.rank + 1) * each]
@@ -97,14 +102,30 @@ def _own_turns(inner: Any, hook_context: HookContext) -> Iterator[Any]:
         yield filled(round_, hook_context.data.size, first)[hook_context.data.rank]
 
 
-def say_filled(size: int, more: int, hook_context: HookContext) -> None:
-    """Print once that a batch is not what one process would have had."""
-    if "filled" not in hook_context.printed:
-        hook_context.printed.add("filled")
-        messages.say_unequal(
-            f"a batch of {size} is filled up with {more} of the first items for {hook_context.data.size} ranks, "
-            "so its step is not quite that of one process (drop_last=True leaves such batches out)"
-        )
+def tell_undivided(size: int, hook_context: HookContext, *, always: bool = False) -> None:
+    """Print once that a batch cannot be divided, as the last one of an epoch may be.
+
+    Args:
+        size: Its items.
+        hook_context: This worker's.
+        always: Whether all batches are of so few items that each rank computes all of them.
+    """
+    ranks, printed = hook_context.data.size, hook_context.printed
+    if not size % ranks:
+        return
+    if size < ranks and always:
+        hook_context.batches.read_by = f"a batch of {size} cannot be divided: each rank computes all of it"
+        return
+    if "undivided" in printed:
+        return
+    printed.add("undivided")
+    what = (
+        f"filled up with {-size % ranks} of the first items for {ranks} ranks, so its step is not quite that of"
+        " one process"
+        if size > ranks
+        else f"computed as a whole by each of {ranks} ranks: a loss that is a sum is not that of one process there"
+    )
+    messages.say_unequal(f"a batch of {size} is {what} (drop_last=True leaves such batches out)")
 
 
 @contextmanager
@@ -133,11 +154,7 @@ class RankBatches(BatchSampler):
     def __init__(self, inner: BatchSampler, hook_context: HookContext) -> None:
         self.inner, self.hook_context = inner, hook_context
         self.sampler, self.drop_last, self.batch_size = inner.sampler, inner.drop_last, inner.batch_size
-        self.together = (
-            max(self.batch_size, hook_context.data.size)
-            if hook_context.keeps_batch
-            else self.batch_size * hook_context.data.size
-        )
+        self.together = self.batch_size if hook_context.keeps_batch else self.batch_size * hook_context.data.size
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield an epoch of batches; decided at the first one whether the script trains or evaluates."""

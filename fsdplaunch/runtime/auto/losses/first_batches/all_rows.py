@@ -68,7 +68,7 @@ def rows_dim(facts: Sequence[Fact], rows: Sequence[int]) -> int | None:
 
 
 def _counts_rows(sizes: Sequence[int], rows: Sequence[int], *, exactly: bool) -> bool:
-    """Return whether sizes are of rows, or in the first dimension of rows and what they have been flattened with."""
+    """Return whether sizes are of rows, or, unless exactly, of rows and what they were flattened with."""
     if exactly:
         return list(sizes) == list(rows)
     each = [size / count for size, count in zip(sizes, rows, strict=True)]

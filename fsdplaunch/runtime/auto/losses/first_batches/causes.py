@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from fsdplaunch.runtime.auto.losses.first_batches.all_rows import AllRows
-from fsdplaunch.runtime.auto.losses.first_batches.numbers import Change, as_given, name_of
+from fsdplaunch.runtime.auto.losses.first_batches.numbers import Change, as_given
 from fsdplaunch.runtime.auto.losses.first_batches.own_loss import OwnLoss, is_close, leaves_of
-from fsdplaunch.runtime.auto.losses.first_batches.program import Call, Given, Made, Read, marks
+from fsdplaunch.runtime.auto.losses.first_batches.program import Call, Given, Made, Read, marks, name_of
 
 Results = Mapping[int, list[Any]]
 """Of each call, by its number."""
@@ -37,7 +37,7 @@ def cause_of(own: OwnLoss, tensors: Mapping[int, AllRows], change: Change) -> st
 
 def place_of(call: Call) -> str:
     """Return a call and its line: `mean at train.py:3`."""
-    return f"{name_of(call).strip('_') or 'a call'} at {call.line}"
+    return f"{name_of(call.function).strip('_') or 'a call'} at {call.line}"
 
 
 def _is_other(mine: list[Any], whole: list[Any]) -> bool:

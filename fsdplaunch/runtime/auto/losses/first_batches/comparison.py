@@ -1,7 +1,7 @@
 """Compare the gradients of ranks' losses with those of the loss that one process computes of all rows.
 
-A loss is computed again from what models returned and from the batch, with the rows of all ranks, and the gradients
-of what models returned are compared. Nothing is known where the calls cannot be made again to the same result.
+A loss is computed again from what models returned and from the batch, with the rows of all ranks, and gradients of
+what models returned are compared. Nothing is known where the calls cannot be made again to the same result.
 """
 
 import math

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fsdplaunch.runtime.auto.losses.first_batches.program import Call, Program, Read, marks
+from fsdplaunch.runtime.auto.losses.first_batches.program import Call, Program, Read, marks, name_of
 from fsdplaunch.runtime.auto.losses.written_numbers import is_written
 
 _SIZED = frozenset(
@@ -38,7 +38,7 @@ def of_all_rows(rows: int, together: int) -> Change:
     """
 
     def change(call: Call, number: Any) -> Any:
-        name = name_of(call)
+        name = name_of(call.function)
         if type(number) is int and number > 1 and name in _SIZED | _ARITHMETIC and number % rows == 0:
             exact = number == rows or name in ("view", "reshape", "expand")
             return number // rows * together if exact else number
@@ -55,11 +55,6 @@ def _scaled(number: float, rows: int, together: int) -> float:
         return float(together)
     inverse = 1 / number if number else 0.0
     return 1 / together if abs(inverse - rows) < rows * 1e-9 else number
-
-
-def name_of(call: Call) -> str:
-    """Return the name of a call's function."""
-    return str(getattr(call.function, "__name__", ""))
 
 
 class Signature(NamedTuple):
@@ -84,7 +79,7 @@ def signatures_of(program: Program) -> list[Signature]:
 def _signature(call: Call) -> Signature:
     every = list(marks(call.args, call.kwargs))
     given = tuple(None if type(each) in (int, float) else _shown(each) for each in every)
-    return Signature(name_of(call), given, tuple(each for each in every if type(each) in (int, float)))
+    return Signature(name_of(call.function), given, tuple(each for each in every if type(each) in (int, float)))
 
 
 def _shown(mark: Any) -> str:
@@ -98,7 +93,7 @@ def has_unclear(program: Program) -> bool:
     numbers = (
         each
         for call in program.calls.values()
-        if name_of(call) in _ARITHMETIC
+        if name_of(call.function) in _ARITHMETIC
         for each in marks(call.args, call.kwargs)
     )
     return any(type(each) is float and each not in (0.0, 1.0) and not is_written(each) for each in numbers)

@@ -1,4 +1,4 @@
-"""Compute a rank's loss again, by the calls that made it, and with it the gradients that the rank adds to the mean."""
+"""Compute a rank's loss again, by the calls that made it, with the gradients that the rank adds to the mean."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

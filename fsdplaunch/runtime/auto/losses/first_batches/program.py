@@ -1,4 +1,4 @@
-"""What a script computes of a batch until it calls backward, as calls that can be made again with other tensors."""
+"""What a script computes of a batch until it calls backward: calls that can be made again with other tensors."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -121,6 +121,12 @@ class Program:
         for number, call in self.calls.items():
             made[number] = _make(call, inputs, made, change)
         return made
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a function of torch; of what gets an attribute that of the attribute."""
+    name = getattr(function, "__name__", "")
+    return str(getattr(function.__self__, "__name__", "") if name == "__get__" else name)
 
 
 def _make(

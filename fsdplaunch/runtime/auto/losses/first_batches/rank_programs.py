@@ -1,4 +1,4 @@
-"""Compare by which calls, and from what, the ranks compute a loss: what of it are rows, and what are own numbers."""
+"""Compare by which calls, and from what, ranks compute a loss: what of it are rows, and what own numbers."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence

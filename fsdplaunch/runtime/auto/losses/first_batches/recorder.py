@@ -16,8 +16,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdplaunch.runtime.auto.losses.first_batches.program import Call, Given, Input, Made, Program, Read
-from fsdplaunch.runtime.auto.losses.first_batches.program import mapped, marks, results_of, sliced
+from fsdplaunch.runtime.auto.losses.first_batches.program import (
+    Call,
+    Given,
+    Input,
+    Made,
+    Program,
+    Read,
+    mapped,
+    marks,
+    name_of,
+    results_of,
+    sliced,
+)
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.torch_internals.function_modes import put_below, take_off
 from fsdplaunch.runtime.torch_internals.tensors import change_count, is_function_transforms
@@ -27,7 +38,6 @@ LARGEST, MOST_BYTES = 32 << 20, 256 << 20
 MOST_CALLS, MOST_BACKWARDS = 5000, 4
 _OPAQUE = ("batch_norm", "instance_norm", "backward", "grad", "register_hook", "checkpoint")
 """What changes more than it returns, or stands for a pass of its own."""
-_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _READING = ("item", "__float__", "__int__", "__index__")
 _PLAIN = (0, 1, -1, 2)
 """Numbers that are too common to be taken for one that was read."""
@@ -131,8 +141,8 @@ class Recorder(TorchFunctionMode):
             return self._recorded(func, args, kwargs)
 
     def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name = getattr(func, "__name__", "")
-        opaque = name in _OPAQUE or func == _GRADIENT or _is_opaque(args, kwargs)
+        name = name_of(func)
+        opaque = name in _OPAQUE or _is_opaque(args, kwargs)
         call = None if opaque else self._call(func, args, kwargs)
         drawn = torch.get_rng_state()
         result = func(*args, **kwargs)
