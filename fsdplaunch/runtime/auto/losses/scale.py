@@ -86,6 +86,7 @@ class LossScale:
         is_new = every not in self.terms
         if is_new:
             self.terms[every] = self._planned(line, loss, found)
+            context.recorder.note_new_loss()
         else:
             context.stop_marking()
         terms = self.terms[every]

@@ -71,25 +71,31 @@ def difference(own: OwnLoss | None, rows: int, counts: Collection[float]) -> Dif
     if dims is None:
         return None
     tensors = dict(zip(own.tensors, gathered(list(own.tensors.values()), dims), strict=True))
-    change = of_all_rows(rows, sum(each.rows for each in ranks))
-    found = from_all(_compared(own, tensors, change))
+    together = sum(each.rows for each in ranks)
+    changes = [of_all_rows(rows, together, sizes=sizes) for sizes in (True, False)]
+    found = from_all(_compared(own, tensors, changes))
     if None in found:
         return None
-    return Difference(max(found), from_rank_0(cause_of(own, tensors, change)) if any(found) else "")
+    causes = (cause_of(own, tensors, change) for change in changes)
+    return Difference(max(found), from_rank_0(next(filter(None, causes), "")) if any(found) else "")
 
 
-def _compared(own: OwnLoss, tensors: dict[int, AllRows], change: Change) -> float | None:
-    """Return the difference to what is computed of all rows, by the numbers with which that succeeds."""
+def _compared(own: OwnLoss, tensors: dict[int, AllRows], changes: Sequence[Change]) -> float | None:
+    """Return the difference to what is computed of all rows, by the first numbers with which that succeeds.
+
+    None where none does, or where others come to no difference: a number may be of rows or not.
+    """
     mine = _mean_of_alike(own, tensors)
-    ways = (_apart_by(own, tensors, mine, change) for change in (change, as_given))
-    known = [each for each in ways if each is not None]
+    known = [_apart_by(own, tensors, mine, change) for change in changes]
+    as_it_is = _apart_by(own, tensors, mine, as_given)
     close = _CLOSE if all(each.dtype in (torch.float32, torch.float64) for each in mine.values()) else _CLOSE_HALF
-    if not known or not mine:
+    if not mine:
         return None
-    if known[0].far <= close:
-        return 0.0
-    unclear = any(each.far <= close for each in known) or (known[0].factor and has_unclear(own.program))
-    return None if unclear else known[0].far
+    if any(each is not None and each.far <= close for each in (*known, as_it_is)):
+        first = next((each for each in known if each is not None), as_it_is)
+        return 0.0 if first is not None and first.far <= close else None
+    first = next((each for each in known if each is not None), None)
+    return None if first is None or (first.factor and has_unclear(own.program)) else first.far
 
 
 def _mean_of_alike(own: OwnLoss, tensors: dict[int, AllRows]) -> dict[int, torch.Tensor]:

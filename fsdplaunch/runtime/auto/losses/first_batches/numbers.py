@@ -26,20 +26,27 @@ Change = Callable[[Call, Any], Any]
 
 def as_given(_call: Call, number: Any) -> Any:
     """Return a number as the script gave it."""
-    return number
+    return number.value if isinstance(number, Read) else number
 
 
-def of_all_rows(rows: int, together: int) -> Change:
+def may_be_read(function: str, number: float) -> bool:
+    """Return whether a number that a function is given may be one that was read: no place, power or dimension."""
+    return function in _ARITHMETIC or (type(number) is float and not number.is_integer())
+
+
+def of_all_rows(rows: int, together: int, *, sizes: bool) -> Change:
     """Return what takes the number of all ranks' rows for that of this rank.
 
     Args:
         rows: Of this rank.
         together: Of all.
+        sizes: Whether sizes of tensors are changed, too, not only what is multiplied and divided by.
     """
+    changed = _SIZED | _ARITHMETIC if sizes else _ARITHMETIC
 
     def change(call: Call, number: Any) -> Any:
         name = name_of(call.function)
-        if type(number) is int and number > 1 and name in _SIZED | _ARITHMETIC and number % rows == 0:
+        if type(number) is int and number > 1 and name in changed and number % rows == 0:
             exact = number == rows or name in ("view", "reshape", "expand")
             return number // rows * together if exact else number
         if type(number) is float and name in _ARITHMETIC and not is_written(number):

@@ -107,7 +107,8 @@ class Program:
 
         Args:
             inputs: What to take for each `Given`, by its number.
-            change: Gets each call and a number among its arguments, and returns the number to take.
+            change: Gets each call and a number among its arguments, and returns that to take; a `Read` for what
+                is read when the calls are made again.
         """
         made = self.results(inputs, change)
         tensor: torch.Tensor = made[self.result.call][self.result.place]
@@ -142,9 +143,8 @@ def _make(
             return inputs[mark.number]
         if isinstance(mark, Made):
             return made[mark.call][mark.place]
-        if isinstance(mark, Read):
-            return made[mark.call][0]
-        return change(call, mark)
+        number = change(call, mark)
+        return made[mark.call][0] if isinstance(number, Read) else number
 
     args, kwargs = mapped(value_of, call.args), mapped(value_of, call.kwargs)
     with ExitStack() as stack:

@@ -6,6 +6,7 @@ themselves are made again, with the rows of all ranks, to see whether the loss i
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdplaunch.runtime.auto.losses.first_batches.numbers import may_be_read
 from fsdplaunch.runtime.auto.losses.first_batches.program import (
     Call,
     Given,
@@ -35,12 +37,11 @@ from fsdplaunch.runtime.torch_internals.tensors import change_count, is_function
 
 LARGEST, MOST_BYTES = 32 << 20, 256 << 20
 """Of a tensor that is kept, and of all; what is computed from others is not looked at."""
-MOST_CALLS, MOST_BACKWARDS = 5000, 4
+MOST_CALLS, LOOKS, MOST_BACKWARDS = 5000, 4, 64
+"""Calls of a recording, backward passes after the last new loss, and all of them."""
 _OPAQUE = ("batch_norm", "instance_norm", "backward", "grad", "register_hook", "checkpoint")
 """What changes more than it returns, or stands for a pass of its own."""
 _READING = ("item", "__float__", "__int__", "__index__")
-_PLAIN = (0, 1, -1, 2)
-"""Numbers that are too common to be taken for one that was read."""
 
 
 class Recorder(TorchFunctionMode):
@@ -55,7 +56,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.is_on = self.ended = False
         self._begun = False
-        self._backwards = 0
+        self._backwards, self._until = 0, LOOKS
         self._resumed: list[bool] = []
         self._handles: list[RemovableHandle] = []
         self.forget()
@@ -78,8 +79,12 @@ class Recorder(TorchFunctionMode):
         """Note that a backward has begun: what was computed before it is forgotten when the next batch is read."""
         self._backwards += 1
         self._passed = True
-        if self._backwards >= MOST_BACKWARDS:
+        if self._backwards >= min(self._until, MOST_BACKWARDS):
             self.end()
+
+    def note_new_loss(self) -> None:
+        """Note that this backward is of a loss that was not seen before: the next ones are looked at, too."""
+        self._until = self._backwards + 1 + LOOKS
 
     def end(self) -> None:
         """Record nothing any more; what is left of it goes with the next `begin` or `remove`."""
@@ -156,14 +161,15 @@ class Recorder(TorchFunctionMode):
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Call:
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        marked = mapped(self._mark, args), mapped(self._mark, kwargs)
+        mark = partial(self._mark, name_of(func))
+        marked = mapped(mark, args), mapped(mark, kwargs)
         return Call(func, *marked, torch.is_grad_enabled(), autocast, script_line())
 
-    def _mark(self, value: Any) -> Any:
+    def _mark(self, function: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             mark = self._marks.get(value)
             return self._given(value) if mark is None else mark
-        if type(value) in (int, float) and value not in _PLAIN and value in self._read:
+        if type(value) in (int, float) and value in self._read and may_be_read(function, value):
             return Read(self._read[value], value)
         return value
 
@@ -171,7 +177,8 @@ class Recorder(TorchFunctionMode):
         size = tensor.numel() * tensor.element_size()
         kept = size <= LARGEST and self._bytes + size <= MOST_BYTES
         self._bytes += size if kept else 0
-        self.inputs.append(Input(tensor if kept else None, change_count(tensor)))
+        value = _copied(tensor) if kept and isinstance(tensor, nn.Parameter) else tensor
+        self.inputs.append(Input(value if kept else None, change_count(value)))
         mark = Given(len(self.inputs) - 1)
         self._marks[tensor] = mark
         return mark
@@ -204,6 +211,11 @@ class Recorder(TorchFunctionMode):
         """Return the calls that a loss was computed by; None where they were not recorded."""
         made = self._marks.get(loss)
         return sliced(self.calls, made) if isinstance(made, Made) else None
+
+
+def _copied(param: nn.Parameter) -> torch.Tensor:
+    """Return a parameter's values, for the memory of a gathered one is given back after the pass."""
+    return param.detach().clone().requires_grad_(param.requires_grad)
 
 
 def _is_opaque(args: Any, kwargs: Any) -> bool:
