@@ -1,6 +1,7 @@
 """Put together what each rank computed a loss from, its own rows of it, to what one process would have."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -29,12 +30,16 @@ class AllRows(NamedTuple):
     Attributes:
         tensor: The rows of all ranks, or what all have alike.
         dim: Of the rows; None where all have it alike.
-        start: Of this rank's rows.
+        places: Of this rank's rows in that dimension.
     """
 
     tensor: torch.Tensor
     dim: int | None
-    start: int
+    places: torch.Tensor
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of a tensor of this shape."""
+        return whole if self.dim is None else whole.index_select(self.dim, self.places.to(whole.device))
 
 
 def fact_of(tensor: torch.Tensor) -> Fact:
@@ -88,10 +93,34 @@ def gathered(tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> lis
     found, place = [], 0
     for tensor, dim in zip(tensors, dims, strict=True):
         if dim is None:
-            found.append(AllRows(tensor.detach(), None, 0))
+            found.append(AllRows(tensor.detach(), None, torch.arange(0)))
             continue
         parts = [each[place] for each in ranks]
         start = sum(part.size(dim) for part in parts[:rank])
-        found.append(AllRows(torch.cat(parts, dim).to(tensor.device), dim, start))
+        places = torch.arange(start, start + tensor.size(dim))
+        found.append(AllRows(torch.cat(parts, dim).to(tensor.device), dim, places))
         place += 1
     return found
+
+
+def in_blocks(every: AllRows, rows: Sequence[int], rank: int) -> AllRows:
+    """Return a tensor of several sets of rows, one behind the other as `torch.cat([a, b])` has them.
+
+    Args:
+        every: Each rank's sets behind those of the rank before.
+        rows: How many each rank has in one set.
+        rank: This one.
+    """
+    times = 1 if every.dim is None else len(every.places) // rows[rank]
+    if every.dim != 0 or times == 1:
+        return every
+    starts = list(accumulate(rows, initial=0))
+    order = torch.cat(
+        [
+            torch.arange(count) + times * start + block * count
+            for block in range(times)
+            for start, count in zip(starts, rows, strict=False)
+        ]
+    )
+    places = torch.isin(order, every.places).nonzero().flatten()
+    return AllRows(every.tensor.index_select(0, order.to(every.tensor.device)), 0, places)

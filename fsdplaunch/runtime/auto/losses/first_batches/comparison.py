@@ -4,6 +4,7 @@ A loss is computed again from what models returned and from the batch, with the 
 what models returned are compared. Nothing is known where the calls cannot be made again to the same result.
 """
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fsdplaunch.runtime.auto.losses.first_batches.all_rows import AllRows, gathered
+from fsdplaunch.runtime.auto.losses.first_batches.all_rows import AllRows, gathered, in_blocks
 from fsdplaunch.runtime.auto.losses.first_batches.causes import cause_of, place_of
 from fsdplaunch.runtime.auto.losses.first_batches.numbers import Change, as_given, has_unclear, of_all_rows
 from fsdplaunch.runtime.auto.losses.first_batches.own_loss import OwnLoss, gradients_of, leaves_of
@@ -24,6 +25,18 @@ _MOST_ALIKE = 1 << 16
 _CLOSE, _CLOSE_HALF = 1e-3, 5e-2
 _ROUNDING = 1e-6
 """Of the largest gradient."""
+
+
+class _Way(NamedTuple):
+    """How a loss is computed of all rows.
+
+    Attributes:
+        tensors: What its program is given.
+        change: What numbers are of all rows.
+    """
+
+    tensors: dict[int, AllRows]
+    change: Change
 
 
 class Difference(NamedTuple):
@@ -71,31 +84,45 @@ def difference(own: OwnLoss | None, rows: int, counts: Collection[float]) -> Dif
     if dims is None:
         return None
     tensors = dict(zip(own.tensors, gathered(list(own.tensors.values()), dims), strict=True))
-    together = sum(each.rows for each in ranks)
-    changes = [of_all_rows(rows, together, sizes=sizes) for sizes in (True, False)]
-    found = from_all(_compared(own, tensors, changes))
+    rows_of = [each.rows for each in ranks]
+    ways = [
+        _Way(layout, change) for layout in _layouts(tensors, rows_of) for change in _changes(rows, sum(rows_of))
+    ]
+    found = from_all(_compared(own, tensors, ways))
     if None in found:
         return None
-    causes = (cause_of(own, tensors, change) for change in changes)
+    causes = (cause_of(own, way.tensors, way.change) for way in ways)
     return Difference(max(found), from_rank_0(next(filter(None, causes), "")) if any(found) else "")
 
 
-def _compared(own: OwnLoss, tensors: dict[int, AllRows], changes: Sequence[Change]) -> float | None:
-    """Return the difference to what is computed of all rows, by the first numbers with which that succeeds.
+def _layouts(tensors: dict[int, AllRows], rows: Sequence[int]) -> list[dict[int, AllRows]]:
+    """Return the orders in which the rows of all ranks may be: several sets of rows may be one behind the other."""
+    rank = dist.get_rank()
+    sets = {number: in_blocks(each, rows, rank) for number, each in tensors.items()}
+    return [tensors] if all(sets[number] is each for number, each in tensors.items()) else [tensors, sets]
 
-    None where none does, or where others come to no difference: a number may be of rows or not.
+
+def _changes(rows: int, together: int) -> list[Change]:
+    """Return what numbers may be of all rows, the likeliest first."""
+    ways = itertools.product((True, False), repeat=2)
+    return [of_all_rows(rows, together, sizes=sizes, factors=factors) for factors, sizes in ways]
+
+
+def _compared(own: OwnLoss, tensors: dict[int, AllRows], ways: Sequence[_Way]) -> float | None:
+    """Return the difference to what is computed of all rows, by the first way in which that succeeds.
+
+    None where none does, or where another comes to no difference: a number may be of rows or not.
     """
     mine = _mean_of_alike(own, tensors)
-    known = [_apart_by(own, tensors, mine, change) for change in changes]
-    as_it_is = _apart_by(own, tensors, mine, as_given)
-    close = _CLOSE if all(each.dtype in (torch.float32, torch.float64) for each in mine.values()) else _CLOSE_HALF
     if not mine:
         return None
-    if any(each is not None and each.far <= close for each in (*known, as_it_is)):
-        first = next((each for each in known if each is not None), as_it_is)
-        return 0.0 if first is not None and first.far <= close else None
-    first = next((each for each in known if each is not None), None)
-    return None if first is None or (first.factor and has_unclear(own.program)) else first.far
+    close = _CLOSE if all(each.dtype in (torch.float32, torch.float64) for each in mine.values()) else _CLOSE_HALF
+    tried = (_apart_by(own, mine, way) for way in (*ways, _Way(tensors, as_given)))
+    found = [each for each in tried if each is not None]
+    if not found or found[0].far <= close:
+        return 0.0 if found else None
+    unclear = any(each.far <= close for each in found) or (found[0].factor and has_unclear(own.program))
+    return None if unclear else found[0].far
 
 
 def _mean_of_alike(own: OwnLoss, tensors: dict[int, AllRows]) -> dict[int, torch.Tensor]:
@@ -107,22 +134,18 @@ def _mean_of_alike(own: OwnLoss, tensors: dict[int, AllRows]) -> dict[int, torch
     return {**known, **{number: each.to(own.gradients[number].device) for number, each in means.items()}}
 
 
-def _apart_by(
-    own: OwnLoss, tensors: dict[int, AllRows], mine: dict[int, torch.Tensor], change: Change
-) -> _Apart | None:
-    """Return how far gradients are from those of one process, whose numbers are changed so; None if it fails."""
+def _apart_by(own: OwnLoss, mine: dict[int, torch.Tensor], way: _Way) -> _Apart | None:
+    """Return how far gradients are from those of one process, computed in one way; None if that fails."""
     with suppress(Exception):  # of torch: numbers that do not fit
-        given = leaves_of({number: each.tensor for number, each in tensors.items()}, mine.__contains__)
-        whole = gradients_of(own.program.run(given, change), given)
-        return _apart([(each, _part(whole[n], tensors[n], each)) for n, each in mine.items()])
+        given = leaves_of({number: each.tensor for number, each in way.tensors.items()}, mine.__contains__)
+        whole = gradients_of(own.program.run(given, way.change), given)
+        return _apart([(each, _part(whole[number], way.tensors[number])) for number, each in mine.items()])
     return None
 
 
-def _part(gradient: torch.Tensor, of: AllRows, mine: torch.Tensor) -> torch.Tensor:
+def _part(gradient: torch.Tensor, of: AllRows) -> torch.Tensor:
     """Return this rank's rows of the gradient of one process, as they are before the mean over ranks."""
-    if of.dim is None:
-        return gradient
-    return gradient.narrow(of.dim, of.start, mine.size(of.dim)) * dist.get_world_size()
+    return gradient if of.dim is None else of.own(gradient) * dist.get_world_size()
 
 
 def _apart(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> _Apart:

@@ -34,22 +34,23 @@ def may_be_read(function: str, number: float) -> bool:
     return function in _ARITHMETIC or (type(number) is float and not number.is_integer())
 
 
-def of_all_rows(rows: int, together: int, *, sizes: bool) -> Change:
+def of_all_rows(rows: int, together: int, *, sizes: bool, factors: bool) -> Change:
     """Return what takes the number of all ranks' rows for that of this rank.
 
     Args:
         rows: Of this rank.
         together: Of all.
-        sizes: Whether sizes of tensors are changed, too, not only what is multiplied and divided by.
+        sizes: Whether sizes of tensors are changed.
+        factors: Whether what is multiplied and divided by is.
     """
-    changed = _SIZED | _ARITHMETIC if sizes else _ARITHMETIC
+    changed = (_SIZED if sizes else frozenset()) | (_ARITHMETIC if factors else frozenset())
 
     def change(call: Call, number: Any) -> Any:
         name = name_of(call.function)
         if type(number) is int and number > 1 and name in changed and number % rows == 0:
             exact = number == rows or name in ("view", "reshape", "expand")
             return number // rows * together if exact else number
-        if type(number) is float and name in _ARITHMETIC and not is_written(number):
+        if type(number) is float and factors and name in _ARITHMETIC and not is_written(number):
             return _scaled(number, rows, together)
         return number
 
