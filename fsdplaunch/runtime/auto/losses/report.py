@@ -97,14 +97,13 @@ class LossReport:
                 " over no rows, which is that of one process if it is left out where there is nothing to add"
             )
 
-    def needs(self, line: str, terms: LossTerms, *, guessed: bool, known: bool) -> None:
+    def needs(self, line: str, terms: LossTerms, *, guessed: bool) -> None:
         """Print how the terms are reduced, where that is not by plain means.
 
         Args:
             line: Of the script, that calls backward.
             terms: Of all ranks' losses.
             guessed: Whether a sum is taken for a mean over the one row that a rank has.
-            known: Whether gradients are known to be those of one process.
         """
         names = [name.partition(" ")[0] for name in terms.names]
         unknown = [name for name, plan in zip(names, terms.plans, strict=True) if plan.need == "unknown"]
@@ -115,7 +114,7 @@ class LossReport:
                 f"{line}: a sum is divided by 1, and each rank has one row: it is taken for a mean over the batch"
                 " (launch.loss_reduction: sum if it is a sum)"
             )
-        if (unknown or not names) and not known:
+        if unknown or not names:
             what = ", ".join(dict.fromkeys(unknown)) or "its graph does not show it"
             self._say(
                 f"{line}: the loss is no plain sum or mean over the batch ({what}): gradients are averaged"

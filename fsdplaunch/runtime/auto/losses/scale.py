@@ -110,7 +110,7 @@ class LossScale:
             far = self._difference(loss, weighted) if looks else None
             equal = far is not None and not far.far
             if is_new:
-                self.report.needs(line, terms, guessed=any(each.guessed for each in found), known=equal)
+                self.report.needs(line, terms, guessed=any(each.guessed for each in found))
             if is_new and not terms.missing():
                 tell_mixing(context, line, loss, found, known=equal)
             self.report.differs(line, far)

@@ -85,11 +85,10 @@ def difference(own: OwnLoss | None, rows: int, counts: Collection[float]) -> Dif
         return None
     tensors = dict(zip(own.tensors, gathered(list(own.tensors.values()), dims), strict=True))
     rows_of = [each.rows for each in ranks]
-    ways = [
-        _Way(layout, change) for layout in _layouts(tensors, rows_of) for change in _changes(rows, sum(rows_of))
-    ]
+    changes = _changes(rows, sum(rows_of))
+    ways = [_Way(layout, change) for layout in _layouts(tensors, rows_of) for change in changes]
     found = from_all(_compared(own, tensors, ways))
-    if None in found:
+    if None in found or not any(from_all(any(bool(each.any()) for each in own.gradients.values()))):
         return None
     causes = (cause_of(own, way.tensors, way.change) for way in ways)
     return Difference(max(found), from_rank_0(next(filter(None, causes), "")) if any(found) else "")
