@@ -311,6 +311,36 @@ def test_batches_that_are_cut_by_position_are_told_unless_all_parts_are_treated_
     ]
 
 
+SIZED = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1).to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+other = 12
+for (x,) in DataLoader(TensorDataset(torch.ones(48, 3)), batch_size=16):
+    n = len(x)
+    half = torch.randint(0, 10, (n // 2 + 1,))
+    double = torch.randn(2 * x.size(0), 3)
+    vectors = torch.stack([torch.randn(3) for _ in x])
+    fitting = torch.rand(n, 3), torch.randint(0, 10, (len(x),)), torch.randn(other * 2, 3), torch.rand(2 * 3)
+    (model(x + vectors) - 1).pow(2).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_draws_by_a_size_that_is_computed_of_the_rows_are_told(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SIZED)
+    done = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
+    assert done.codes == [0] * RANKS, done.err
+    told = re.findall(r"train.py:(\d+): \d+ random numbers are drawn (on|one) ", done.err[0])
+    lines = SIZED.splitlines()
+    assert [(lines[int(number) - 1].split(" =")[0].strip(), how) for number, how in told] == [
+        *(("half", "on"), ("double", "on"), ("vectors", "one")),
+    ]
+
+
 OWN = """
 import os, numpy, torch
 from torch.utils.data import DataLoader, Dataset
