@@ -341,6 +341,41 @@ def test_draws_by_a_size_that_is_computed_of_the_rows_are_told(forks: Forks, tmp
     ]
 
 
+SYNCHRONISED = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+inputs = torch.randn(32, 4, 3)
+model = nn.Sequential(nn.Conv1d(4, 4, 1, bias=False), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(12, 1))
+model = nn.SyncBatchNorm.convert_sync_batchnorm(model).to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for (x,) in DataLoader(TensorDataset(inputs), batch_size={rows}):
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+model.eval()
+with torch.no_grad():
+    print(f"after: {{model(inputs).pow(2).mean().item():.6f}}")
+"""
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_normalisation_over_all_ranks_runs_on_the_cpu(
+    forks: Forks, tmp_path: Path, precision: str, kept: bool
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SYNCHRONISED.format(rows=8))
+    plain = forks.run(script, tmp_path / "plain")
+    script.write_text(SYNCHRONISED.format(rows=8 if kept else 8 // RANKS))
+    keys: dict[str, Any] = {"launch__keep_global_batch": kept, "mixed_precision": precision}
+    many = forks.run(script, tmp_path / "many", ranks=RANKS, **keys)
+    assert many.codes == [0] * RANKS, many.err
+    expected = lines(plain.out[0])["after"]
+    assert lines(many.out[0])["after"] == pytest.approx(expected, rel=1e-5 if precision == "no" else 0.05)
+
+
 OWN = """
 import os, numpy, torch
 from torch.utils.data import DataLoader, Dataset
