@@ -311,6 +311,71 @@ def test_batches_that_are_cut_by_position_are_told_unless_all_parts_are_treated_
     ]
 
 
+SIZED = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1).to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+other = 12
+for (x,) in DataLoader(TensorDataset(torch.ones(48, 3)), batch_size=16):
+    n = len(x)
+    half = torch.randint(0, 10, (n // 2 + 1,))
+    double = torch.randn(2 * x.size(0), 3)
+    vectors = torch.stack([torch.randn(3) for _ in x])
+    fitting = torch.rand(n, 3), torch.randint(0, 10, (len(x),)), torch.randn(other * 2, 3), torch.rand(2 * 3)
+    (model(x + vectors) - 1).pow(2).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_draws_by_a_size_that_is_computed_of_the_rows_are_told(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SIZED)
+    done = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
+    assert done.codes == [0] * RANKS, done.err
+    told = re.findall(r"train.py:(\d+): \d+ random numbers are drawn (on|one) ", done.err[0])
+    lines = SIZED.splitlines()
+    assert [(lines[int(number) - 1].split(" =")[0].strip(), how) for number, how in told] == [
+        *(("half", "on"), ("double", "on"), ("vectors", "one")),
+    ]
+
+
+SYNCHRONISED = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+inputs = torch.randn(32, 4, 3)
+model = nn.Sequential(nn.Conv1d(4, 4, 1, bias=False), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(12, 1))
+model = nn.SyncBatchNorm.convert_sync_batchnorm(model).to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for (x,) in DataLoader(TensorDataset(inputs), batch_size={rows}):
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+model.eval()
+with torch.no_grad():
+    print(f"after: {{model(inputs).pow(2).mean().item():.6f}}")
+"""
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_normalisation_over_all_ranks_runs_on_the_cpu(
+    forks: Forks, tmp_path: Path, precision: str, kept: bool
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SYNCHRONISED.format(rows=8))
+    plain = forks.run(script, tmp_path / "plain")
+    script.write_text(SYNCHRONISED.format(rows=8 if kept else 8 // RANKS))
+    keys: dict[str, Any] = {"launch__keep_global_batch": kept, "mixed_precision": precision}
+    many = forks.run(script, tmp_path / "many", ranks=RANKS, **keys)
+    assert many.codes == [0] * RANKS, many.err
+    expected = lines(plain.out[0])["after"]
+    assert lines(many.out[0])["after"] == pytest.approx(expected, rel=1e-5 if precision == "no" else 0.05)
+
+
 OWN = """
 import os, numpy, torch
 from torch.utils.data import DataLoader, Dataset

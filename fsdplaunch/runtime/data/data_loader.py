@@ -16,6 +16,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0
 from fsdplaunch.runtime.data.loader_state import keep_count
@@ -131,6 +132,22 @@ def count_readers(loader: DataLoader[Any], ranks: DataRanks) -> None:
             sampler.num_samples = math.ceil(left / ranks.size)
             sampler.total_size = sampler.num_samples * ranks.size
             messages.say(f"{type(sampler).__name__}: {ranks.size} of {world} ranks read different data")
+
+
+def check_divisible(size: int | None, ranks: int, line: str) -> None:
+    """Refuse a training batch of which each rank is to have its part and cannot.
+
+    Args:
+        size: Of the loader's batches; None where it makes none.
+        ranks: That divide them.
+        line: Of the script, that reads or prepares them.
+
+    Raises:
+        ShardingError: They cannot.
+    """
+    if size is not None and size % ranks:
+        msg = f"{line} reads batches of {size}, which {ranks} workers cannot divide evenly"
+        raise ShardingError(msg, hint="change the batch size or the number of workers, or leave keep_global_batch")
 
 
 def is_split(loader: DataLoader[Any]) -> bool:

@@ -180,10 +180,20 @@ def full_size(fsdp_param: Any) -> torch.Size:
     return size
 
 
-def put_shard(fsdp_param: Any, param: Any, local: torch.Tensor) -> None:
-    """Give a sharded parameter another local tensor, and let FSDP2 take notice of it; all versions."""
+def put_shard(fsdp_param: Any, param: Any, local: torch.Tensor, given: Any = None) -> None:
+    """Give a sharded parameter another local tensor, and let FSDP2 take notice of it; all versions.
+
+    Args:
+        fsdp_param: FSDP2's own record of the parameter.
+        param: The parameter.
+        local: Its new local tensor.
+        given: The DTensor whose memory that is, if it is to stay that of both: FSDP2 copies a shard that is
+            smaller than other ranks' into memory with padding.
+    """
     param._local_tensor = local
     fsdp_param.reset_sharded_param()
+    if given is not None and param._local_tensor is not local:
+        given._local_tensor = param._local_tensor.detach()
 
 
 def first_chunk_only(chunk: Callable[..., Any]) -> Any:

@@ -70,6 +70,9 @@ class Net(nn.Module):
     def decisions(self, h):
         return h
 
+    def shapes(self, h):
+        return h
+
 
 def noised(x):
     with torch.no_grad():
@@ -107,6 +110,22 @@ def decided(x):
     return x + 0.1 * torch.rand(len(x)).view(-1, 1, 1) * float(np.random.normal(size=1)[0])
 
 
+def noised_by_shape(x):
+    """Draws with whole numbers beside the size, by methods, by name, and into tensors of every kind."""
+    flat = x.flatten(1)
+    chances = flat.softmax(1)
+    taken = (
+        chances.multinomial(1)
+        + torch.multinomial(chances, 2)[:, :1]
+        + torch.randint_like(chances.argmax(1), 3)[:, None]
+    )
+    noise = torch.normal(flat, 1) + torch.normal(mean=flat, std=0.1) + torch.normal(0, 1, flat.shape)
+    noise = noise + chances.bernoulli() + torch.sigmoid(flat).bernoulli(0.3) + torch.dropout(flat, 0.2, True)
+    noise = noise + torch.Tensor(flat.size()).normal_() + torch.FloatTensor(len(x), 1).uniform_()
+    noise = noise + x.new_empty(len(x), 1).normal_() + x.new(flat.size()).exponential_()
+    return x + 0.02 * (noise + taken).view(x.shape)
+
+
 def attacked(x):
     model.eval()
     noised = (x + 0.2 * torch.randn_like(x) + 0.2 * torch.randn(x.shape)).requires_grad_()
@@ -122,6 +141,7 @@ NOISES = {
     "distributions": noised_by_distributions,
     "attack": attacked,
     "decisions": decided,
+    "shapes": noised_by_shape,
 }
 KINDS = (
     "batch first",
@@ -137,6 +157,7 @@ KINDS = (
     "distributions",
     "attack",
     "decisions",
+    "shapes",
 )
 ranks = int(sys.argv[1])
 BATCHES = dict.fromkeys(KINDS, 8) | {

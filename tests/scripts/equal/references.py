@@ -1,6 +1,7 @@
 """What was taken from a model before it was sharded: a list of its parameters, and an optimizer that is not torch's."""
 
 import copy
+import io
 import os
 import sys
 
@@ -101,6 +102,17 @@ def mixed(params, first):
         first.mul_(4 * beside[place].mean())
 
 
+def exchanged(params, first):
+    """Weights that are kept, and put into their place: both are the same memory then."""
+    kept = [p.data.clone() for p in params]
+    for p, value in zip(params, kept, strict=True):
+        p.data = value
+    with torch.no_grad():
+        params[-1].mul_(0.5)
+    torch.save([params, kept], io.BytesIO())
+    params[-1].data.add_(kept[-1])
+
+
 CHANGES = [
     no_change,
     clipped,
@@ -113,6 +125,7 @@ CHANGES = [
     frozen,
     foreach,
     mixed,
+    exchanged,
 ]
 for change in CHANGES:
     for build in (torch.optim.SGD, Foreign):

@@ -13,17 +13,17 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.early_lengths import EarlyLengths
+from fsdplaunch.runtime.auto.data.made_batches import read_made_batches
 from fsdplaunch.runtime.auto.data.own_generators import OwnGenerators
 from fsdplaunch.runtime.auto.data.samplers import FullBatches, RankBatches, RankItems, RankTurns, tell_undivided
 from fsdplaunch.runtime.auto.data.single_draws import drawing_items
 from fsdplaunch.runtime.auto.data.worker_draws import WorkerDraws
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
-from fsdplaunch.runtime.data.data_loader import count_readers, is_split, set_attributes
+from fsdplaunch.runtime.data.data_loader import check_divisible, count_readers, is_split, set_attributes
 from fsdplaunch.runtime.torch_internals.data_loaders import iterator_class, iterator_methods, set_iterator_methods
 
 
@@ -62,6 +62,11 @@ class _Loaders:
             fit(loader, hook_context)
         return True
 
+    def _gives_batches(self, loader: Any) -> bool:
+        """Return whether all ranks read what a loader gives, which makes no batches, to divide that."""
+        trains = self.hook_context.keeps_batch and not self.hook_context.evaluating()
+        return bool(trains and loader.batch_sampler is None)
+
     def reading(self, original: Any) -> Any:
         """Make a loader's `__iter__`."""
 
@@ -74,6 +79,8 @@ class _Loaders:
             if self.hook_context.models and not self.hook_context.evaluating():
                 self.hook_context.streams.diverge()  # before the loader's processes get their seeds
                 self.early.compare(loader)
+            if self._gives_batches(loader):
+                return read_made_batches(loader, original, self.hook_context)
             if isinstance(loader.dataset, IterableDataset):
                 return _read_stream(loader, original, self.hook_context)
             if not self.hook_context.keeps_batch or self.hook_context.evaluating():
@@ -135,7 +142,8 @@ def fit(loader: Any, hook_context: HookContext) -> None:
         return
     if batches is None:
         set_attributes(loader, sampler=RankItems(loader.sampler, hook_context))
-        messages.say(f"{script_line()}: the loader makes no batches, so ranks take turns at its items")
+        if not hook_context.keeps_batch:
+            messages.say(f"{script_line()}: the loader makes no batches, so ranks take turns at its items")
     elif type(batches) is BatchSampler:
         set_attributes(loader, batch_sampler=RankBatches(batches, hook_context))
     else:
@@ -153,12 +161,8 @@ def _check_batch(loader: Any, hook_context: HookContext) -> None:
     size = loader.batch_size
     if size is None or not hook_context.models or hook_context.evaluating():
         return
-    if hook_context.keeps_batch and size % hook_context.data.size and size > 1:
-        msg = (
-            f"{script_line()} reads batches of {size}, which {hook_context.data.size} workers cannot divide evenly"
-        )
-        raise ShardingError(msg, hint="change the batch size or the number of workers, or leave keep_global_batch")
-    if hook_context.keeps_batch:
+    if hook_context.keeps_batch and size > 1:
+        check_divisible(size, hook_context.data.size, script_line())
         _tell_last_batch(loader, size, hook_context)
     if "batch" not in hook_context.printed and (size > 1 or not hook_context.keeps_batch):
         hook_context.printed.add("batch")

@@ -42,7 +42,8 @@ _OF_GENERATORS = {
     **dict.fromkeys((*_SIZE_THIRD, "integers"), 2),
 }
 """Methods of numpy's newer generators."""
-_LIKE = ("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "multinomial")
+_LIKE_METHODS = ("bernoulli", "multinomial")
+_LIKE = ("rand_like", "randn_like", "randint_like", "normal", *_LIKE_METHODS)
 
 
 @contextmanager
@@ -58,6 +59,8 @@ def drawing_for_global_batch(hook_context: HookContext) -> Iterator[None]:
             stack.enter_context(replaced(torch, name, slicing.sized))
         for name in _LIKE:
             stack.enter_context(replaced(torch, name, slicing.like))
+        for name in _LIKE_METHODS:
+            stack.enter_context(replaced(torch.Tensor, name, slicing.like))
         stack.enter_context(replaced(torch, "randint", slicing.integers))
         for name, position in _OF_NUMPY.items():
             stack.enter_context(replaced(np.random, name, slicing.numpys(position)))
@@ -94,11 +97,14 @@ class _Slicing:
         return drawn.narrow(dim, self.hook_context.data.rank * rows, rows)
 
     def _rows_first(self, size: Any) -> bool:
-        """Return whether a size is that of one value, or several, per row of this rank's batch."""
+        """Return whether a size that is given is that of one value, or several, per row of this rank's batch."""
+        return self._has_rows_first(size) and not has_literal_size()
+
+    def _has_rows_first(self, shape: Any) -> bool:
         batches = self.hook_context.batches
-        if not len(size) or size[0] not in batches.sizes or batches.dim_of_rows(size) != 0:
-            return False
-        return self._trains() and not has_literal_size()
+        return bool(
+            len(shape) and shape[0] in batches.sizes and batches.dim_of_rows(shape) == 0 and self._trains()
+        )
 
     def _repeats_rows(self, given: torch.Tensor) -> bool:
         """Return whether a table has several rows for each of this rank's, such as answers to one prompt."""
@@ -214,14 +220,16 @@ class _Slicing:
 
         @wraps(original)
         def draw(*args: Any, **kwargs: Any) -> Any:
-            first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
-            if first is None and "size" in kwargs:
+            first = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)), None)
+            if first is None:
                 return self.integers(original)(*args, **kwargs)
-            plain = first is not None and type(first) is torch.Tensor
-            if first is None or not plain or not (self._rows_first(first.shape) or self._repeats_rows(first)):
+            if type(first) is not torch.Tensor or not (
+                self._has_rows_first(first.shape) or self._repeats_rows(first)
+            ):
                 return original(*args, **kwargs)
             every = [self._for_all(arg, first.size(0)) for arg in args]
-            return self._own(original(*every, **kwargs), 0)
+            named = {name: self._for_all(arg, first.size(0)) for name, arg in kwargs.items()}
+            return self._own(original(*every, **named), 0)
 
         return draw
 

@@ -1,29 +1,61 @@
 """Whether a script's call has its size written as numbers: `torch.rand(1)` draws as many for any batch.
 
-Needed where a rank's share has as many rows: the line of source tells one number for all from one for each row.
+Needed where a rank's share has as many rows: the line of source tells one number for all from one for each row. It
+also tells a size that is computed of the rows, `torch.randint(0, t, (n // 2 + 1,))`, from one that is any number.
 """
 
 import ast
 import linecache
 import sys
+from collections.abc import Container
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 
+import torch
+
 from fsdplaunch.runtime.auto.script_line import is_user_file
 
 _PACKAGE = f"{Path(__file__).parents[3]}/"
-_ALL_ARGUMENTS = ("rand", "randn", "empty", "zeros", "ones", "random_sample", "standard_normal")
-"""Functions whose positional arguments are all of the size; others have it last."""
+_ALL_ARGUMENTS = ("rand", "randn", "empty", "zeros", "ones", "random_sample", "standard_normal", "new")
+"""Functions whose positional arguments are all of the size, as those of `new_empty` and `FloatTensor` are; others
+have it last."""
 
 
 def has_literal_size() -> bool:
     """Return whether the code that draws now is a call of the script's own with only numbers as its size."""
+    frame = _drawing_frame()
+    return frame is not None and is_literal_call(frame)
+
+
+def has_size_of_rows(rows: Container[int]) -> bool:
+    """Return whether the code that draws now is a call of the script's own with a size computed of rows' number.
+
+    Args:
+        rows: How many rows this rank's batches have.
+    """
+    frame = _drawing_frame()
+    if frame is None or not (size := _size_at(frame.f_code, frame.f_lasti)):
+        return False
+    parts = size[0].elts if isinstance(size[0], ast.Tuple | ast.List) else size
+    return bool(parts) and isinstance(parts[0], ast.BinOp) and _is_of_rows(parts[0], frame, rows)
+
+
+def _drawing_frame() -> FrameType | None:
+    """Return the frame that calls this package, if it is of the script's own code."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
-    return frame is not None and is_user_file(frame.f_code.co_filename) and is_literal_call(frame)
+    return frame if frame is not None and is_user_file(frame.f_code.co_filename) else None
+
+
+def _is_of_rows(computed: ast.expr, frame: FrameType, rows: Container[int]) -> bool:
+    """Return whether an expression has a name for a number of rows in it, or for a tensor of as many."""
+    names = {node.id for node in ast.walk(computed) if isinstance(node, ast.Name)}
+    values = [frame.f_locals.get(name, frame.f_globals.get(name)) for name in names]
+    sizes = [len(each) if isinstance(each, torch.Tensor) and each.dim() else each for each in values]
+    return any(type(size) is int and size in rows for size in sizes)
 
 
 def is_literal_call(frame: FrameType) -> bool:
@@ -31,14 +63,18 @@ def is_literal_call(frame: FrameType) -> bool:
     return _is_literal(frame.f_code, frame.f_lasti)
 
 
-@cache
 def _is_literal(code: CodeType, instruction: int) -> bool:
-    try:
-        node = ast.parse(_source(code, instruction), mode="eval").body
-    except SyntaxError:  # no source, or within an f-string, where Python knows no places
-        return False
-    size = _size_of(node)
+    size = _size_at(code, instruction)
     return bool(size) and all(map(_is_number, size))
+
+
+@cache
+def _size_at(code: CodeType, instruction: int) -> list[ast.expr]:
+    """Return what says how many numbers a call draws, by an instruction of it; [] where that is not known."""
+    try:
+        return _size_of(ast.parse(_source(code, instruction), mode="eval").body)
+    except SyntaxError:  # no source, or within an f-string, where Python knows no places
+        return []
 
 
 def _source(code: CodeType, instruction: int) -> str:
@@ -61,10 +97,11 @@ def _size_of(node: ast.expr) -> list[ast.expr]:
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
     if name.endswith("_"):  # `torch.empty(1).uniform_()`
         return _size_of(node.func.value) if isinstance(node.func, ast.Attribute) else []
-    return named or (node.args if name in _ALL_ARGUMENTS else node.args[-1:])
+    of_size = name in _ALL_ARGUMENTS or name.startswith("new_") or name.endswith("Tensor")
+    return named or (node.args[:1] if name.endswith("full") else node.args if of_size else node.args[-1:])
 
 
 def _is_number(node: ast.expr) -> bool:
     if isinstance(node, ast.Tuple | ast.List):
         return all(map(_is_number, node.elts))
-    return isinstance(node, ast.Constant) and isinstance(node.value, int)
+    return isinstance(node, ast.Constant) and type(node.value) is int  # `training=True` is none

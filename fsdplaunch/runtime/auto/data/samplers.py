@@ -209,9 +209,13 @@ class FullBatches(Sampler[Any]):
         complete = self.hook_context.keeps_batch or (self.hook_context.models and self.hook_context.evaluating())
         return len(self.inner) if complete else math.ceil(len(self.inner) / self.hook_context.data.size)
 
+    def __getattr__(self, name: str) -> Any:
+        """Return whatever else the script's sampler offers."""
+        return _offered(self, "inner", name)
+
 
 class RankItems(Sampler[Any]):
-    """This rank's items of a loader that makes no batches."""
+    """This rank's items of a loader that makes no batches; all of them where the global batch is kept."""
 
     def __init__(self, inner: Any, hook_context: HookContext) -> None:
         self.inner, self.hook_context = inner, hook_context
@@ -220,13 +224,27 @@ class RankItems(Sampler[Any]):
         """Yield an epoch of items."""
         if self.hook_context.evaluating():
             yield from self.inner
+        elif self.hook_context.keeps_batch:
+            for round_ in rounds(self.inner, 1, self.hook_context):
+                yield from round_
         else:
             yield from _own_turns(self.inner, self.hook_context)
 
     def __len__(self) -> int:
         """Return how many items an epoch has."""
-        complete = self.hook_context.models and self.hook_context.evaluating()
+        complete = self.hook_context.keeps_batch or (self.hook_context.models and self.hook_context.evaluating())
         return len(self.inner) if complete else math.ceil(len(self.inner) / self.hook_context.data.size)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return whatever else the script's sampler offers."""
+        return _offered(self, "inner", name)
+
+
+def _offered(wrapper: Any, kept: str, name: str) -> Any:
+    """Return an attribute of what a wrapper stands for, which its `kept` has."""
+    if name.startswith("__") or name == kept:
+        raise AttributeError(name)
+    return getattr(getattr(wrapper, kept), name)
 
 
 class RankTurns(IterableDataset[Any]):
@@ -259,6 +277,4 @@ class RankTurns(IterableDataset[Any]):
 
     def __getattr__(self, name: str) -> Any:
         """Return whatever else the stream offers."""
-        if name.startswith("__") or name == "stream":
-            raise AttributeError(name)
-        return getattr(self.stream, name)
+        return _offered(self, "stream", name)

@@ -11,21 +11,28 @@ from typing import Any
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.data.literal_sizes import has_size_of_rows
+from fsdplaunch.runtime.auto.data.row_order import tell_once, trains_on_batch
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.torch_internals.fsdp2 import is_in_pass
 
 
 def note_single(hook_context: HookContext, size: Any) -> None:
-    """Note that something is drawn that is no number per row of the batch.
+    """Note that something is drawn that is no number per row of the batch; tell where its size is of the rows.
 
     Args:
         hook_context: This worker's.
         size: Of what is drawn.
     """
     context = hook_context
-    single = isinstance(size, tuple | list) and math.prod(size) == 1
-    if not single or not context.ownership.ours or context.streams.alike or context.evaluating():
+    if not isinstance(size, tuple | list) or not trains_on_batch(context):
         return
+    if has_size_of_rows(context.batches.sizes):
+        tell_once(
+            context,
+            "size",
+            f"{math.prod(size)} random numbers are drawn on each rank, as many as its own rows need",
+        )
     if not any(is_in_pass(model) for model in list(context.models)):
         line = script_line()
         context.batches.single[line] = context.batches.single.get(line, 0) + 1

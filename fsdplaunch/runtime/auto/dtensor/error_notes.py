@@ -24,8 +24,8 @@ _NOTES = {
         "example"
     ),
     "expected scalar type BFloat16 but found Float": (
-        "fsdplaunch: an operation got bf16 and fp32 together. BatchNorm on the CPU is one: FSDP2 makes weights "
-        "bf16, its statistics stay fp32.\nSet mixed_precision: no, or fsdp_version: 1, which keeps it in fp32"
+        "fsdplaunch: an operation got bf16 and fp32 together: FSDP2 makes weights and inputs bf16, buffers stay "
+        "fp32.\nSet mixed_precision: no, or convert what the operation is given (x.to(weight.dtype))"
     ),
     "RegisterPostBackwardFunction is a view and is being modified inplace": (
         "fsdplaunch: a sharded block changes its input in place, which FSDP2 does not allow.\nLet the block's "

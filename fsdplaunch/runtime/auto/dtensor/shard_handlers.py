@@ -101,8 +101,9 @@ def assign_data(models: Iterable[nn.Module], func: Any, args: Any, _kwargs: Any)
         func(param, value)
         return
     shard = placed_like(param, value) if isinstance(value, DTensor) else cut_to_shard(value, param)
-    local = shard.to_local().to(param.to_local().device, param.dtype)
-    put_shard(holder, param, local.detach().contiguous())
+    local = shard.to_local().to(param.to_local().device, param.dtype).detach().contiguous()
+    shared = isinstance(value, DTensor) and local.data_ptr() == value.to_local().data_ptr()
+    put_shard(holder, param, local, value if shared else None)
 
 
 def replicate(func: Any, args: Any, kwargs: Any) -> Any:

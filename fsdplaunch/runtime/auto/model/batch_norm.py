@@ -22,12 +22,29 @@ from fsdplaunch.runtime.torch_internals.modules import BatchNorm
 
 @contextmanager
 def normalising_global_batch(hook_context: HookContext) -> Iterator[None]:
-    """Let batch norm in training use all ranks' rows, where the configuration keeps the global batch."""
-    if not hook_context.keeps_batch or hook_context.size == 1:
-        yield
-        return
+    """Let batch norm in training use all ranks' rows, where the configuration keeps the global batch.
 
-    def make(original: Any) -> Any:
+    SyncBatchNorm uses them in any case, on the CPU as well, where torch refuses it over several ranks.
+    """
+    norm = _BatchNorm(hook_context)
+    with (
+        replaced(F, "batch_norm", norm.function),
+        replaced(nn.SyncBatchNorm, "forward", norm.synchronised),
+    ):
+        yield
+
+
+class _BatchNorm:
+    """What stands in the place of torch's on one worker."""
+
+    def __init__(self, hook_context: HookContext) -> None:
+        self.hook_context = hook_context
+        self.synchronises = False
+        """Whether a SyncBatchNorm computes on the CPU."""
+
+    def function(self, original: Any) -> Any:
+        """Make the function that all kinds of BatchNorm call."""
+
         @wraps(original)
         def batch_norm(
             input: torch.Tensor,  # noqa: A002  (torch's name for it)
@@ -39,7 +56,8 @@ def normalising_global_batch(hook_context: HookContext) -> Iterator[None]:
             momentum: float = 0.1,
             eps: float = 1e-5,
         ) -> torch.Tensor:
-            if torch.compiler.is_compiling() or not training or not _is_share(hook_context):
+            weight, bias = _in_dtype_of(running_mean, weight), _in_dtype_of(running_mean, bias)
+            if torch.compiler.is_compiling() or not training or not self._is_over_ranks():
                 return original(  # type: ignore[no-any-return]
                     input, running_mean, running_var, weight, bias, training, momentum, eps
                 )
@@ -51,8 +69,32 @@ def normalising_global_batch(hook_context: HookContext) -> Iterator[None]:
 
         return batch_norm
 
-    with replaced(F, "batch_norm", make):
-        yield
+    def _is_over_ranks(self) -> bool:
+        context = self.hook_context
+        keeps = context.keeps_batch and context.size > 1
+        return self.synchronises or (keeps and _is_share(context))
+
+    def synchronised(self, original: Any) -> Any:
+        """Make SyncBatchNorm's forward, which goes the way of BatchNorm where the tensors are on the CPU."""
+
+        @wraps(original)
+        def forward(module: Any, given: torch.Tensor) -> torch.Tensor:
+            context = self.hook_context
+            if given.device.type != "cpu" or not context.ownership.ours:
+                return original(module, given)  # type: ignore[no-any-return]
+            self.synchronises = module.training and bool(context.models) and not context.keeps_batch
+            try:
+                return BatchNorm.forward(module, given)
+            finally:
+                self.synchronises = False
+
+        return forward
+
+
+def _in_dtype_of(running: torch.Tensor | None, param: torch.Tensor | None) -> Any:
+    """Return a parameter in the dtype of the statistics: CPUs have no function for bf16 ones beside fp32."""
+    mixed = param is not None and running is not None and param.device.type == "cpu"
+    return param.to(running.dtype) if mixed and param is not None and running is not None else param
 
 
 def _is_share(hook_context: HookContext) -> bool:

@@ -9,17 +9,34 @@ import functools
 from typing import Any
 
 from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.compat.import_hook import once_imported
+from fsdplaunch.runtime.data.data_loader import check_divisible
 
 _DIVIDES = (
     "keep_global_batch: accelerate divides each batch over the ranks (split_batches); not as in one process are\n"
-    "  dropout and noise, which each rank draws for its own rows, and losses that are no mean over the batch"
+    "  dropout and noise, which each rank draws for its own rows, losses that are no mean over the batch,\n"
+    "  and the order of shuffled rows without use_seedable_sampler (DataLoaderConfiguration's; Trainers set it)"
 )
 
 
 def divide_batches_of_accelerate() -> None:
     """Have every Accelerator divide its loaders' batches, if and when the script imports accelerate."""
     _set("split_batches", _DIVIDES)
+    once_imported("accelerate.accelerator", _refuse_indivisible)
+
+
+def _refuse_indivisible(module: Any) -> None:
+    """Refuse a batch that cannot be divided: accelerate would name an option that the script has not set."""
+    accelerator = module.Accelerator
+    prepare = accelerator.prepare_data_loader
+
+    @functools.wraps(prepare)
+    def prepare_data_loader(self: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
+        check_divisible(getattr(loader, "batch_size", None), self.num_processes, script_line())
+        return prepare(self, loader, *args, **kwargs)
+
+    accelerator.prepare_data_loader = prepare_data_loader
 
 
 def shuffle_alike_of_accelerate() -> None:
