@@ -149,12 +149,19 @@ print(sum(p.abs().sum().item() for p in model.parameters()), ddp.eval().training
 BUFFERS = """
 from accelerate import Accelerator
 accelerator = Accelerator()
-model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+class Net(nn.Sequential):
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.place = nn.Parameter(torch.ones(4))
+    def forward(self, x):
+        return super().forward(x + self.place)
+model = Net(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 model[1].running_mean.fill_(1.0 if accelerator.is_main_process else 5.0)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 assert model[1].running_mean.tolist() == [1.0] * 4
 step(model, optimizer)
-print(" ".join(name for name in model.state_dict() if name.startswith("1.")))
+print(" ".join(name for name in model.state_dict() if name.startswith(("1.", "place"))))
+assert not hasattr(model, "get_parameter_or_buffer")
 """
 
 
@@ -309,11 +316,13 @@ def test_a_run_may_begin_with_an_evaluation_in_inference_mode(forks: Forks, tmp_
     assert "stepped" in done.out[0]
 
 
-def test_accelerate_shards_models_whose_state_has_buffers(forks: Forks, tmp_path: Path) -> None:
+def test_accelerate_shards_models_that_have_buffers_and_parameters_of_their_own(
+    forks: Forks, tmp_path: Path
+) -> None:
     done = run(forks, tmp_path, BUFFERS)
     assert done.codes == [0, 0], done.err
     names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-    assert done.out == ["stepped\n" + " ".join(f"1.{name}" for name in names) + "\n"] * 2
+    assert done.out == ["stepped\nplace " + " ".join(f"1.{name}" for name in names) + "\n"] * 2
 
 
 BY_HAND_IN_INFERENCE_MODE = """
