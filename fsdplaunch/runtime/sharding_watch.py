@@ -11,6 +11,7 @@ from typing import Any
 from fsdplaunch.config.environment import ALLOW_UNSHARDED
 from fsdplaunch.errors import NeverShardedError, ShardingError
 from fsdplaunch.run_dir import SHARDED
+from fsdplaunch.runtime.compat.import_hook import once_imported
 from fsdplaunch.runtime.late_modules import WEIGHTS_USED, call_if_imported
 from fsdplaunch.runtime.library_watch import built_library
 from fsdplaunch.runtime.rank import own_folder, world_size
@@ -49,12 +50,15 @@ def mark_sharded(how: str) -> None:
 
 
 def watch_sharding() -> None:
-    """Start to notice both of torch's ways to shard.
+    """Start to notice torch's ways to shard, and to divide a model's layers or their tensors over ranks.
 
     `fully_shard` makes one subclass of FSDPModule per model class and is imported by name all over the place, so
-    the making of that subclass is the one point every caller passes. FSDP1 is a class: its constructor.
+    the making of that subclass is the one point every caller passes. FSDP1 is a class: its constructor. What
+    divides layers is a function that no module of torch's has by name but its own package.
     """
+    from torch.distributed import tensor
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import parallel
     from torch.nn.parallel import DistributedDataParallel
 
     if "__init_subclass__" in FSDPModule.__dict__:
@@ -62,6 +66,11 @@ def watch_sharding() -> None:
     FSDPModule.__init_subclass__ = classmethod(_subclass_made)  # type: ignore[assignment]
     _after_construction(FullyShardedDataParallel, mark_sharded)
     _after_construction(DistributedDataParallel, _replicated.append)
+    _after_call("parallelize_module", parallel, parallel.api)
+    _after_call("distribute_module", tensor)
+    once_imported(
+        "torch.distributed.pipelining.stage", lambda stage: _after_construction(stage.PipelineStage, mark_sharded)
+    )
 
 
 def _after_construction(wrapper: Any, mark: Callable[[str], None]) -> None:
@@ -73,6 +82,19 @@ def _after_construction(wrapper: Any, mark: Callable[[str], None]) -> None:
         mark(wrapper.__name__)
 
     wrapper.__init__ = construct_and_mark
+
+
+def _after_call(name: str, *modules: Any) -> None:
+    divide = getattr(modules[0], name)
+
+    @functools.wraps(divide)
+    def divide_and_mark(*args: Any, **kwargs: Any) -> Any:
+        divided = divide(*args, **kwargs)
+        mark_sharded(name)
+        return divided
+
+    for module in modules:
+        setattr(module, name, divide_and_mark)
 
 
 def _subclass_made(cls: Any, /, **kwargs: Any) -> None:

@@ -49,7 +49,7 @@ def lines(text: str) -> dict[str, list[float]]:
     "name",
     [
         *("sums", "randomness", "samplers", "penalties", "optimizers", "operators", "batches", "references"),
-        *("mixtures", "inference", "decisions", "written", "recomputed"),
+        *("mixtures", "inference", "decisions", "written", "recomputed", "objects"),
     ],
 )
 def test_training_is_that_of_one_process(runs: Callable[[str], tuple[Run, Run]], name: str) -> None:

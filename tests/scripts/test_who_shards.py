@@ -98,6 +98,30 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 step(model, optimizer)
 """
 
+LAYERS_DIVIDED = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).to("cpu")
+model = parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+for _ in range(2):
+    step(model, optimizer)
+print(" ".join(f"{p.full_tensor().sum().item():.4f}" for p in model.parameters()))
+"""
+
+LAYERS_DIVIDED_BY_FUNCTIONS = """
+from torch.distributed import tensor
+mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).to("cpu")
+model = tensor.distribute_module(model, mesh, input_fn=lambda module, given, mesh: tuple(
+    tensor.distribute_tensor(each, mesh, [tensor.Replicate()]) for each in given))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+for _ in range(2):
+    step(model, optimizer)
+print(" ".join(f"{p.full_tensor().sum().item():.4f}" for p in model.parameters()))
+"""
+
 EVALUATES_FIRST = """
 model.to("cpu")
 with torch.inference_mode():
@@ -125,12 +149,19 @@ print(sum(p.abs().sum().item() for p in model.parameters()), ddp.eval().training
 BUFFERS = """
 from accelerate import Accelerator
 accelerator = Accelerator()
-model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+class Net(nn.Sequential):
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.place = nn.Parameter(torch.ones(4))
+    def forward(self, x):
+        return super().forward(x + self.place)
+model = Net(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 model[1].running_mean.fill_(1.0 if accelerator.is_main_process else 5.0)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 assert model[1].running_mean.tolist() == [1.0] * 4
 step(model, optimizer)
-print(" ".join(name for name in model.state_dict() if name.startswith("1.")))
+print(" ".join(name for name in model.state_dict() if name.startswith(("1.", "place"))))
+assert not hasattr(model, "get_parameter_or_buffer")
 """
 
 
@@ -161,6 +192,24 @@ def test_what_others_shard_is_left_to_them_and_described_once(
     assert done.err[0].count("sharded Sequential") == 1
     assert "FSDP2 FULL_SHARD over 2 ranks" in done.err[0]
     assert done.parameters == [[], []]
+
+
+@pytest.mark.parametrize("body", [LAYERS_DIVIDED, LAYERS_DIVIDED_BY_FUNCTIONS], ids=["layers", "functions"])
+def test_layers_that_a_script_divides_over_ranks_are_left_to_it(forks: Forks, tmp_path: Path, body: str) -> None:
+    done = run(forks, tmp_path, body)
+    assert done.codes == [0, 0], done.err
+    assert "are sharded for it" not in done.err[0]
+    (tmp_path / "plain.py").write_text(_in_one_process(body))
+    plain = forks.run(tmp_path / "plain.py", tmp_path / "plain")
+    assert done.out == [plain.out[0]] * 2
+
+
+def _in_one_process(body: str) -> str:
+    """Return the same program without what divides its layers."""
+    kept = [
+        line for line in body.replace("full_tensor().", "").splitlines() if "    tensor.distribute" not in line
+    ]
+    return HEAD + "\n".join(line for line in kept if "mesh" not in line)
 
 
 def test_length_asked_before_it_is_known_who_shards_is_named(forks: Forks, tmp_path: Path) -> None:
@@ -267,11 +316,13 @@ def test_a_run_may_begin_with_an_evaluation_in_inference_mode(forks: Forks, tmp_
     assert "stepped" in done.out[0]
 
 
-def test_accelerate_shards_models_whose_state_has_buffers(forks: Forks, tmp_path: Path) -> None:
+def test_accelerate_shards_models_that_have_buffers_and_parameters_of_their_own(
+    forks: Forks, tmp_path: Path
+) -> None:
     done = run(forks, tmp_path, BUFFERS)
     assert done.codes == [0, 0], done.err
     names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-    assert done.out == ["stepped\n" + " ".join(f"1.{name}" for name in names) + "\n"] * 2
+    assert done.out == ["stepped\nplace " + " ".join(f"1.{name}" for name in names) + "\n"] * 2
 
 
 BY_HAND_IN_INFERENCE_MODE = """

@@ -25,7 +25,7 @@ from fsdplaunch.runtime.sharding.wrap import Units
 from fsdplaunch.runtime.torch_internals.cpu_averages import mend_averages_on_cpu
 from fsdplaunch.runtime.torch_internals.fsdp2 import (
     allow_class,
-    gather_before_changed_views,
+    gather_for_any_output,
     let_inputs_be_changed,
 )
 
@@ -66,7 +66,7 @@ def shard(
     place_gradients(model)
     for unit in (model, *units.values()):
         if isinstance(unit, FSDPModule):
-            gather_before_changed_views(unit)
+            gather_for_any_output(unit)
             if _begins_in_place(unit):
                 let_inputs_be_changed(unit)
     return model

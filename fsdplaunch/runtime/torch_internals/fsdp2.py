@@ -14,9 +14,10 @@ from unittest.mock import patch
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.utils._pytree import tree_leaves
 
 from fsdplaunch.probe.torch_version import parse
+from fsdplaunch.runtime.torch_internals.held_tensors import tensors_held
+from fsdplaunch.runtime.torch_internals.tensors import tree_leaves
 
 if TYPE_CHECKING:
     from torch import nn
@@ -128,10 +129,11 @@ def pass_look(module: Any) -> Callable[[], bool]:
     return lambda: state._training_state is not idle
 
 
-def gather_before_changed_views(module: nn.Module) -> None:
-    """Let backward gather a unit's parameters also where its output is a view that is changed in place after.
+def gather_for_any_output(module: nn.Module) -> None:
+    """Let backward gather a unit's parameters whatever its outputs are held by, and if they are changed in place.
 
-    FSDP2 hooks the outputs, and a view that is changed forgets its hooks; what it is a view of does not.
+    FSDP2 hooks the tensors among the outputs, but those in objects of the script's own (2.13: but dataclasses). A
+    view that is changed forgets its hooks; what it is a view of does not.
     All versions; from 2.13 on torch warns of such outputs, which is suppressed.
     """
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
@@ -140,15 +142,22 @@ def gather_before_changed_views(module: nn.Module) -> None:
         return
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
 
-    def register_for_bases(output: Any) -> Any:
+    def register_for_all(output: Any) -> Any:
         if torch.is_grad_enabled():
-            for tensor in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
-                base = tensor._base if isinstance(tensor, torch.Tensor) and tensor.requires_grad else None
-                if base is not None and base.requires_grad:  # not what a function of the script's own made
-                    base.register_hook(state._pre_backward)
+            alone = isinstance(output, torch.Tensor)
+            known = () if alone else set(map(id, tree_leaves(output)))
+            for tensor in (output,) if alone else tensors_held(output):
+                if not tensor.requires_grad:
+                    continue
+                if not alone and id(tensor) not in known:
+                    tensor.register_hook(state._pre_backward)
+                if (
+                    tensor._base is not None and tensor._base.requires_grad
+                ):  # no view that a function of a script made
+                    tensor._base.register_hook(state._pre_backward)
         return register(output)
 
-    state._register_pre_backward_hook = register_for_bases
+    state._register_pre_backward_hook = register_for_all
 
 
 def let_inputs_be_changed(module: nn.Module) -> None:
@@ -165,8 +174,7 @@ def let_inputs_be_changed(module: nn.Module) -> None:
 
 def _after_backward_of_input(group: Any) -> Callable[..., Any]:
     def register(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        trained = [each for each in inputs if each.requires_grad]
+        trained = [each for each in tensors_held((args, kwargs)) if each.requires_grad]
         if torch.is_grad_enabled() and len(trained) == 1:
             trained[0].register_hook(lambda _gradient: group.post_backward())
         return args, kwargs

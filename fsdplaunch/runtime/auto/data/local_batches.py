@@ -1,10 +1,12 @@
 """What this rank's shares of the batches look like, to tell them from data that all ranks hold alike."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from fsdplaunch.runtime.torch_internals.held_tensors import tensors_held
 
 
 @dataclass(slots=True)
@@ -64,11 +66,11 @@ class LocalBatches:
 
         A pass without gradients, such as a teacher's, belongs to no backward.
         """
-        tensors = list(_tensors(given))
+        tensors = list(tensors_held(tuple(given)))
         self.current = next(filter(None, map(self._rows_of, tensors)), 0)
         if not torch.is_grad_enabled():
             return
-        if self.compares and not self.divided:
+        if self.compares and not self.divided and tensors:
             self.fingerprint = float(sum(tensor.detach().double().sum() for tensor in tensors))
         if self.current:
             self.shared_passes += 1
@@ -118,14 +120,3 @@ class LocalBatches:
         """Note that a backward has begun, which the passes so far belong to."""
         self.shared_passes = self.alike_passes = 0
         self.backwards += 1
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among values, and in the lists and mappings among them."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _tensors(value.values())
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)

@@ -19,7 +19,10 @@ _SHARDERS: dict[str, tuple[str, ...]] = {
     "accelerate": ("Accelerator",),
     "transformers": ("Trainer",),
     "trl": ("Trainer",),
-    "torch": ("fully_shard", "FullyShardedDataParallel", "DistributedDataParallel"),
+    "torch": (
+        *("fully_shard", "FullyShardedDataParallel", "DistributedDataParallel"),
+        *("parallelize_module", "distribute_module", "PipelineStage"),
+    ),
     "lightning": ("Trainer", "Fabric"),
     "pytorch_lightning": ("Trainer",),
     "lightning_fabric": ("Fabric",),

@@ -1,7 +1,9 @@
-"""Let accelerate shard models whose state has buffers: BatchNorm's averages, a schedule of noise.
+"""Let accelerate shard models whose state has buffers (BatchNorm's averages), or parameters that no layer holds.
 
 With `cpu_ram_efficient_loading` its `fsdp2_prepare_model` takes each entry of the state for a shard, and ends with
-an AttributeError at the first buffer (accelerate 1.15). Buffers that no state holds it keeps as they are.
+an AttributeError at the first buffer (accelerate 1.15). Buffers that no state holds it keeps as they are. A parameter
+of the model itself (a ViT's `cls_token`) it looks for in the layer before the dot of its name: a ValueError, unless
+the model has transformers' `get_parameter_or_buffer`.
 """
 
 import functools
@@ -33,8 +35,12 @@ def _adapt(module: Any) -> None:
     def prepare_with_buffers(accelerator: Any, model: nn.Module) -> nn.Module:
         if not getattr(accelerator.state.fsdp_plugin, "cpu_ram_efficient_loading", False):
             return prepare(accelerator, model)  # type: ignore[no-any-return]
-        load = functools.partial(_load, model)
-        with _out_of_states(model) as buffers, own_attribute(model, "load_state_dict", load):
+        load, find = functools.partial(_load, model), getattr(model, "get_parameter_or_buffer", None)
+        with (
+            _out_of_states(model) as buffers,
+            own_attribute(model, "load_state_dict", load),
+            own_attribute(model, "get_parameter_or_buffer", find or functools.partial(_of_name, model)),
+        ):
             prepared: nn.Module = prepare(accelerator, model)
         values = [getattr(owner, attribute) for owner, attribute in buffers]
         RankGroup([dist.group.WORLD], accelerator.device).send(*values)  # ranks but the first may have read none
@@ -46,6 +52,11 @@ def _adapt(module: Any) -> None:
 def _load(model: nn.Module, state: Any, **kwargs: Any) -> Any:
     """Load what accelerate has made of the model's own state: old BatchNorms' buffers are taken to be missing."""
     return type(model).load_state_dict(model, state, **kwargs, strict=False)
+
+
+def _of_name(model: nn.Module, name: str) -> Any:
+    layer, _, attribute = name.rpartition(".")
+    return getattr(model.get_submodule(layer), attribute)
 
 
 @contextmanager

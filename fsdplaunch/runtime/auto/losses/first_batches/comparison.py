@@ -95,7 +95,7 @@ def difference(own: OwnLoss | None, rows: int, counts: Collection[float]) -> Dif
 
 
 def _layouts(tensors: dict[int, AllRows], rows: Sequence[int]) -> list[dict[int, AllRows]]:
-    """Return the orders in which the rows of all ranks may be: several sets of rows may be one behind the other."""
+    """Return the orders in which the rows of all ranks may be: sets of rows may be one behind the other."""
     rank = dist.get_rank()
     sets = {number: in_blocks(each, rows, rank) for number, each in tensors.items()}
     return [tensors] if all(sets[number] is each for number, each in tensors.items()) else [tensors, sets]

@@ -1,6 +1,7 @@
 """Which dimension of what a model gets, or of what is drawn for it, has the rows of a rank's share."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ WORDS = torch.zeros(5, 8, dtype=torch.long)
         (torch.zeros(5, 8, 16), 8),
         (WORDS, 8),
         ([{"words": WORDS}], 8),
+        (SimpleNamespace(images=torch.zeros(8, 3, 32, 32)), 8),
+        ({"batch": SimpleNamespace(store=SimpleNamespace(words=[WORDS]))}, 8),
     ],
 )
 def test_rows_that_a_pass_gets(given: object, rows: int) -> None:
@@ -28,6 +31,15 @@ def test_rows_that_a_pass_gets(given: object, rows: int) -> None:
     batches.note(8)
     batches.enter([given])
     assert batches.current == rows
+
+
+def test_passes_that_are_given_no_tensors_are_not_taken_for_the_same() -> None:
+    batches = LocalBatches()
+    found = []
+    for given in (object(), SimpleNamespace(rows=torch.ones(3)), torch.zeros(3)):
+        batches.enter([given])
+        found.append(batches.fingerprint)
+    assert found == [None, 3.0, 0.0]
 
 
 @pytest.mark.parametrize(
