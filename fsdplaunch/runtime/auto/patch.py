@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from fsdplaunch.runtime.torch_internals.tensors import known_to_scripts, not_scripted, scripted_as
+
+_PACKAGE = str(Path(__file__).parents[2])
 
 
 @contextmanager
@@ -33,6 +36,18 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
             delattr(owner, name)
         else:
             setattr(owner, name, own)
+
+
+def original_of(function: Any) -> Any:
+    """Return the function that was there before this package's stood in its place, or the function itself."""
+    while hasattr(function, "__wrapped__") and _is_ours(function):
+        function = function.__wrapped__
+    return function
+
+
+def _is_ours(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and str(code.co_filename).startswith(_PACKAGE)
 
 
 @contextmanager

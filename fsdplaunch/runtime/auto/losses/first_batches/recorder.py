@@ -31,6 +31,7 @@ from fsdplaunch.runtime.auto.losses.first_batches.program import (
     results_of,
     sliced,
 )
+from fsdplaunch.runtime.auto.patch import original_of
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.torch_internals.function_modes import put_below, take_off
 from fsdplaunch.runtime.torch_internals.tensors import change_count, is_function_transforms
@@ -139,7 +140,10 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make a call, and record it."""
-        kwargs = kwargs or {}
+        func, kwargs = (
+            original_of(func),
+            kwargs or {},
+        )  # torch gives what stands in its place, which has run by now
         if not self.is_on or len(self.calls) >= MOST_CALLS or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         with self.paused():
