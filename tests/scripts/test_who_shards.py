@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.needs import needs
 from tests.scripts.conftest import PROGRAMS, Forks, Run
@@ -71,6 +72,17 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 model(torch.ones(2, 4)).pow(2).mean().backward()
 for p in model.parameters():
     torch.distributed.all_reduce(p.grad.data)
+"""
+
+OVER_A_NODE = """
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
+model = FSDP(model, sharding_strategy=ShardingStrategy.HYBRID_SHARD, sync_module_states=True, use_orig_params=True,
+             auto_wrap_policy=torch.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Linear}))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+for _ in range(2):
+    step(model, optimizer)
+if os.environ["RANK"] == "0":
+    torch.save(model.state_dict(), "model.pt")
 """
 
 GATHERED = """
@@ -210,6 +222,13 @@ def _in_one_process(body: str) -> str:
         line for line in body.replace("full_tensor().", "").splitlines() if "    tensor.distribute" not in line
     ]
     return HEAD + "\n".join(line for line in kept if "mesh" not in line)
+
+
+def test_fsdp1s_hybrid_shard_divides_a_model_over_the_ranks_of_a_node(forks: Forks, tmp_path: Path) -> None:
+    done = run(forks, tmp_path, OVER_A_NODE)
+    assert done.codes == [0, 0], done.err
+    assert "2 x Linear, 40 parameters, FSDP1 HYBRID_SHARD over 2 ranks" in done.err[0]
+    assert {tuple(value.shape) for value in torch.load(done.folder / "model.pt").values()} == {(4, 4), (4,)}
 
 
 def test_length_asked_before_it_is_known_who_shards_is_named(forks: Forks, tmp_path: Path) -> None:

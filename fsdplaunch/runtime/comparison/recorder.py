@@ -91,7 +91,7 @@ class Recorder:
         if next(module.parameters(), None) is None:  # a transform of the dataset, which is given one row
             return
         batch = next((arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim()), None)
-        if batch is None or is_function_transforms(batch):
+        if batch is None or batch.is_meta or is_function_transforms(batch):  # a count of operations has no values
             return
         batch = full_tensor(batch.detach())
         self._now.rows, self._now.content = batch.shape[0], batch.double().sum().item()
@@ -127,7 +127,7 @@ class Recorder:
 
     def _loss(self, loss: Any) -> bool:
         """Record a loss; return whether it is one."""
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_meta:
             return False
         if self._state is not None:
             self._now.draws = self._now.draws or not torch.equal(self._state, torch.get_rng_state())

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdplaunch.probe.torch_version import parse
+from fsdplaunch.runtime.rank import rank_variable
 from fsdplaunch.runtime.torch_warnings import quiet_torch
 
 _MENDED = (2, 14)
@@ -77,7 +78,8 @@ def shard_on_cpu() -> None:
     """Let scripts and libraries call `FSDP(model, ...)` on a CPU as they do for a GPU.
 
     There torch wants to be told the device, and refuses two options: values are sent from rank 0 here
-    (`sync_module_states`), and offloading has nothing to do.
+    (`sync_module_states`), and offloading has nothing to do. HYBRID_SHARD divides a model over a node's devices,
+    and a node has one CPU: over its ranks here.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
 
@@ -94,9 +96,23 @@ def shard_on_cpu() -> None:
         if given.get("sync_module_states") and _is_of_all(given.get("process_group")):
             send_from_rank_0(given["module"])
             given["sync_module_states"] = False
+        if _divides_by_node(given):
+            given["process_group"] = _of_node_and_across(int(rank_variable("LOCAL_WORLD_SIZE") or 1))
         construct(*call.args, **call.kwargs)
 
     Wrapper.__init__ = construct_on_cpu  # type: ignore[method-assign]
+
+
+def _divides_by_node(given: dict[str, Any]) -> bool:
+    hybrid = getattr(given.get("sharding_strategy"), "name", "").removeprefix("_").startswith("HYBRID_SHARD")
+    return hybrid and given.get("process_group") is None and given.get("device_mesh") is None
+
+
+@functools.cache
+def _of_node_and_across(ranks: int) -> tuple[Any, Any]:
+    """Return the group of this node's ranks, and that of the ranks with its place on each node. Collective."""
+    across = [list(range(place, dist.get_world_size(), ranks)) for place in range(ranks)]
+    return dist.new_subgroups(ranks)[0], dist.new_subgroups_by_enumeration(across)[0]
 
 
 def _is_of_all(group: Any) -> bool:

@@ -1,9 +1,9 @@
 """Let accelerate shard models whose state has buffers (BatchNorm's averages), or parameters that no layer holds.
 
-With `cpu_ram_efficient_loading` its `fsdp2_prepare_model` takes each entry of the state for a shard, and ends with an
-AttributeError at the first buffer (accelerate 1.15). Buffers that no state holds it keeps as they are. A parameter of
-the model itself (a ViT's `cls_token`) it looks for in the layer before the dot of its name: a ValueError, unless the
-model has transformers' `get_parameter_or_buffer`.
+With `cpu_ram_efficient_loading` its `fsdp2_prepare_model` takes each entry of the state for a shard, and ends with
+an AttributeError at the first buffer (accelerate 1.15). Buffers that no state holds it keeps as they are.
+A parameter of the model itself (a ViT's `cls_token`) it looks for in the layer before the dot of its name, ending
+in a ValueError, unless the model has transformers' `get_parameter_or_buffer`.
 """
 
 import functools

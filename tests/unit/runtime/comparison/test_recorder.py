@@ -20,3 +20,11 @@ def test_gradients_of_single_rows_by_torch_func_are_not_in_the_way():
         hook.remove()
     assert found["weight"].shape == (4, 1, 3)
     assert recorder._now.rows == 5
+
+
+def test_passes_and_losses_without_values_are_no_steps():
+    recorder, model = Recorder(), nn.Linear(3, 1, device="meta")
+    out = model(torch.ones(5, 3, device="meta"))
+    recorder._forward(model, (torch.ones(5, 3, device="meta"),))
+    assert not recorder._loss(out.sum())
+    assert (recorder._now.rows, recorder._now.losses) == (None, [])
