@@ -341,6 +341,38 @@ def test_draws_by_a_size_that_is_computed_of_the_rows_are_told(forks: Forks, tmp
     ]
 
 
+BY_PARAMETERS = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)).to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+names = dict(model.named_parameters())
+def loss(params):
+    return torch.func.functional_call(model, params, (x,)).pow(2).mean()
+for x in DataLoader(torch.ones(8, 4), batch_size=4):
+    {gradient}
+"""
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        "torch.func.grad(loss)({name: value.detach() for name, value in names.items()})",
+        "torch.autograd.grad(loss(names), names.values(), create_graph=True)",
+    ],
+)
+def test_gradients_by_parameters_that_would_be_lost_are_errors_at_their_line(
+    forks: Forks, tmp_path: Path, gradient: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(BY_PARAMETERS.format(gradient=gradient))
+    done = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
+    assert all(done.codes)
+    assert "for the parameters of a sharded model would lose gradients" in done.err[0]
+    assert "train.py:11" in done.err[0]
+
+
 SYNCHRONISED = """
 import torch
 from torch import nn
