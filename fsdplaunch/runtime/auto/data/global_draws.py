@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.literal_sizes import has_literal_size
 from fsdplaunch.runtime.auto.data.rejected_draws import drawing_by_rejection
+from fsdplaunch.runtime.auto.data.row_order import tell_once
 from fsdplaunch.runtime.auto.data.single_draws import note_single
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.torch_internals.operators import below, drawing_instead
@@ -42,6 +45,9 @@ _OF_GENERATORS = {
     **dict.fromkeys((*_SIZE_THIRD, "integers"), 2),
 }
 """Methods of numpy's newer generators."""
+_PACKED = (
+    "a recurrent layer draws dropout for sequences that are packed together: each rank draws for its own rows only"
+)
 _LIKE_METHODS = ("bernoulli", "multinomial")
 _LIKE = ("rand_like", "randn_like", "randint_like", "normal", *_LIKE_METHODS)
 
@@ -62,6 +68,8 @@ def drawing_for_global_batch(hook_context: HookContext) -> Iterator[None]:
         for name in _LIKE_METHODS:
             stack.enter_context(replaced(torch.Tensor, name, slicing.like))
         stack.enter_context(replaced(torch, "randint", slicing.integers))
+        for kind in (nn.LSTM, nn.GRU, nn.RNN):
+            stack.enter_context(replaced(kind, "forward", slicing.recurrent))
         for name, position in _OF_NUMPY.items():
             stack.enter_context(replaced(np.random, name, slicing.numpys(position)))
         stack.enter_context(replaced(np.random, "default_rng", slicing.default_rng))
@@ -79,6 +87,8 @@ class _Slicing:
 
     def __init__(self, hook_context: HookContext) -> None:
         self.hook_context = hook_context
+        self.times_first = False
+        """Whether a recurrent layer draws, which has the rows in the second dimension."""
 
     def _trains(self) -> bool:
         """Return whether what is drawn now belongs to the rows of a training batch.
@@ -133,10 +143,28 @@ class _Slicing:
 
         return draw
 
+    def recurrent(self, original: Any) -> Any:
+        """Make the forward of a recurrent layer, whose dropout between layers is of (times, rows, features)."""
+
+        @wraps(original)
+        def forward(layer: Any, given: Any, *args: Any) -> Any:
+            packed = isinstance(given, PackedSequence)
+            if packed and layer.dropout and layer.num_layers > 1 and layer.training and self._trains():
+                tell_once(self.hook_context, "packed", _PACKED)
+            self.times_first = not packed and given.dim() > 2  # noqa: PLR2004
+            try:
+                return original(layer, given, *args)
+            finally:
+                self.times_first = False
+
+        return forward
+
     def dim_of_rows(self, tensor: torch.Tensor) -> int | None:
         """Return the dimension of a tensor that has the rows of this rank's batch; None if there is none."""
         if type(tensor) is not torch.Tensor or tensor.requires_grad or not tensor.dim() or not self._trains():
             return None
+        if self.times_first and tensor.dim() > 2:  # noqa: PLR2004
+            return 1 if tensor.size(1) in self.hook_context.batches.sizes else None
         dim = self.hook_context.batches.dim_of_rows(tensor.shape)
         return None if dim is None or has_literal_size() else dim
 

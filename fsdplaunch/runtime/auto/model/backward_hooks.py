@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.data.random_alignment import align_random_states
 from fsdplaunch.runtime.auto.data.row_statistics import tell_noted
 from fsdplaunch.runtime.auto.data.same_rows import SameRows
 from fsdplaunch.runtime.auto.data.single_draws import tell_single
@@ -61,6 +62,7 @@ class _Watch:
                 tell_single(self.hook_context)
                 tell_noted(self.hook_context)
                 whole = self.scale.apply(losses)
+                align_random_states(self.hook_context)
         self.hook_context.batches.leave()
         return whole
 
