@@ -74,6 +74,11 @@ class Net(nn.Module):
     def decisions(self, h):
         return h
 
+    def views(self, h):
+        both = self.drop(torch.cat([h, 0.5 * h])) + h.repeat(2, 1, 1)
+        first, second = (both + 0.1 * torch.rand_like(both)).chunk(2)
+        return first - 2 * second
+
     def shapes(self, h):
         return h
 
@@ -163,6 +168,7 @@ KINDS = (
     "attack",
     "decisions",
     "shapes",
+    "views",
 )
 ranks = int(sys.argv[1])
 BATCHES = dict.fromkeys(KINDS, 8) | {
