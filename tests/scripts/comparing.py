@@ -59,7 +59,8 @@ if mode == "never":
 for x, y in loader:
     found = model(x)
     if mode == "randomness":
-        found = found + torch.randn(len(x) + 1, 1)[1:]  # no part of what one process draws
+        rows = len(x) + 1
+        found = found + torch.randn(rows, 1)[1:]  # no part of what one process draws
     if mode == "rounding":
         found = torch.sin(1e5 * found)  # what is added up in another order goes elsewhere at the next step
     loss = compare(found, y)

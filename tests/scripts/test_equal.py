@@ -341,6 +341,73 @@ def test_draws_by_a_size_that_is_computed_of_the_rows_are_told(forks: Forks, tmp
     ]
 
 
+CHOSEN = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(3, 8), nn.Dropout(0.3), nn.Linear(8, 1)
+    def forward(self, x):
+        return self.last(self.drop(self.first(x)[x[:, 0] > 0]))
+model = Net().to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(4):
+    read = []
+    for x, number in DataLoader(TensorDataset(torch.randn(48, 3), torch.arange(48)), batch_size=16, shuffle=True):
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        read += number.tolist()
+    print(f"{epoch}: " + " ".join(map(str, read)))
+"""
+
+
+def test_dropout_of_rows_that_each_rank_chooses_is_told_and_leaves_the_order_alike(
+    forks: Forks, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(CHOSEN)
+    done = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
+    assert done.codes == [0] * RANKS, done.err
+    for epochs in zip(*(lines(out).values() for out in done.out), strict=True):
+        assert sorted(number for read in epochs for number in read) == list(range(48))
+    assert done.err[0].count("train.py:17: ranks have drawn unequal numbers of random numbers") == 1
+
+
+BY_PARAMETERS = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)).to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+names = dict(model.named_parameters())
+def loss(params):
+    return torch.func.functional_call(model, params, (x,)).pow(2).mean()
+for x in DataLoader(torch.ones(8, 4), batch_size=4):
+    {gradient}
+"""
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        "torch.func.grad(loss)({name: value.detach() for name, value in names.items()})",
+        "torch.autograd.grad(loss(names), names.values(), create_graph=True)",
+    ],
+)
+def test_gradients_by_parameters_that_would_be_lost_are_errors_at_their_line(
+    forks: Forks, tmp_path: Path, gradient: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(BY_PARAMETERS.format(gradient=gradient))
+    done = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
+    assert all(done.codes)
+    assert "for the parameters of a sharded model would lose gradients" in done.err[0]
+    assert "train.py:11" in done.err[0]
+
+
 SYNCHRONISED = """
 import torch
 from torch import nn

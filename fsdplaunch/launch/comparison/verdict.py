@@ -119,7 +119,7 @@ def _of_step(number: int, one: StepFacts, many: StepFacts) -> Iterator[Differenc
     worst = max((_difference(number, f"gradient of {name}", *pair) for name, pair in _pairs(one, many)), key=_by)
     yield norm
     # One gradient may be wrong while the norm of all hides it; measured by the whole, for small ones are rounding.
-    share = abs((worst.plain or 0.0) - (worst.sharded or 0.0)) / max(one.norm, 1e-12)
+    share = _by(worst) / max(one.norm, 1e-12) if math.isfinite(one.norm) else worst.by
     yield Difference(step=number, what=worst.what, plain=worst.plain, sharded=worst.sharded, by=share)
 
 
@@ -131,12 +131,19 @@ def _pairs(one: StepFacts, many: StepFacts) -> list[tuple[str, tuple[float, floa
 
 
 def _by(difference: Difference) -> float:
-    return abs((difference.plain or 0.0) - (difference.sharded or 0.0))
+    """Return how far apart two numbers are; not numbers, or infinite, in both they are equal."""
+    plain, sharded = difference.plain or 0.0, difference.sharded or 0.0
+    if _are_equal(plain, sharded):
+        return 0.0
+    return math.inf if math.isnan(plain) or math.isnan(sharded) else abs(plain - sharded)
+
+
+def _are_equal(plain: float, sharded: float) -> bool:
+    return plain == sharded or (math.isnan(plain) and math.isnan(sharded))
 
 
 def _difference(step: int, what: str, plain: float, sharded: float) -> Difference:
-    both = math.isnan(plain) and math.isnan(sharded)
-    by = 0.0 if both or plain == sharded else abs(plain - sharded) / max(abs(plain), abs(sharded), 1e-6)
+    by = 0.0 if _are_equal(plain, sharded) else abs(plain - sharded) / max(abs(plain), abs(sharded), 1e-6)
     return Difference(step=step, what=what, plain=plain, sharded=sharded, by=by)
 
 

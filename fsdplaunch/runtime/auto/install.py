@@ -31,6 +31,7 @@ from fsdplaunch.runtime.auto.losses.learning_rates import lowering_rates_alike
 from fsdplaunch.runtime.auto.model.backward_hooks import watching_backward
 from fsdplaunch.runtime.auto.model.batch_norm import normalising_global_batch
 from fsdplaunch.runtime.auto.model.buffers import aligning_buffers
+from fsdplaunch.runtime.auto.model.function_transforms import transforming_functions
 from fsdplaunch.runtime.auto.model.functional_calls import computing_with_given_tensors
 from fsdplaunch.runtime.auto.model.gathered_view import showing_shards
 from fsdplaunch.runtime.auto.model.moves import keeping_hooks
@@ -66,6 +67,7 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         refusing_renames(hook_context),
         showing_shards(),
         computing_with_given_tensors(hook_context),
+        transforming_functions(hook_context),
         refusing_per_sample(hook_context),
         training_shards(hook_context),
         sharding_when_training_begins(hook_context),

@@ -93,13 +93,18 @@ def _compared(recorder: Recorder, plain: Path) -> dict[str, Any]:
 
 
 def _distance(value: torch.Tensor, plain: torch.Tensor) -> float | None:
-    """Return the largest difference, relative to the largest plain value where that is above 1."""
+    """Return the largest difference, relative to the largest plain value where that is above 1.
+
+    What is infinite or no number in both is equal.
+    """
     if value.shape != plain.shape:
         return None
     if not value.numel():
         return 0.0
-    far = (value.double() - plain.double()).abs().max() / plain.double().abs().max().clamp(min=1.0)
-    return float(far.item())
+    one, other = value.double(), plain.double()
+    equal = (one == other) | (one.isnan() & other.isnan())
+    largest = other.abs().nan_to_num(0.0, posinf=0.0).max().clamp(min=1.0)
+    return float(((one - other).abs().masked_fill(equal, 0.0).max() / largest).item())
 
 
 def main(argv: list[str]) -> None:

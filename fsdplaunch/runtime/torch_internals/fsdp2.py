@@ -123,7 +123,12 @@ def is_in_pass(module: nn.Module) -> bool:
 
 
 def pass_look(module: Any) -> Callable[[], bool]:
-    """Return what tells at any later time whether a unit is in a pass, at the least cost; all versions."""
+    """Return what tells at any later time whether a unit is in a pass, at the least cost; all versions.
+
+    One that is shown as it was before it was sharded is in none.
+    """
+    if not hasattr(module, "_get_fsdp_state"):
+        return lambda: False
     state = module._get_fsdp_state()
     idle = type(state._training_state).IDLE
     return lambda: state._training_state is not idle

@@ -9,8 +9,11 @@ import torch
 from torch.distributed import utils
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+from torch.nn.utils import stateless
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch import nn
 
 __all__ = ["BatchNorm", "IncompatibleKeys"]
@@ -35,6 +38,12 @@ HOOK_TABLES = (
 """A module's tables of hooks; all versions."""
 SHARDING_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "__composable_api_state_key")
 """What the names of sharding's notes on a module begin with; all versions."""
+
+
+def with_parameters(module: nn.Module, params: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
+    """Return a context in which a module has other tensors for its parameters; all versions."""
+    context: AbstractContextManager[None] = stateless._reparametrize_module(module, params)
+    return context
 
 
 def is_built(module: nn.Module) -> bool:

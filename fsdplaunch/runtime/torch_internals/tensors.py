@@ -144,3 +144,10 @@ def _original(function: Any) -> Any:
     while id(function) in _instead_of:
         function = _instead_of[id(function)]
     return function
+
+
+def is_of_transform(values: Any) -> bool:
+    """Return whether any of some tensors is what a transform of torch.func computes with; all versions."""
+    leaves = [values] if isinstance(values, torch.Tensor) else values
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return any(isinstance(leaf, torch.Tensor) and is_wrapped(leaf) for leaf in leaves)

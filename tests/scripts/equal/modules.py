@@ -89,6 +89,12 @@ for each in (twin, loaded):
     print(f"{each(x, hidden).sum().item():.5f}")
 print(f"{block(x).sum().item():.5f}")
 
+shallow, same_block = copy.copy(model), copy.copy(model.blocks[0])
+with torch.no_grad():
+    model.blocks[0].get_parameter(next(iter(model.blocks[0].state_dict()))).mul_(1.5)
+    print(f"{shallow(x, hidden).sum() - model(x, hidden).sum():.3f} {same_block(x).sum().item():.4f}")
+print(type(shallow) is Net, next(shallow.parameters()) is next(model.parameters()), len(shallow.state_dict()))
+
 torch.save(model, "model.pt")
 torch.save({"model": model, "step": 3}, "with_step.pt")
 torch.save(model.blocks[1], "block.pt")

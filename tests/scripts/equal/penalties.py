@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import autograd, nn
+from torch.func import grad, hessian, jacrev, vjp, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
@@ -72,10 +73,39 @@ for epoch in range(3):
 model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)).to("cpu")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for (x,) in DataLoader(TensorDataset(points), batch_size=8):
-    gradients = torch.autograd.grad(F.mse_loss(model(x), x.flip(1)), list(model.parameters()))
+    gradients = torch.autograd.grad(F.mse_loss(model(x), x.flip(1)), dict(model.named_parameters()).values())
     with torch.no_grad():
         for p, gradient in zip(model.parameters(), gradients):
             p -= 0.1 * gradient
 with torch.no_grad():
     print(f"by hand: {F.mse_loss(model(points), points.flip(1)).item():.6f}")
     print(f"no gradients: {sum(p.grad is not None for p in model.parameters()):.1f}")
+
+
+def squared_jacobian(model, x):
+    return vmap(jacrev(model))(x).square().sum((1, 2)).mean()
+
+
+def pulled_back(model, x):
+    out, pull = vjp(model, x)
+    return pull(torch.ones_like(out))[0].square().sum(1).mean() + out.square().mean()
+
+
+def forces(model, x):
+    return F.mse_loss(vmap(grad(lambda row: model(row).sum()))(x), -x)
+
+
+def curved(model, x):
+    return vmap(hessian(lambda row: model(row).square().sum()))(x).square().mean() + model(x).mean()
+
+
+for term in (squared_jacobian, pulled_back, forces, curved):
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)).to("cpu")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for (x,) in DataLoader(TensorDataset(points), batch_size=8, shuffle=True):
+        optimizer.zero_grad()
+        (F.mse_loss(model(x), x.flip(1)) + 0.1 * term(model, x)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        print(f"{term.__name__}: {F.mse_loss(model(points), points.flip(1)).item():.6f}")

@@ -21,6 +21,7 @@ class Net(nn.Module):
         self.embed, self.inner, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
         self.encoder = nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=kind != "time first")
         self.recurrent = nn.LSTM(8, 8, 2, dropout=0.4)
+        self.rows_first = nn.GRU(8, 8, 2, dropout=0.4, batch_first=True)
         self.channels = nn.Sequential(nn.Conv1d(5, 5, 1), nn.Dropout1d(0.3))
         self.drop = nn.Dropout(0.5)
 
@@ -36,6 +37,9 @@ class Net(nn.Module):
 
     def lstm(self, h):
         return self.recurrent(h.transpose(0, 1))[0].transpose(0, 1)
+
+    def gru(self, h):
+        return self.rows_first(h)[0]
 
     def conv(self, h):
         return self.channels(h)
@@ -69,6 +73,11 @@ class Net(nn.Module):
 
     def decisions(self, h):
         return h
+
+    def views(self, h):
+        both = self.drop(torch.cat([h, 0.5 * h])) + h.repeat(2, 1, 1)
+        first, second = (both + 0.1 * torch.rand_like(both)).chunk(2)
+        return first - 2 * second
 
     def shapes(self, h):
         return h
@@ -147,6 +156,7 @@ KINDS = (
     "batch first",
     "time first",
     "lstm",
+    "gru",
     "conv",
     "vae",
     "attention",
@@ -158,13 +168,17 @@ KINDS = (
     "attack",
     "decisions",
     "shapes",
+    "views",
 )
 ranks = int(sys.argv[1])
 BATCHES = dict.fromkeys(KINDS, 8) | {
     "decisions of 1": ranks,
     # A rank has as many rows as there are features, or positions.
     **{f"{kind} of 8": 8 * ranks for kind in ("batch first", "time first", "attention", "flat", "lstm")},
-    **{f"{kind} of 5": 5 * ranks for kind in ("batch first", "attention", "flat", "conv", "vae", "recomputed")},
+    **{
+        f"{kind} of 5": 5 * ranks
+        for kind in ("batch first", "gru", "attention", "flat", "conv", "vae", "recomputed")
+    },
 }
 for name, rows in BATCHES.items():
     kind = name.partition(" of ")[0]

@@ -7,15 +7,17 @@ an order of their own.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
-import numpy as np
 import torch
 
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.data.literal_sizes import has_literal_size
+from fsdplaunch.runtime.auto.data.drawing_code import has_literal_size, is_recurrent_and_packed
+from fsdplaunch.runtime.auto.data.joined_rows import joining_rows
+from fsdplaunch.runtime.auto.data.numpy_draws import drawing_by_numpy
 from fsdplaunch.runtime.auto.data.rejected_draws import drawing_by_rejection
+from fsdplaunch.runtime.auto.data.row_order import tell_once
 from fsdplaunch.runtime.auto.data.single_draws import note_single
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.torch_internals.operators import below, drawing_instead
@@ -26,22 +28,9 @@ _IN_PLACE = (
 )
 """Operators that dropout of any kind, and noise drawn in place, come down to."""
 _SIZED = ("rand", "randn")
-_SIZE_FIRST = ("random", "standard_normal", "standard_exponential", "standard_cauchy")
-_SIZE_SECOND = ("exponential", "poisson", "geometric", "rayleigh", "weibull", "standard_gamma", "standard_t")
-_SIZE_THIRD = ("normal", "uniform", "binomial", "laplace", "beta", "gamma", "gumbel", "logistic", "lognormal")
-_OF_NUMPY = {
-    **dict.fromkeys((*_SIZE_FIRST, "random_sample"), 0),
-    **dict.fromkeys(_SIZE_SECOND, 1),
-    **dict.fromkeys((*_SIZE_THIRD, "randint"), 2),
-    **dict.fromkeys(("rand", "randn"), None),
-}
-"""numpy's functions, and where each is given a size; None where that is all its arguments."""
-_OF_GENERATORS = {
-    **dict.fromkeys(_SIZE_FIRST, 0),
-    **dict.fromkeys(_SIZE_SECOND, 1),
-    **dict.fromkeys((*_SIZE_THIRD, "integers"), 2),
-}
-"""Methods of numpy's newer generators."""
+_PACKED = (
+    "a recurrent layer draws dropout for sequences that are packed together: each rank draws for its own rows only"
+)
 _LIKE_METHODS = ("bernoulli", "multinomial")
 _LIKE = ("rand_like", "randn_like", "randint_like", "normal", *_LIKE_METHODS)
 
@@ -62,9 +51,8 @@ def drawing_for_global_batch(hook_context: HookContext) -> Iterator[None]:
         for name in _LIKE_METHODS:
             stack.enter_context(replaced(torch.Tensor, name, slicing.like))
         stack.enter_context(replaced(torch, "randint", slicing.integers))
-        for name, position in _OF_NUMPY.items():
-            stack.enter_context(replaced(np.random, name, slicing.numpys(position)))
-        stack.enter_context(replaced(np.random, "default_rng", slicing.default_rng))
+        stack.enter_context(joining_rows(hook_context.batches))
+        stack.enter_context(drawing_by_numpy(hook_context, slicing.rows_first))
         stack.enter_context(drawing_by_rejection(hook_context, slicing.dim_of_rows))
         yield
 
@@ -92,18 +80,28 @@ class _Slicing:
         return with_gradients or any(model.training for model in list(context.models))
 
     def _own(self, drawn: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's rows of what was drawn for all."""
-        rows = drawn.size(dim) // self.hook_context.data.size
-        return drawn.narrow(dim, self.hook_context.data.rank * rows, rows)
+        """Return this rank's rows of what was drawn for all: of each share where several are joined."""
+        rows, ranks = drawn.size(dim) // self.hook_context.data.size, self.hook_context.data.size
+        parts = self.hook_context.batches.parts_of(rows) if dim == 0 else (rows,)
+        firsts = [
+            sum(parts[:place]) * ranks + self.hook_context.data.rank * part for place, part in enumerate(parts)
+        ]
+        if len(parts) == 1:
+            return drawn.narrow(dim, firsts[0], rows)
+        chosen = [row for first, part in zip(firsts, parts, strict=True) for row in range(first, first + part)]
+        return drawn.index_select(0, torch.tensor(chosen, device=drawn.device))
 
-    def _rows_first(self, size: Any) -> bool:
+    def rows_first(self, size: Any) -> bool:
         """Return whether a size that is given is that of one value, or several, per row of this rank's batch."""
         return self._has_rows_first(size) and not has_literal_size()
 
     def _has_rows_first(self, shape: Any) -> bool:
         batches = self.hook_context.batches
         return bool(
-            len(shape) and shape[0] in batches.sizes and batches.dim_of_rows(shape) == 0 and self._trains()
+            len(shape)
+            and (shape[0] in batches.sizes or shape[0] in batches.joined)
+            and batches.dim_of_rows(shape) == 0
+            and self._trains()
         )
 
     def _repeats_rows(self, given: torch.Tensor) -> bool:
@@ -137,6 +135,12 @@ class _Slicing:
         """Return the dimension of a tensor that has the rows of this rank's batch; None if there is none."""
         if type(tensor) is not torch.Tensor or tensor.requires_grad or not tensor.dim() or not self._trains():
             return None
+        packed = is_recurrent_and_packed()
+        if packed:
+            tell_once(self.hook_context, "packed", _PACKED)
+            return None
+        if packed is not None and tensor.dim() > 2:  # noqa: PLR2004  (times, rows, features)
+            return 1 if tensor.size(1) in self.hook_context.batches.sizes else None
         dim = self.hook_context.batches.dim_of_rows(tensor.shape)
         return None if dim is None or has_literal_size() else dim
 
@@ -146,57 +150,11 @@ class _Slicing:
         @wraps(original)
         def draw(*args: Any, **kwargs: Any) -> Any:
             size: Any = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
-            if not self._rows_first(size):
+            if not self.rows_first(size):
                 note_single(self.hook_context, size)
                 return original(*args, **kwargs)
             rest = {name: value for name, value in kwargs.items() if name != "size"}
             return self._own(original((size[0] * self.hook_context.data.size, *size[1:]), **rest), 0)
-
-        return draw
-
-    def numpys(self, position: int | None) -> Callable[[Any], Any]:
-        """Return what makes a function of numpy's global generator.
-
-        Args:
-            position: Of the size among its arguments; None where they are the size.
-        """
-
-        def make(original: Any) -> Any:
-            @wraps(original)
-            def draw(*args: Any, **kwargs: Any) -> Any:
-                given = args if position is None else kwargs.get("size", (*args[position:], None)[0])
-                size = (given,) if isinstance(given, int) else given
-                limits = args[:position] if position is not None else ()
-                if not isinstance(size, tuple | list) or not self._rows_first(size) or _has_rows(limits, kwargs):
-                    return original(*args, **kwargs)
-                every = (size[0] * self.hook_context.data.size, *size[1:])
-                drawn = original(*every) if position is None else original(*limits, **{**kwargs, "size": every})
-                rank = self.hook_context.data.rank
-                return drawn[rank * size[0] : (rank + 1) * size[0]]
-
-            return draw
-
-        return make
-
-    def default_rng(self, original: Any) -> Any:
-        """Make the function that makes numpy's newer generators, whose methods cannot be replaced."""
-        own = type("Generator", (np.random.Generator,), {})
-        for name, position in _OF_GENERATORS.items():
-            setattr(own, name, self._method(getattr(np.random.Generator, name), position))
-
-        @wraps(original)
-        def make(*args: Any, **kwargs: Any) -> Any:
-            made = original(*args, **kwargs)
-            return made if isinstance(made, own) else own(made.bit_generator)
-
-        return make
-
-    def _method(self, original: Any, position: int) -> Any:
-        make = self.numpys(position)
-
-        @wraps(original)
-        def draw(generator: Any, *args: Any, **kwargs: Any) -> Any:
-            return make(partial(original, generator))(*args, **kwargs)
 
         return draw
 
@@ -206,7 +164,7 @@ class _Slicing:
         @wraps(original)
         def draw(*args: Any, **kwargs: Any) -> Any:
             size: Any = kwargs.get("size", args[-1] if args else ())
-            if isinstance(size, int) or not self._rows_first(size):
+            if isinstance(size, int) or not self.rows_first(size):
                 note_single(self.hook_context, size)
                 return original(*args, **kwargs)
             limits = args if "size" in kwargs else args[:-1]
@@ -238,11 +196,6 @@ class _Slicing:
         if not isinstance(value, torch.Tensor) or not value.dim() or value.size(0) != rows:
             return value
         return value.detach().repeat(self.hook_context.data.size, *[1] * (value.dim() - 1))
-
-
-def _has_rows(limits: Any, kwargs: Any) -> bool:
-    """Return whether numbers are drawn within limits that are arrays, of this rank's rows."""
-    return any(np.ndim(each) for each in (*limits, *(value for name, value in kwargs.items() if name != "size")))
 
 
 def _empty_for_all(tensor: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ class LocalBatches:
         backwards: How many have begun.
         drawn: How many shares of batches were drawn.
         loss_is_sum: Whether the last loss was a sum over the batch.
+        joined: Of what the script made of several shares since one was drawn, by its rows: those of each share.
         single: Numbers drawn one by one since the last backward, by the script's line.
         noted: Sums of what was computed of rows beside a loss's graph and is still to be compared, by what it is.
         complete: Whether the loader that was read last gave all ranks the same rows, to evaluate by.
@@ -41,6 +42,7 @@ class LocalBatches:
     backwards: int = 0
     drawn: int = 0
     loss_is_sum: bool = False
+    joined: dict[int, tuple[int, ...]] = field(default_factory=dict)
     single: dict[str, int] = field(default_factory=dict)
     noted: dict[str, float] = field(default_factory=dict)
     complete: bool = False
@@ -53,9 +55,19 @@ class LocalBatches:
         """Note that a share has so many rows."""
         self.sizes.add(rows)
         self.latest = rows
+        self.joined.clear()
         self.complete = False
         self.drawn += 1
         self.divided = True
+
+    def join(self, parts: Sequence[int]) -> None:
+        """Note that shares of so many rows are one below the other in a tensor, such as two views of a batch."""
+        if len(parts) > 1 and all(rows in self.sizes for rows in parts):
+            self.joined[sum(parts)] = tuple(parts)
+
+    def parts_of(self, rows: int) -> tuple[int, ...]:
+        """Return of how many rows each are the shares that so many rows are of."""
+        return (rows,) if rows in self.sizes else self.joined.get(rows, (rows,))
 
     def may_have_rows(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor may be of this rank's rows, by its size."""
@@ -97,6 +109,8 @@ class LocalBatches:
         Masks may have the time first, or the rows of all heads and positions together in one dimension. Where
         several dimensions could be the rows, the batch at hand counts before others, then what the pass got.
         """
+        if shape[0] in self.joined and not self.time_first:
+            return 0
         now = {self.current, self.latest} - {0}
         for sizes in (now, self.sizes):
             found = [dim for dim, rows in enumerate(shape[:2]) if rows in sizes and self._may_hold(dim, shape)]

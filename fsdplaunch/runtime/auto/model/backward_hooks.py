@@ -1,7 +1,7 @@
 """Look at each backward pass of a plain script before it runs: how the loss is reduced, and what it is for."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, ValuesView
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.data.random_alignment import align_random_states
 from fsdplaunch.runtime.auto.data.row_statistics import tell_noted
 from fsdplaunch.runtime.auto.data.same_rows import SameRows
 from fsdplaunch.runtime.auto.data.single_draws import tell_single
@@ -20,6 +21,7 @@ from fsdplaunch.runtime.auto.model.forward_hooks import check_not_gathered
 from fsdplaunch.runtime.auto.model.parameter_gradients import gradients_by_backward, sharded_parameters
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.torch_internals.graph_nodes import is_in_backward
+from fsdplaunch.runtime.torch_internals.tensors import is_of_transform
 from fsdplaunch.runtime.torch_internals.wrappers import compiles_backward
 
 
@@ -60,6 +62,7 @@ class _Watch:
                 tell_single(self.hook_context)
                 tell_noted(self.hook_context)
                 whole = self.scale.apply(losses)
+                align_random_states(self.hook_context)
         self.hook_context.batches.leave()
         self.hook_context.recorder.note_backward()
         return whole
@@ -99,8 +102,9 @@ class _Watch:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            inputs = tuple(inputs) if isinstance(inputs, Iterator) else inputs  # model.parameters() is read once
-            if self._acts() and not _compiles():
+            if isinstance(inputs, Iterator | ValuesView):  # model.parameters() is read once
+                inputs = tuple(inputs)
+            if self._acts() and not _compiles() and not is_of_transform(outputs):
                 found = self._own_grad(
                     original, _listed(outputs), _listed(inputs), grad_outputs, retain_graph, create_graph
                 )

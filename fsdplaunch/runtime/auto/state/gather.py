@@ -1,5 +1,7 @@
 """Gather full tensors one at a time, where they are wanted; all workers take part."""
 
+import copy
+import copyreg
 import io
 import pickle
 import sys
@@ -185,6 +187,8 @@ def allow_pickling(model: nn.Module) -> None:
 
 def _reducer(module: "weakref.ref[nn.Module]") -> Callable[[int], Any]:
     def reduce_ex(_protocol: int) -> Any:
+        if sys._getframe(1).f_code is copy.copy.__code__:  # it has the parameters that the module has
+            return copyreg.__newobj__, (type(module()),), dict(vars(module()))  # type: ignore[attr-defined]
         full: Any = _itself if _open else ShardGatherer("pickle", keep=True).full_or_own
         model: Any = module()
         # Protocol 1 names the class in a way that need not be the pickled object's own.

@@ -13,7 +13,7 @@ from fsdplaunch.runtime.auto.dtensor.error_notes import explaining_mixtures
             "Invariant encountered: value was None when it should not be",
             "fsdp_transformer_layer_cls_to_wrap",
         ),
-        (RuntimeError, "expected scalar type BFloat16 but found Float", "fsdp_version: 1"),
+        (RuntimeError, "expected scalar type BFloat16 but found Float", "x.to(weight.dtype)"),
         (RuntimeError, "Found dtype Float but expected BFloat16", "precision.output: fp32"),
         (RuntimeError, "aten.add.Tensor got mixed torch.Tensor and DTensor", "fsdplaunch.prepare"),
     ],

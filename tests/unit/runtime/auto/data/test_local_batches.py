@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fsdplaunch.runtime.auto.data.literal_sizes import is_literal_call
+from fsdplaunch.runtime.auto.data.drawing_code import is_literal_call
 from fsdplaunch.runtime.auto.data.local_batches import LocalBatches
 
 WORDS = torch.zeros(5, 8, dtype=torch.long)

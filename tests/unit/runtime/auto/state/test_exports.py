@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.data.global_draws import drawing_for_global_batch
+from fsdplaunch.runtime.auto.data.local_batches import LocalBatches
 from fsdplaunch.runtime.auto.data.row_order import telling_row_orders
 from fsdplaunch.runtime.auto.data.row_statistics import telling_row_statistics
 from fsdplaunch.runtime.auto.dtensor.function_table import handling_shards
@@ -29,10 +30,7 @@ HOOKS = (
 
 @pytest.fixture(autouse=True)
 def _hooked() -> Iterator[None]:
-    data, rows = (
-        SimpleNamespace(rank=0, size=2),
-        SimpleNamespace(sizes=set(), current=None, complete=False, may_have_rows=None),
-    )
+    data, rows = SimpleNamespace(rank=0, size=2), LocalBatches()
     context: Any = SimpleNamespace(
         keeps_batch=True,
         size=2,
@@ -92,11 +90,16 @@ def reduced(x: torch.Tensor) -> torch.Tensor:
     )
 
 
+def joined(x: torch.Tensor) -> torch.Tensor:
+    below = torch.cat([x, x]) + torch.concat([x, x]) + x.repeat(2)
+    return below + torch.vstack([x, x]).view(-1) + below.bernoulli(0.5) + below.multinomial(4)
+
+
 def normalised(x: torch.Tensor) -> torch.Tensor:
     return nn.functional.batch_norm(torch.stack([x, 2 * x]), None, None, training=True)
 
 
-@pytest.mark.parametrize("function", [noise, noise_like, drawn, ordered, reduced, normalised])
+@pytest.mark.parametrize("function", [noise, noise_like, drawn, ordered, reduced, joined, normalised])
 def test_scripted_code_may_name_the_functions_that_are_hooked(function: Any) -> None:
     x = torch.tensor([0.25, 0.75])
     torch.manual_seed(0)
@@ -106,7 +109,9 @@ def test_scripted_code_may_name_the_functions_that_are_hooked(function: Any) -> 
     assert torch.equal(one, function(x))
 
 
-@pytest.mark.parametrize("module", [nn.BatchNorm1d(2), nn.InstanceNorm1d(2), nn.Dropout()])
+@pytest.mark.parametrize(
+    "module", [nn.BatchNorm1d(2), nn.InstanceNorm1d(2), nn.Dropout(), nn.LSTM(2, 2, 2), nn.GRU(2, 2), nn.RNN(2, 2)]
+)
 def test_modules_of_torch_are_scripted(module: nn.Module) -> None:
     assert isinstance(torch.jit.script(module), torch.jit.ScriptModule)
 

@@ -1,7 +1,8 @@
-"""Whether a script's call has its size written as numbers: `torch.rand(1)` draws as many for any batch.
+"""What the code that draws random numbers tells of their size, which alone does not say whether it is of rows.
 
-Needed where a rank's share has as many rows: the line of source tells one number for all from one for each row. It
-also tells a size that is computed of the rows, `torch.randint(0, t, (n // 2 + 1,))`, from one that is any number.
+A size that is written as numbers, `torch.rand(1)`, is the same for any batch, also where a rank's share has as many
+rows. One that is computed of the rows, `torch.randint(0, t, (n // 2 + 1,))`, is another on each. A recurrent layer of torch's
+has the rows in the second dimension.
 """
 
 import ast
@@ -14,9 +15,11 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
+from torch import nn
 
 from fsdplaunch.runtime.auto.script_line import is_user_file
 
+_RECURRENT = frozenset(kind.forward.__code__ for kind in (nn.LSTM, nn.GRU, nn.RNN))
 _PACKAGE = f"{Path(__file__).parents[3]}/"
 _ALL_ARGUMENTS = ("rand", "randn", "empty", "zeros", "ones", "random_sample", "standard_normal", "new")
 """Functions whose positional arguments are all of the size, as those of `new_empty` and `FloatTensor` are; others
@@ -42,12 +45,25 @@ def has_size_of_rows(rows: Container[int]) -> bool:
     return bool(parts) and isinstance(parts[0], ast.BinOp) and _is_of_rows(parts[0], frame, rows)
 
 
+def is_recurrent_and_packed() -> bool | None:
+    """Return whether the recurrent layer of torch's that draws now has packed sequences; None where none draws."""
+    frame = _calling_frame()
+    if frame is None or frame.f_code not in _RECURRENT:
+        return None
+    return frame.f_locals.get("batch_sizes") is not None
+
+
 def _drawing_frame() -> FrameType | None:
     """Return the frame that calls this package, if it is of the script's own code."""
+    frame = _calling_frame()
+    return frame if frame is not None and is_user_file(frame.f_code.co_filename) else None
+
+
+def _calling_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
-    return frame if frame is not None and is_user_file(frame.f_code.co_filename) else None
+    return frame
 
 
 def _is_of_rows(computed: ast.expr, frame: FrameType, rows: Container[int]) -> bool:
