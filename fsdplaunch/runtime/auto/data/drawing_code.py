@@ -1,8 +1,8 @@
 """What the code that draws random numbers tells of their size, which alone does not say whether it is of rows.
 
-A size that is written as numbers, `torch.rand(1)`, is the same for any batch, though a rank's share may have as many
-rows. One that is computed of the rows, `torch.randint(0, t, (n // 2 + 1,))`, is another on each. A recurrent layer
-of torch's has the rows in the second dimension.
+A size that is written as numbers, `torch.rand(1)`, is the same for any batch, though a rank's share may have as
+many rows. One that is computed of the rows, `torch.randint(0, t, (n // 2 + 1,))`, is another on each. A recurrent
+layer of torch's has the rows in the second dimension.
 """
 
 import ast
