@@ -1,6 +1,9 @@
 """Losses of the first batches are computed again from the rows of all ranks; what is otherwise is told."""
 
+import re
 from pathlib import Path
+
+import pytest
 
 from tests.scripts.conftest import RANKS, Forks
 
@@ -136,3 +139,38 @@ def _told_of(err: str, number: int) -> list[str]:
 
 def _lines(out: str) -> list[tuple[str, str]]:
     return [(name, numbers) for name, _, numbers in (line.partition(": ") for line in out.splitlines())]
+
+
+SIZES = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+rows, size = map(int, sys.argv[1:])
+model = nn.Linear(5, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in DataLoader(TensorDataset(torch.randn(rows, 5), torch.randn(rows, 3)), batch_size=size):
+    loss = (model(x) - y).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"{sum(p.sum() for p in model.parameters()).item():.5f}", file=sys.stderr, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("rows", "size"), [(4, 1), (2 * RANKS + 1, RANKS)])
+def test_batches_of_fewer_rows_than_ranks_are_each_ranks_and_told_before_the_first_step(
+    forks: Forks, tmp_path: Path, rows: int, size: int
+) -> None:
+    script, given = tmp_path / "train.py", (str(rows), str(size))
+    script.write_text(SIZES)
+    plain = forks.run(script, tmp_path / "plain", *given)
+    many = forks.run(script, tmp_path / "many", *given, ranks=RANKS, launch__keep_global_batch=True)
+    assert (plain.codes, many.codes) == ([0], [0] * RANKS), many.err
+    numbers = [float(line) for line in plain.err[0].splitlines()]
+    lines = many.err[0].splitlines()
+    steps = [place for place, line in enumerate(lines) if re.fullmatch(r"-?\d+\.\d+", line)]
+    assert [float(lines[place]) for place in steps] == pytest.approx(numbers, abs=2e-5)
+    (told,) = [place for place, line in enumerate(lines) if "a batch of 1" in line]
+    assert told < steps[0] or size == 1  # with batches of 1 it is told at the first backward

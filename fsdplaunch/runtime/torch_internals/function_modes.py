@@ -3,16 +3,20 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import overrides
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import DeviceContext
 
 _stack: Any = overrides
 
 
 def put_below(mode: TorchFunctionMode) -> None:
-    """Put a mode below all others but the one of a default device, which torch expects to be the lowest."""
-    above = _taken(lambda each: isinstance(each, DeviceContext))
+    """Put a mode below all others but that of `set_default_device`, which torch expects to be the lowest.
+
+    That of `with torch.device(...)` is taken off from above, whatever is there.
+    """
+    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    above = _taken(lambda each: each is default)
     _stack._push_mode(mode)
     _put_back(above)
 

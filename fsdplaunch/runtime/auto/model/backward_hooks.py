@@ -62,9 +62,9 @@ class _Watch:
                 tell_single(self.hook_context)
                 tell_noted(self.hook_context)
                 whole = self.scale.apply(losses)
+                self.hook_context.recorder.note_backward()
                 align_random_states(self.hook_context)
         self.hook_context.batches.leave()
-        self.hook_context.recorder.note_backward()
         return whole
 
     def backward(self, original: Any) -> Any:

@@ -79,8 +79,8 @@ class Recorder(TorchFunctionMode):
     def note_backward(self) -> None:
         """Note that a backward has begun: what was computed before it is forgotten when the next batch is read."""
         self._backwards += 1
-        self._passed = True
-        if self._backwards >= min(self._until, MOST_BACKWARDS):
+        self._passed = not self.ended
+        if self._backwards == min(self._until, MOST_BACKWARDS):
             self.end()
 
     def note_new_loss(self) -> None:
@@ -88,18 +88,19 @@ class Recorder(TorchFunctionMode):
         self._until = self._backwards + 1 + LOOKS
 
     def end(self) -> None:
-        """Record nothing any more; what is left of it goes with the next `begin` or `remove`."""
+        """Record nothing any more; the mode itself goes with the next `begin` or `remove`."""
         self.is_on, self.ended = False, True
         self.forget()
+        while self._handles:
+            self._handles.pop().remove()
 
     def remove(self) -> None:
         """Take away what is installed; not inside of a function of torch."""
-        self.end()
+        if not self.ended:
+            self.end()
         if self._begun:
             self._begun = False
             take_off(self)
-            while self._handles:
-                self._handles.pop().remove()
 
     def forget(self) -> None:
         """Forget the calls so far: what they made is given from now on."""
