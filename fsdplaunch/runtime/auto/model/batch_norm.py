@@ -39,11 +39,13 @@ def normalising_global_batch(hook_context: HookContext) -> Iterator[None]:
             momentum: float = 0.1,
             eps: float = 1e-5,
         ) -> torch.Tensor:
-            if torch.compiler.is_compiling() or not training or not _is_share(hook_context):
+            shares = training and not torch.compiler.is_compiling() and _may_be_share(hook_context)
+            sums = _sums(input, known=bool(hook_context.batches.current)) if shares else None
+            if sums is None:
                 return original(  # type: ignore[no-any-return]
                     input, running_mean, running_var, weight, bias, training, momentum, eps
                 )
-            mean, variance, count = _statistics(input)
+            mean, variance, count = _statistics(input, *sums)
             if running_mean is not None and running_var is not None:
                 _follow(running_mean, mean, momentum)
                 _follow(running_var, variance * (count / max(count - 1, 1)), momentum)
@@ -55,26 +57,58 @@ def normalising_global_batch(hook_context: HookContext) -> Iterator[None]:
         yield
 
 
-def _is_share(hook_context: HookContext) -> bool:
-    """Return whether the pass that runs was given this rank's share of a batch, not rows that all ranks have."""
+def _may_be_share(hook_context: HookContext) -> bool:
+    """Return whether the pass that runs may have this rank's share of a batch, as it may on every rank."""
     context, batches = hook_context, hook_context.batches
     evaluates = batches.complete and not torch.is_grad_enabled()  # as update_bn does, in training mode
-    return bool(context.ownership.ours and context.models and batches.current and not evaluates)
+    return bool(context.ownership.ours and context.models and batches.divided and not evaluates)
 
 
-def _statistics(given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+def _sums(given: torch.Tensor, *, known: bool) -> tuple[torch.Tensor, float] | None:
+    """Return each channel's sum over all ranks' rows, and the number of its values. Collective.
+
+    Args:
+        given: What is normalised here.
+        known: Whether the pass was given as many rows as this rank's share has. Nodes of graphs, points and what
+            else a row has several of are as many as it happens: what ranks have tells then whether it is a share.
+
+    Returns:
+        None where all ranks have the same rows.
+    """
+    values = _exact(given)
+    own = given.numel() // max(given.size(1), 1)
+    total = _added_up(torch.cat([values.sum(_others(given)), values.new_tensor([own, float(known)])]))
+    if int(total[-1].item()) < dist.get_world_size() and _are_alike(values):
+        return None
+    return total[:-2], float(total[-2].item())
+
+
+@torch.no_grad()
+def _are_alike(values: torch.Tensor) -> bool:
+    """Return whether all ranks have the same numbers. Collective."""
+    own = values.double().sum()
+    extremes = torch.stack([own, -own])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    return bool(extremes[0] == -extremes[1])
+
+
+def _statistics(given: torch.Tensor, sums: torch.Tensor, count: float) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Return mean and variance of each channel over all ranks' rows, and the number of its values. Collective.
 
     In two steps, for a variance as exact as torch's. Shapes `[channels]`, in fp32 at the least.
     """
-    values = given if given.dtype in (torch.float32, torch.float64) else given.float()
-    dims = [dim for dim in range(given.dim()) if dim != 1]
-    own = given.numel() // max(given.size(1), 1)
-    total = _added_up(torch.cat([values.sum(dims), values.new_full((1,), float(own))]))
-    count = float(total[-1].item())
-    mean = total[:-1] / count
-    variance = _added_up((values - _per_channel(mean, given)).square().sum(dims)) / count
-    return mean, variance, count
+    mean = sums / count
+    deviations = _exact(given) - _per_channel(mean, given)
+    return mean, _added_up(deviations.square().sum(_others(given))) / count, count
+
+
+def _exact(given: torch.Tensor) -> torch.Tensor:
+    return given if given.dtype in (torch.float32, torch.float64) else given.float()
+
+
+def _others(given: torch.Tensor) -> list[int]:
+    """Return the dimensions but that of the channels."""
+    return [dim for dim in range(given.dim()) if dim != 1]
 
 
 class _SumOverRanks(torch.autograd.Function):
