@@ -91,3 +91,42 @@ for kind in (Plain, Nested, Slots, Data, Named, Rows):
         optimizer.step()
     found = F.mse_loss(model.eval()(kind(inputs)).x, wanted).item(), *(p.norm().item() for p in model.parameters())
     print(f"{kind.__name__}: {' '.join(f'{value:.6f}' for value in found)}")
+
+
+class Graph:
+    """Rows of several nodes each, as many as it happens, with the row that each is of."""
+
+    def __init__(self, rows):
+        self.x = torch.cat(
+            [inputs[row].repeat(1 + row % 3, 1) * torch.arange(1, 2 + row % 3)[:, None] for row in rows]
+        )
+        self.row = torch.cat([torch.full((1 + row % 3,), number) for number, row in enumerate(rows)])
+        self.wanted = wanted[rows]
+
+
+class Nodes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x, row):
+        x = torch.relu(self.norm(self.first(x)))
+        return self.head(torch.zeros(int(row.max()) + 1, 8).index_add(0, row, x))
+
+
+def trained(model, rows, pass_of):
+    torch.manual_seed(1)
+    model = model.to("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for graph in DataLoader(rows, batch_size=8, collate_fn=Graph):
+        optimizer.zero_grad()
+        F.mse_loss(pass_of(model, graph), graph.wanted).backward()
+        optimizer.step()
+    numbers = *(p.norm().item() for p in model.parameters()), *(b.double().norm().item() for b in model.buffers())
+    return " ".join(f"{value:.6f}" for value in numbers)
+
+
+print("nodes:", trained(Nodes(), list(range(32)), lambda model, graph: model(graph.x, graph.row)))
+x, row = Graph(list(range(32))).x, Graph(list(range(32))).row  # which all ranks have
+both = trained(Nodes(), list(range(32)), lambda model, graph: model(graph.x, graph.row) + model(x, row).mean())
+print("of all:", both)

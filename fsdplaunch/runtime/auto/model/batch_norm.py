@@ -57,11 +57,13 @@ class _BatchNorm:
             eps: float = 1e-5,
         ) -> torch.Tensor:
             weight, bias = _in_dtype_of(running_mean, weight), _in_dtype_of(running_mean, bias)
-            if torch.compiler.is_compiling() or not training or not self._is_over_ranks():
+            counts = training and not torch.compiler.is_compiling()
+            sums = self._sums_over_ranks(input) if counts else None
+            if sums is None:
                 return original(  # type: ignore[no-any-return]
                     input, running_mean, running_var, weight, bias, training, momentum, eps
                 )
-            mean, variance, count = _statistics(input)
+            mean, variance, count = _statistics(input, *sums)
             if running_mean is not None and running_var is not None:
                 _follow(running_mean, mean, momentum)
                 _follow(running_var, variance * (count / max(count - 1, 1)), momentum)
@@ -69,10 +71,14 @@ class _BatchNorm:
 
         return batch_norm
 
-    def _is_over_ranks(self) -> bool:
-        context = self.hook_context
-        keeps = context.keeps_batch and context.size > 1
-        return self.synchronises or (keeps and _is_share(context))
+    def _sums_over_ranks(self, given: torch.Tensor) -> tuple[torch.Tensor, float] | None:
+        """Return the sums over all ranks' rows; None where this rank normalises by those that it is given."""
+        context = self.context
+        if self.synchronises:
+            return _sums(given, known=True)
+        if context.keeps_batch and context.size > 1 and _may_be_share(context):
+            return _sums(given, known=bool(context.batches.current))
+        return None
 
     def synchronised(self, original: Any) -> Any:
         """Make SyncBatchNorm's forward, which goes the way of BatchNorm where the tensors are on the CPU."""
@@ -97,26 +103,58 @@ def _in_dtype_of(running: torch.Tensor | None, param: torch.Tensor | None) -> An
     return param.to(running.dtype) if mixed and param is not None and running is not None else param
 
 
-def _is_share(hook_context: HookContext) -> bool:
-    """Return whether the pass that runs was given this rank's share of a batch, not rows that all ranks have."""
+def _may_be_share(hook_context: HookContext) -> bool:
+    """Return whether the pass that runs may have this rank's share of a batch, as it may on every rank."""
     context, batches = hook_context, hook_context.batches
     evaluates = batches.complete and not torch.is_grad_enabled()  # as update_bn does, in training mode
-    return bool(context.ownership.ours and context.models and batches.current and not evaluates)
+    return bool(context.ownership.ours and context.models and batches.divided and not evaluates)
 
 
-def _statistics(given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+def _sums(given: torch.Tensor, *, known: bool) -> tuple[torch.Tensor, float] | None:
+    """Return each channel's sum over all ranks' rows, and the number of its values. Collective.
+
+    Args:
+        given: What is normalised here.
+        known: Whether the pass was given as many rows as this rank's share has. Nodes of graphs, points and what
+            else a row has several of are as many as it happens: what ranks have tells then whether it is a share.
+
+    Returns:
+        None where all ranks have the same rows.
+    """
+    values = _exact(given)
+    own = given.numel() // max(given.size(1), 1)
+    total = _added_up(torch.cat([values.sum(_others(given)), values.new_tensor([own, float(known)])]))
+    if int(total[-1].item()) < dist.get_world_size() and _are_alike(values):
+        return None
+    return total[:-2], float(total[-2].item())
+
+
+@torch.no_grad()
+def _are_alike(values: torch.Tensor) -> bool:
+    """Return whether all ranks have the same numbers. Collective."""
+    own = values.double().sum()
+    extremes = torch.stack([own, -own])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    return bool(extremes[0] == -extremes[1])
+
+
+def _statistics(given: torch.Tensor, sums: torch.Tensor, count: float) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Return mean and variance of each channel over all ranks' rows, and the number of its values. Collective.
 
     In two steps, for a variance as exact as torch's. Shapes `[channels]`, in fp32 at the least.
     """
-    values = given if given.dtype in (torch.float32, torch.float64) else given.float()
-    dims = [dim for dim in range(given.dim()) if dim != 1]
-    own = given.numel() // max(given.size(1), 1)
-    total = _added_up(torch.cat([values.sum(dims), values.new_full((1,), float(own))]))
-    count = float(total[-1].item())
-    mean = total[:-1] / count
-    variance = _added_up((values - _per_channel(mean, given)).square().sum(dims)) / count
-    return mean, variance, count
+    mean = sums / count
+    deviations = _exact(given) - _per_channel(mean, given)
+    return mean, _added_up(deviations.square().sum(_others(given))) / count, count
+
+
+def _exact(given: torch.Tensor) -> torch.Tensor:
+    return given if given.dtype in (torch.float32, torch.float64) else given.float()
+
+
+def _others(given: torch.Tensor) -> list[int]:
+    """Return the dimensions but that of the channels."""
+    return [dim for dim in range(given.dim()) if dim != 1]
 
 
 class _SumOverRanks(torch.autograd.Function):
