@@ -73,7 +73,7 @@ class _BatchNorm:
 
     def _sums_over_ranks(self, given: torch.Tensor) -> tuple[torch.Tensor, float] | None:
         """Return the sums over all ranks' rows; None where this rank normalises by those that it is given."""
-        context = self.context
+        context = self.hook_context
         if self.synchronises:
             return _sums(given, known=True)
         if context.keeps_batch and context.size > 1 and _may_be_share(context):
