@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.random import fork_rng
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.dtensor.own_numbers import compare_at_backward
@@ -120,7 +121,11 @@ class LossScale:
     def _difference(self, loss: torch.Tensor, weighted: list[Weighted]) -> Difference | None:
         """Return how far ranks' gradients are from those of one process; None if not known. Collective."""
         recorder = self.hook_context.recorder
-        with recorder.paused():
+        device = self.hook_context.device
+        with (
+            recorder.paused(),
+            fork_rng([device] if device.type == "cuda" else []),
+        ):  # what it draws is not training
             own = computed_again(loss, recorder.program_of(loss), recorder.inputs, weighted)
             counts = [each.value for every in weighted for each in every.reduction.amounts]
             return difference(own, self.hook_context.batches.latest, counts)

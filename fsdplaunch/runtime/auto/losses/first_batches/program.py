@@ -73,7 +73,7 @@ class Call:
         args: With `Made`, `Given` and `Read` in the places of tensors and numbers.
         kwargs: The same.
         grad: Whether gradients were on.
-        autocast: The dtype that operations were cast to; None for none.
+        autocast: The kind of device and the dtype that operations were cast to; None for none.
         line: Of the script.
     """
 
@@ -81,7 +81,7 @@ class Call:
     args: Any
     kwargs: Any
     grad: bool
-    autocast: torch.dtype | None
+    autocast: tuple[str, torch.dtype] | None
     line: str
 
 
@@ -150,7 +150,7 @@ def _make(
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(call.grad))
         if call.autocast is not None:
-            stack.enter_context(torch.autocast("cpu", call.autocast))
+            stack.enter_context(torch.autocast(*call.autocast))
         result = call.function(*args, **kwargs)
     return [*results_of(result), args[0] if args else None]
 

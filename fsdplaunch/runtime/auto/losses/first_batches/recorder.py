@@ -141,10 +141,8 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make a call, and record it."""
-        func, kwargs = (
-            original_of(func),
-            kwargs or {},
-        )  # torch gives what stands in its place, which has run by now
+        func = original_of(func)  # torch gives what stands in its place, which has run by now
+        kwargs = kwargs or {}
         if not self.is_on or len(self.calls) >= MOST_CALLS or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         with self.paused():
@@ -165,10 +163,9 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Call:
-        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         mark = partial(self._mark, name_of(func))
         marked = mapped(mark, args), mapped(mark, kwargs)
-        return Call(func, *marked, torch.is_grad_enabled(), autocast, script_line())
+        return Call(func, *marked, torch.is_grad_enabled(), _autocast(args), script_line())
 
     def _mark(self, function: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -223,8 +220,17 @@ def _copied(param: nn.Parameter) -> torch.Tensor:
     return param.detach().clone().requires_grad_(param.requires_grad)
 
 
+def _autocast(args: Any) -> tuple[str, torch.dtype] | None:
+    kind = next((each.device.type for each in marks(args) if isinstance(each, torch.Tensor)), "cpu")
+    casts = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+    return (kind, torch.get_autocast_dtype(kind)) if casts else None
+
+
 def _is_opaque(args: Any, kwargs: Any) -> bool:
-    tensors = [each for each in marks(args, kwargs) if isinstance(each, torch.Tensor)]
-    return any(
-        isinstance(each, DTensor) or each.is_inference() or is_function_transforms(each) for each in tensors
+    """Return whether a call is not to be made again: it draws by a generator, or has other than plain tensors."""
+    given = list(marks(args, kwargs))
+    tensors = [each for each in given if isinstance(each, torch.Tensor)]
+    return any(isinstance(each, torch.Generator) for each in given) or any(
+        isinstance(each, DTensor) or each.is_meta or each.is_inference() or is_function_transforms(each)
+        for each in tensors
     )

@@ -68,10 +68,11 @@ def test_modules_with_parameters_and_random_numbers_are_given(recorder: Recorder
     layer, x = nn.Linear(3, 2), torch.randn(4, 3)
     recorder.begin()
     out = layer(x)
-    program = recorder.program_of((F.dropout(out, 0.5) + out).mean())
+    noise = torch.randn(4, 2, generator=torch.Generator().manual_seed(1))
+    program = recorder.program_of((F.dropout(out, 0.5) + out + noise).mean())
     assert isinstance(program, Program)
     shapes = [recorder.inputs[number].tensor for number in program.inputs]
-    assert [None if each is None else each.shape for each in shapes] == [(4, 2), (4, 2)]
+    assert [None if each is None else each.shape for each in shapes] == [(4, 2)] * 3
 
 
 def test_recording_ends_some_passes_after_the_last_new_loss(recorder: Recorder) -> None:
