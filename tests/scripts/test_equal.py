@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 
-from fsdplaunch.runtime.torch_internals.graph_nodes import takes_partial_passes
+from fsdplaunch.runtime.torch_internals.graphs.graph_nodes import takes_partial_passes
 from tests.needs import needs
 from tests.scripts.conftest import RANKS, Forks, Run
 
@@ -485,7 +485,7 @@ def test_generators_of_a_dataset_seeds_by_rank_and_losses_of_single_rows_are_tol
 
 
 def test_generators_that_a_dataset_reaches_are_found() -> None:
-    from fsdplaunch.runtime.auto.data.own_generators import OwnGenerators
+    from fsdplaunch.runtime.auto.rng.own_generators import OwnGenerators
 
     of_closure, of_partial, order = random.Random(1), numpy.random.RandomState(2), torch.Generator()
 

@@ -12,11 +12,11 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.runtime.auto.data.local_batches import LocalBatches
-from fsdplaunch.runtime.auto.data.rng_streams import RngStreams
 from fsdplaunch.runtime.auto.detect.module_registry import ModuleRegistry
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.losses.exchange import LossExchange
 from fsdplaunch.runtime.auto.losses.first_batches.recorder import Recorder
+from fsdplaunch.runtime.auto.rng.rng_streams import RngStreams
 from fsdplaunch.runtime.auto.state.rank0.position import Position, trains_shards
 from fsdplaunch.runtime.auto.state.saved_paths import SavedPaths
 from fsdplaunch.runtime.rank import DataRanks, configured_data_ranks

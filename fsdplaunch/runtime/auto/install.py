@@ -6,12 +6,9 @@ from contextlib import ExitStack, contextmanager
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.cut_batches import telling_cut_batches
 from fsdplaunch.runtime.auto.data.data_loaders import dividing_loaders
-from fsdplaunch.runtime.auto.data.global_draws import drawing_for_global_batch
 from fsdplaunch.runtime.auto.data.library_metrics import counting_rows_once
-from fsdplaunch.runtime.auto.data.rng_streams import drawing_alike_in_evaluation, seeding_by_rank
 from fsdplaunch.runtime.auto.data.row_order import telling_row_orders
 from fsdplaunch.runtime.auto.data.row_statistics import telling_row_statistics
-from fsdplaunch.runtime.auto.data.unseeded import seeding_alike
 from fsdplaunch.runtime.auto.ddp.construction import sharding_replicas
 from fsdplaunch.runtime.auto.ddp.spawned_ranks import running_spawned_ranks
 from fsdplaunch.runtime.auto.detect.module_registry import registering_modules
@@ -36,6 +33,9 @@ from fsdplaunch.runtime.auto.model.functional_calls import computing_with_given_
 from fsdplaunch.runtime.auto.model.gathered_view import showing_shards
 from fsdplaunch.runtime.auto.model.moves import keeping_hooks
 from fsdplaunch.runtime.auto.model.renamed_parameters import refusing_renames
+from fsdplaunch.runtime.auto.rng.global_draws import drawing_for_global_batch
+from fsdplaunch.runtime.auto.rng.rng_streams import drawing_alike_in_evaluation, seeding_by_rank
+from fsdplaunch.runtime.auto.rng.unseeded import seeding_alike
 from fsdplaunch.runtime.auto.state.exports import exporting_full_models
 from fsdplaunch.runtime.auto.state.files.file_operations import doing_once
 from fsdplaunch.runtime.auto.state.files.fresh_folders import keeping_fresh_folders

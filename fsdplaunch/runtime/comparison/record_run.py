@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 from fsdplaunch.config.environment import COMPARE_CHANGED, COMPARE_DIR, REHEARSAL_STEPS
 from fsdplaunch.run_dir import COMPARED_CHANGED, COMPARED_PLAIN, write_json
-from fsdplaunch.runtime.auto.data.rng_streams import RngStreams
-from fsdplaunch.runtime.auto.data.unseeded import SEED, seeding_from
+from fsdplaunch.runtime.auto.rng.rng_streams import RngStreams
+from fsdplaunch.runtime.auto.rng.unseeded import SEED, seeding_from
 from fsdplaunch.runtime.check_run import stop_after
 from fsdplaunch.runtime.comparison.last_digits import LastDigits
 from fsdplaunch.runtime.comparison.recorder import Recorder

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, IterableDataset, Sampler, get_worker_
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.data.rng_streams import random_states, set_random_states
+from fsdplaunch.runtime.auto.rng.rng_streams import random_states, set_random_states
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0
 

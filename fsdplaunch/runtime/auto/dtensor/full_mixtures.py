@@ -15,7 +15,7 @@ from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor.mixtures import is_plain
 from fsdplaunch.runtime.auto.dtensor.own_numbers import note_numbers
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler
-from fsdplaunch.runtime.torch_internals.node_kinds import mark_rows
+from fsdplaunch.runtime.torch_internals.graphs.node_kinds import mark_rows
 
 METHODS = (
     *("__mul__", "__rmul__", "mul", "multiply", "__truediv__", "__rtruediv__", "div", "divide", "true_divide"),

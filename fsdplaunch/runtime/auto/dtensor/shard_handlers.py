@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
-from fsdplaunch.runtime.auto.data.rng_streams import RngStreams
 from fsdplaunch.runtime.auto.model.written_in_passes import is_gathered, put_data
+from fsdplaunch.runtime.auto.rng.rng_streams import RngStreams
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdplaunch.runtime.auto.data.rng_streams import RngStreams
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler, is_partial
 from fsdplaunch.runtime.auto.dtensor.shard_parts import full_copy, refresh, take_part, written_back
+from fsdplaunch.runtime.auto.rng.rng_streams import RngStreams
 from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals.dtensor import (

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from fsdplaunch.runtime.auto.losses.written_numbers import is_written
-from fsdplaunch.runtime.torch_internals.graph_nodes import Factor, counted_elements, scale_factor
+from fsdplaunch.runtime.torch_internals.graphs.graph_nodes import Factor, counted_elements, scale_factor
 
 
 class Amount(NamedTuple):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fsdplaunch.runtime.auto.losses.amounts import Amount, SumOverRows, scales_of_mean, sum_over_rows, void_factor
-from fsdplaunch.runtime.torch_internals.graph_nodes import (
+from fsdplaunch.runtime.torch_internals.graphs.graph_nodes import (
     Factor,
     loss_reduction,
     reduced_dims,
@@ -19,7 +19,7 @@ from fsdplaunch.runtime.torch_internals.graph_nodes import (
     scale_factor,
     total_weight,
 )
-from fsdplaunch.runtime.torch_internals.node_kinds import (
+from fsdplaunch.runtime.torch_internals.graphs.node_kinds import (
     ELEMENTWISE,
     LINEAR,
     LOSSES,

@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from fsdplaunch.runtime.torch_internals.graph_nodes import along_dims, multiplied_shapes, operand_shape
-from fsdplaunch.runtime.torch_internals.node_kinds import ALONG, is_of_parameters, kind_of
+from fsdplaunch.runtime.torch_internals.graphs.graph_nodes import along_dims, multiplied_shapes, operand_shape
+from fsdplaunch.runtime.torch_internals.graphs.node_kinds import ALONG, is_of_parameters, kind_of
 
 _MIXERS = (ALONG - {"Gather"}) | {"VarMean", "StdMean"}
 _RESHAPES = ("View", "UnsafeView", "ReshapeAlias")

@@ -18,7 +18,7 @@ from fsdplaunch.runtime.auto.losses.row_mixing import (
     penalises_on_meshes,
 )
 from fsdplaunch.runtime.collectives.rank_group import from_all
-from fsdplaunch.runtime.torch_internals.graph_nodes import takes_partial_passes
+from fsdplaunch.runtime.torch_internals.graphs.graph_nodes import takes_partial_passes
 
 
 def tell_mixing(

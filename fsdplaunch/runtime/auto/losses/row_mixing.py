@@ -15,8 +15,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdplaunch.runtime.auto.losses.graph import BatchReduction
-from fsdplaunch.runtime.torch_internals.graph_nodes import computed_dims, fixed_factor, moves_rows, reduced_shape
-from fsdplaunch.runtime.torch_internals.node_kinds import ALONG, ELEMENTWISE, LOSSES, has_rows, kind_of, noted
+from fsdplaunch.runtime.torch_internals.graphs.graph_nodes import (
+    computed_dims,
+    fixed_factor,
+    moves_rows,
+    reduced_shape,
+)
+from fsdplaunch.runtime.torch_internals.graphs.node_kinds import (
+    ALONG,
+    ELEMENTWISE,
+    LOSSES,
+    has_rows,
+    kind_of,
+    noted,
+)
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves
 
 _KEY, _INNER = "fsdplaunch_output", "fsdplaunch_inner_output"

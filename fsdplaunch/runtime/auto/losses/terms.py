@@ -10,7 +10,7 @@ from typing import Any
 from fsdplaunch.runtime.auto.losses.graph import BatchReduction
 from fsdplaunch.runtime.auto.losses.plan import Amounts, ReductionFacts, ReductionPlan, plan_reduction
 from fsdplaunch.runtime.auto.losses.row_mixing import is_of_model
-from fsdplaunch.runtime.torch_internals.node_kinds import kind_of
+from fsdplaunch.runtime.torch_internals.graphs.node_kinds import kind_of
 
 _NAMED_NODES = 20
 Ranks = Sequence[Sequence[ReductionFacts]]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.losses.graph import BatchReduction
-from fsdplaunch.runtime.torch_internals.node_kinds import MOST_NODES, kind_of
+from fsdplaunch.runtime.torch_internals.graphs.node_kinds import MOST_NODES, kind_of
 
 _IS_WHOLE = "_fsdplaunch_is_whole"
 _CLOSE = 1e-9

@@ -9,7 +9,7 @@ import torch
 from fsdplaunch.runtime.auto.losses.first_batches.numbers import as_given
 from fsdplaunch.runtime.auto.losses.first_batches.program import Input, Program
 from fsdplaunch.runtime.auto.losses.held_parts import Weighted
-from fsdplaunch.runtime.torch_internals.node_kinds import MOST_NODES, kind_of
+from fsdplaunch.runtime.torch_internals.graphs.node_kinds import MOST_NODES, kind_of
 
 _SAME, _SAME_HALF = 1e-5, 1e-2
 Tensors = Mapping[int, torch.Tensor]

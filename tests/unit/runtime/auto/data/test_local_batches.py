@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fsdplaunch.runtime.auto.data.drawing_code import is_literal_call
 from fsdplaunch.runtime.auto.data.local_batches import LocalBatches
+from fsdplaunch.runtime.auto.rng.drawing_code import is_literal_call
 
 WORDS = torch.zeros(5, 8, dtype=torch.long)
 """(times, rows)"""

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.auto.data.global_draws import drawing_for_global_batch
 from fsdplaunch.runtime.auto.data.local_batches import LocalBatches
 from fsdplaunch.runtime.auto.data.row_order import telling_row_orders
 from fsdplaunch.runtime.auto.data.row_statistics import telling_row_statistics
 from fsdplaunch.runtime.auto.dtensor.function_table import handling_shards
 from fsdplaunch.runtime.auto.model.batch_norm import normalising_global_batch
+from fsdplaunch.runtime.auto.rng.global_draws import drawing_for_global_batch
 from fsdplaunch.runtime.auto.state.exports import exporting_full_models
 
 HOOKS = (

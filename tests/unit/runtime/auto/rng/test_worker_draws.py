@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from fsdplaunch.runtime.auto.data.worker_draws import WorkerDraws
+from fsdplaunch.runtime.auto.rng.worker_draws import WorkerDraws
 
 
 class Items(Dataset[torch.Tensor]):

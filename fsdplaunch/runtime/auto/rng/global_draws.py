@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.data.drawing_code import has_literal_size, is_recurrent_and_packed
-from fsdplaunch.runtime.auto.data.joined_rows import joining_rows
-from fsdplaunch.runtime.auto.data.numpy_draws import drawing_by_numpy
-from fsdplaunch.runtime.auto.data.rejected_draws import drawing_by_rejection
 from fsdplaunch.runtime.auto.data.row_order import tell_once
-from fsdplaunch.runtime.auto.data.single_draws import note_single
 from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.rng.drawing_code import has_literal_size, is_recurrent_and_packed
+from fsdplaunch.runtime.auto.rng.joined_rows import joining_rows
+from fsdplaunch.runtime.auto.rng.numpy_draws import drawing_by_numpy
+from fsdplaunch.runtime.auto.rng.rejected_draws import drawing_by_rejection
+from fsdplaunch.runtime.auto.rng.single_draws import note_single
 from fsdplaunch.runtime.torch_internals.operators import below, drawing_instead
 
 _IN_PLACE = (

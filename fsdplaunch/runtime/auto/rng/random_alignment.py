@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.data.rng_streams import random_states, set_random_states
 from fsdplaunch.runtime.auto.data.row_order import tell_once
+from fsdplaunch.runtime.auto.rng.rng_streams import random_states, set_random_states
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0
 
 _UNEQUAL = (

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdplaunch.probe.torch_version import parse
-from fsdplaunch.runtime.torch_internals.node_kinds import ELEMENTWISE, PLAIN, kind_of
+from fsdplaunch.runtime.torch_internals.graphs.node_kinds import ELEMENTWISE, PLAIN, kind_of
 
 _MOST_BELOW = 20
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from fsdplaunch.runtime.auto.data.own_generators import OwnGenerators
-from fsdplaunch.runtime.auto.data.rng_streams import equal_states, random_states
+from fsdplaunch.runtime.auto.rng.own_generators import OwnGenerators
+from fsdplaunch.runtime.auto.rng.rng_streams import equal_states, random_states
 from fsdplaunch.runtime.torch_internals.data_loaders import around_fetches
 
 

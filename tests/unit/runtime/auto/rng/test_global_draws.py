@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from fsdplaunch.runtime.auto.data.global_draws import drawing_for_global_batch
 from fsdplaunch.runtime.auto.data.local_batches import LocalBatches
+from fsdplaunch.runtime.auto.rng.global_draws import drawing_for_global_batch
 
 ROWS, RANKS = 4, 2
 

@@ -1,0 +1,1 @@
+"""Nodes of backward graphs: which operation they are of, and what they have saved of it."""
