@@ -4,7 +4,6 @@ Needed because gradients are averaged over ranks: that gives the gradient of one
 and one N-th of it for a sum. The graph is read from the loss down to what the model computed.
 """
 
-import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -106,8 +105,13 @@ class _Search:
                 yield self._reduction(node, name, scales)
 
     def _is_of_one(self, node: Any) -> bool:
-        """Return whether a sum or a mean is over one element, which is no row: it changes nothing."""
-        return 1 not in self.sizes and math.prod(reduced_shape(node)) == 1
+        """Return whether a sum or a mean is of one number that was reduced before, which it does not change.
+
+        Not of one row, of a rank whose rows leave it no more.
+        """
+        below = node.next_functions[0][0] if node.next_functions else None
+        reduced = below is not None and kind_of(below) in LOSSES | set(PLAIN)
+        return reduced and 1 not in self.sizes and not reduced_shape(node)
 
     def _is_of_reduced(self, node: Any) -> bool:
         """Return whether a sum is of losses that are reduced already, such as a loss times each weight of a model.
