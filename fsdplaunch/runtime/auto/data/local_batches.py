@@ -1,6 +1,7 @@
 """What this rank's shares of the batches look like, to tell them from data that all ranks hold alike."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +65,15 @@ class LocalBatches:
         """Note that shares of so many rows are one below the other in a tensor, such as two views of a batch."""
         if len(parts) > 1 and all(rows in self.sizes for rows in parts):
             self.joined[sum(parts)] = tuple(parts)
+
+    @contextmanager
+    def keeping_joined(self) -> Iterator[None]:
+        """Forget at the end what was joined meanwhile."""
+        before = dict(self.joined)
+        try:
+            yield
+        finally:
+            self.joined = before
 
     def parts_of(self, rows: int) -> tuple[int, ...]:
         """Return of how many rows each are the shares that so many rows are of."""

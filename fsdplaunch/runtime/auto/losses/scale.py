@@ -120,12 +120,10 @@ class LossScale:
 
     def _difference(self, loss: torch.Tensor, weighted: list[Weighted]) -> Difference | None:
         """Return how far ranks' gradients are from those of one process; None if not known. Collective."""
-        recorder = self.hook_context.recorder
-        device = self.hook_context.device
-        with (
-            recorder.paused(),
-            fork_rng([device] if device.type == "cuda" else []),
-        ):  # what it draws is not training
+        recorder, device = self.hook_context.recorder, self.hook_context.device
+        devices = [device] if device.type == "cuda" else []
+        # What is drawn and joined meanwhile is not the script's.
+        with recorder.paused(), fork_rng(devices), self.hook_context.batches.keeping_joined():
             own = computed_again(loss, recorder.program_of(loss), recorder.inputs, weighted)
             counts = [each.value for every in weighted for each in every.reduction.amounts]
             return difference(own, self.hook_context.batches.latest, counts)
