@@ -1,6 +1,6 @@
 """What this rank's shares of the batches look like, to tell them from data that all ranks hold alike."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
