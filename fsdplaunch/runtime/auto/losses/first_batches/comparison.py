@@ -74,7 +74,8 @@ def difference(own: OwnLoss | None, rows: int, counts: Collection[float]) -> Dif
     Returns:
         The same on all ranks.
     """
-    ranks = from_all(None if own is None or not rows else sent_of(own, rows, counts))
+    looks = own is not None and rows > 1  # one row looks like any other dimension of one
+    ranks = from_all(sent_of(own, rows, counts) if own is not None and looks else None)
     if own is None or None in ranks or not are_alike(ranks):
         return None
     numbers = own_number(own.program, ranks)
