@@ -71,6 +71,7 @@ KNOWN = {
     "_getframe": "sys",
     "_current_frames": "sys",
     "_replace": "named tuples",
+    "_fields": "named tuples",
     "_from_config": "transformers",
     "_save": "transformers",
     "_prepare_backend": "accelerate",
