@@ -129,3 +129,46 @@ def test_losses_of_means_over_rows_that_are_bent_are_told(forks: Forks, tmp_path
     found = [(int(line.split(":")[2]) - 1, line.partition("batch (")[2].partition(")")[0]) for line in told]
     lines = [(number, line.rpartition("  # ")[2]) for number, line in enumerate(MEANS.splitlines(), 1)]
     assert found == [(number, of) for number, of in lines if of in ("Pow", "MseLoss", "Log1P", "Mul")], done.err
+
+
+BOXES = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+torch.manual_seed(0)
+images = [(torch.randn(6), torch.rand(int(torch.randint(1, 5, ())), 4)) for _ in range(12 * RANKS)]
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.box, self.kind = nn.Linear(6, 16), nn.Linear(16, 40), nn.Linear(16, 20)
+    def forward(self, x):
+        out = self.body(x).tanh()
+        return self.box(out).view(-1, 10, 4).sigmoid(), self.kind(out).view(-1, 10, 2)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for items in DataLoader(images, batch_size=2 * RANKS, shuffle=True, collate_fn=list):
+    boxes = [each for _, each in items]
+    box, kind = model(torch.stack([image for image, _ in items]))
+    row = torch.cat([torch.full((len(each),), at) for at, each in enumerate(boxes)])
+    place = torch.cat([torch.arange(len(each)) for each in boxes])
+    far = F.l1_loss(box[row, place], torch.cat(boxes), reduction="none")
+    target = torch.ones(kind.shape[:2], dtype=torch.long)
+    target[row, place] = 0
+    named = F.cross_entropy(kind.transpose(1, 2), target, torch.tensor([1.0, 0.1]))
+    (5 * far.sum() / len(row) + 2 * far.sum(1).pow(2).sum() / len(row) + named).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_losses_whose_reductions_only_some_ranks_know_are_looked_at_by_all_or_by_none(
+    forks: Forks, tmp_path: Path
+) -> None:
+    """By chance a rank has as many boxes as rows, or as another one: its graph then says something else."""
+    script = tmp_path / "train.py"
+    script.write_text(BOXES.replace("RANKS", str(RANKS)))
+    done = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
+    assert done.codes == [0] * RANKS, done.err
+    line = next(number for number, each in enumerate(BOXES.splitlines(), 1) if "backward" in each)
+    assert f"train.py:{line}: each rank's mean is over a count of its own" in done.err[0]

@@ -34,6 +34,7 @@ def tell_mixing(
         known: Whether it is known, on all ranks, to compare none between what models returned and the loss.
     """
     rows = hook_context.batches.current
+    found = _looked_at(found)
     hidden = penalises_on_meshes(loss)
     seen = takes_partial_passes(penalised_meshes=hidden)
     mixes = seen and not known and compares_rows(loss, found, rows, outputs_of_models(loss))
@@ -69,6 +70,18 @@ def _mixes_inside(hook_context: HookContext, loss: torch.Tensor, found: list[Bat
     outputs = list(compress((output for output, _ in inner), differ))
     below = mixing_operation((edge.node for edge, _ in outputs), rows, _nodes_of(found)) if rows > 1 else ""
     return compares_rows(loss, found, rows, outputs) or bool(below)
+
+
+def _looked_at(found: list[BatchReduction]) -> list[BatchReduction]:
+    """Return the reductions that rows can be looked for in on all ranks. Collective.
+
+    Each is looked at by gradients, for which models may gather parameters: all ranks do so, or none. What a rank
+    has as many of as something else, by chance, is a reduction of an unknown kind there.
+    """
+    known = from_all([each.kind != "unknown" and bool(each.shape) for each in found])
+    if any(len(each) != len(found) for each in known):
+        return []
+    return list(compress(found, map(all, zip(*known, strict=True))))
 
 
 def _nodes_of(found: list[BatchReduction]) -> list[Any]:
