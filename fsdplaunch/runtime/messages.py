@@ -12,9 +12,10 @@ unequal: list[str] = []
 
 
 def say_unequal(text: str) -> None:
-    """Say, on rank 0, that something is computed that one process would not compute; remember it on all."""
-    unequal.append(text)
-    say(text)
+    """Say once, on rank 0, that something is computed that one process would not compute; remember it on all."""
+    if text not in unequal:
+        unequal.append(text)
+        say(text)
 
 
 def say(text: str) -> None:

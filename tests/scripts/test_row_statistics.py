@@ -172,3 +172,5 @@ def test_losses_whose_reductions_only_some_ranks_know_are_looked_at_by_all_or_by
     assert done.codes == [0] * RANKS, done.err
     line = next(number for number, each in enumerate(BOXES.splitlines(), 1) if "backward" in each)
     assert f"train.py:{line}: each rank's mean is over a count of its own" in done.err[0]
+    told = [each for each in done.err[0].splitlines() if each.startswith("fsdplaunch: train.py")]
+    assert sorted(set(told)) == sorted(told)  # each once, however the ranks' graphs differ
