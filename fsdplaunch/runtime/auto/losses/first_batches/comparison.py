@@ -126,10 +126,15 @@ def _compared(own: OwnLoss, tensors: dict[int, AllRows], ways: Sequence[_Way]) -
 
 
 def _mean_of_alike(own: OwnLoss, tensors: dict[int, AllRows]) -> dict[int, torch.Tensor]:
-    """Return this rank's gradients; the mean over ranks of those for what all have alike. Collective."""
+    """Return this rank's gradients; the mean over ranks of those for what all have alike. Collective.
+
+    Empty where ranks have gradients of different tensors.
+    """
     small = [n for n, each in own.gradients.items() if tensors[n].dim is None and each.numel() <= _MOST_ALIKE]
-    ranks = from_all([own.gradients[number].cpu() for number in small])
-    means = {number: sum(each[place] for each in ranks) / len(ranks) for place, number in enumerate(small)}
+    ranks = from_all({number: own.gradients[number].cpu() for number in small})
+    if any(each.keys() != ranks[0].keys() for each in ranks):
+        return {}
+    means = {number: sum(each[number] for each in ranks) / len(ranks) for number in small}
     known = {number: each for number, each in own.gradients.items() if tensors[number].dim is not None}
     return {**known, **{number: each.to(own.gradients[number].device) for number, each in means.items()}}
 
