@@ -93,7 +93,7 @@ class LocalBatches:
         if not torch.is_grad_enabled():
             return
         if self.compares and not self.divided and tensors:
-            self.fingerprint = float(sum(tensor.detach().double().sum() for tensor in tensors))
+            self.fingerprint = float(sum(map(_fingerprint, tensors)))
         if self.current:
             self.shared_passes += 1
         else:
@@ -144,3 +144,11 @@ class LocalBatches:
         """Note that a backward has begun, which the passes so far belong to."""
         self.shared_passes = self.alike_passes = 0
         self.backwards += 1
+
+
+def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sum over a tensor in which each place has a weight of its own: sums of few words are soon alike."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.detach().double().sum()
+    values = tensor.detach().double().flatten()
+    return values @ torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device).sqrt()

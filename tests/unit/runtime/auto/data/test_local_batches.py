@@ -39,7 +39,16 @@ def test_passes_that_are_given_no_tensors_are_not_taken_for_the_same() -> None:
     for given in (object(), SimpleNamespace(rows=torch.ones(3)), torch.zeros(3)):
         batches.enter([given])
         found.append(batches.fingerprint)
-    assert found == [None, 3.0, 0.0]
+    assert found == [None, pytest.approx(1 + 2**0.5 + 3**0.5), 0.0]
+
+
+def test_other_words_with_the_same_sum_are_not_taken_for_the_same() -> None:
+    batches = LocalBatches()
+    found = []
+    for given in (torch.tensor([3, 1, 2]), torch.tensor([1, 3, 2]), torch.tensor([3, 1, 2])):
+        batches.enter([given, given.to_sparse()])
+        found.append(batches.fingerprint)
+    assert found[0] == found[2] != found[1]
 
 
 @pytest.mark.parametrize(
