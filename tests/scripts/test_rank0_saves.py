@@ -150,13 +150,14 @@ if rank == 1:
 torch.save(model.state_dict(), "never.pt")
 """
 
-EVALUATED_ALONE = """
+TRAINED_ALONE = """
 step()
+model.eval()
+with torch.no_grad():
+    model(torch.randn(4, 8))
 if rank == 0:
-    model.eval()
-    with torch.no_grad():
-        print(model(torch.randn(4, 8)).sum())
     model.train()
+    print(model(torch.randn(4, 8)).sum())
 step()
 """
 
@@ -241,7 +242,7 @@ def test_killed_rank_ends_the_save_within_seconds(forks: Forks, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("body", "line", "says"),
     [
-        (EVALUATED_ALONE, "print(model(", "calls Net in evaluation on rank 0 only: rank 1 is at train.py:"),
+        (TRAINED_ALONE, "print(model(", "calls Net in training on rank 0 only: rank 1 is at train.py:"),
         (
             SWAPPED,
             "torch.save(model.state_dict(), ",
@@ -249,7 +250,7 @@ def test_killed_rank_ends_the_save_within_seconds(forks: Forks, tmp_path: Path) 
         ),
         (UNKNOWN, "torch.save(best", "is neither a parameter nor optimizer state as they are now"),
     ],
-    ids=["evaluation", "swapped weights", "unknown copy"],
+    ids=["training", "swapped weights", "unknown copy"],
 )
 def test_what_rank_0_cannot_do_alone_is_an_error_at_its_line(
     forks: Forks, tmp_path: Path, body: str, line: str, says: str

@@ -117,3 +117,14 @@ LBFGS_GATHERS = "_gather_flat_grad"
 """The method by which LBFGS puts all gradients into one row; all versions."""
 LBFGS_ADDS = "_add_grad"
 """The method by which LBFGS adds a step size times a row to all parameters; all versions."""
+
+
+def computes_without_gradients(method: Any) -> bool:
+    """Return whether a method is decorated by `torch.no_grad` or `torch.inference_mode`; all versions."""
+    while method is not None:
+        cells = getattr(getattr(method, "__func__", method), "__closure__", None) or ()
+        contexts = (getattr(cell.cell_contents, "__self__", None) for cell in cells)
+        if any(isinstance(each, torch.no_grad | torch.inference_mode) for each in contexts):
+            return True
+        method = getattr(method, "__wrapped__", None)
+    return False

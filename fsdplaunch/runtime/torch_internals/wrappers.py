@@ -39,6 +39,14 @@ def is_compiled(module: nn.Module, modules: Iterable[nn.Module]) -> bool:
     return in_place or any(compiled_module(each) is module for each in modules)
 
 
+def computes_compiled(model: nn.Module, modules: Iterable[nn.Module]) -> bool:
+    """Return whether a model, a part of it or what holds it is compiled, by one of these wrappers or in place."""
+    held = [inner for inner in map(compiled_module, modules) if inner is not None]
+    parts = set(model.modules())
+    in_place = any(getattr(part, "_compiled_call_impl", None) is not None for part in parts)
+    return in_place or any(inner in parts or model in inner.modules() for inner in held)
+
+
 def checkpointed_module(module: nn.Module) -> nn.Module | None:
     """Return the module that activation checkpointing's wrapper holds; None for any other module; all versions."""
     inner: nn.Module | None = getattr(module, "_checkpoint_wrapped_module", None)

@@ -18,7 +18,7 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.api.gradients import set_gradient_sync
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
-from fsdplaunch.runtime.auto.state.rank0.passes import check_turn
+from fsdplaunch.runtime.auto.state.rank0.passes import turns_on_all_ranks
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.torch_internals.fsdp2 import drop_local_gradients, group_refs
 from fsdplaunch.runtime.torch_internals.tensors import overwriting_uncounted
@@ -37,7 +37,7 @@ class Forward:
         self.model = model
         self.syncs = True
         self.buffers = [each for each in model.buffers() if each.numel()] if buffers else []
-        self.joins = self.accumulates = False
+        self.joins = self.accumulates = self.is_alone = False
         self.groups = [ref for unit in model.modules() if is_unit(unit) for ref in group_refs(unit)]
         _forwards.add(self)
         self.before, self.after = untraced(self.begin), untraced(self.end)  # made once: that takes long
@@ -54,13 +54,16 @@ class Forward:
             self.syncs = bool(ddp.require_backward_grad_sync)
             self.accumulates = True
             set_gradient_sync(self.model, on=self.syncs)
+        self.is_alone = False
         if ddp.require_forward_param_sync and self.buffers:
-            check_turn(self.model)
-            self._send_buffers()
+            self.is_alone = not turns_on_all_ranks(self.model)
+            if not self.is_alone:
+                self._send_buffers()
 
     def end(self, ddp: Any) -> None:
         """Note whether the next pass is to begin with rank 0's buffers: after one that averages, as torch does."""
-        ddp.require_forward_param_sync = torch.is_grad_enabled() and ddp.require_backward_grad_sync
+        if not self.is_alone:  # the other ranks do not note it
+            ddp.require_forward_param_sync = torch.is_grad_enabled() and ddp.require_backward_grad_sync
 
     @torch.no_grad()
     def _send_buffers(self) -> None:

@@ -20,9 +20,11 @@ from fsdplaunch.runtime.auto.model.double_backward import ModelPass, keep_pass, 
 from fsdplaunch.runtime.auto.model.gathered_view import view_of
 from fsdplaunch.runtime.auto.model.inner_calls import gather_around_parts
 from fsdplaunch.runtime.auto.script_line import being_built, script_line
+from fsdplaunch.runtime.auto.state.rank0.full_passes import FullPasses
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
 from fsdplaunch.runtime.torch_internals.fsdp2 import pass_look
+from fsdplaunch.runtime.torch_internals.modules import computes_without_gradients
 from fsdplaunch.runtime.torch_internals.tensors import apart_from_parameters, return_no_parameters, tree_map
 
 _CHANGES = ("set", "load", "update", "init", "reset", "copy", "tie", "freeze", "save", "to", "register")
@@ -37,7 +39,7 @@ class ForwardHooks:
         model: nn.Module,
         line: str,
         *,
-        begin_pass: Callable[[nn.Module], None],
+        begin_pass: Callable[[nn.Module], FullPasses | None],
         begin_training: Callable[[], None],
         trains: Callable[[], bool],
         enter: Callable[[Iterable[Any]], None],
@@ -46,6 +48,7 @@ class ForwardHooks:
         self.noted, self.returned = enter, leave
         self.depth = 0
         self.begin_pass = begin_pass
+        self.alone: FullPasses | None = None
         self.rng_state: torch.Tensor | None = None
         self.buffers: dict[str, torch.Tensor] = {}
         self.begin_training: Callable[[], None] | None = begin_training
@@ -74,7 +77,10 @@ class ForwardHooks:
             torch.compiler.disable(self.begin_training)()  # a compiled model's hooks are traced
             self.begin_training = None
         if self.depth == 0:
-            self.begin_pass(model)
+            self.alone = self.begin_pass(model)
+            if self.alone is not None:
+                self.depth += 1
+                return self.alone.inputs(model, args, kwargs)
             if not torch.compiler.is_compiling():
                 self.view.enter(model)
         if not self.depth and model.training and not torch.compiler.is_compiling():
@@ -104,8 +110,10 @@ class ForwardHooks:
             if id(param) not in self.known:
                 raise late_parameter(model, name, self.line)
 
-    def _leave(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def _leave(self, model: Any, args: Any, kwargs: Any, output: Any) -> Any:
         self.depth -= 1
+        if self.alone is not None:
+            return output if self.depth else self._end_alone(model, output)
         if self.rng_state is not None and not self.depth:
             given = {"args": args, "kwargs": kwargs}
             made = ModelPass(model=self.model, rng_state=self.rng_state, buffers=self.buffers, **given)
@@ -115,6 +123,11 @@ class ForwardHooks:
             if model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 self.returned(output)
             self._free(model)
+        return output
+
+    def _end_alone(self, model: nn.Module, output: Any) -> Any:
+        alone, self.alone = self.alone, None
+        return output if alone is None else alone.end(model, output)
 
     def _free(self, model: Any) -> None:
         """Reshard where no backward pass will: what the script looks at next are the shards again."""
@@ -127,6 +140,7 @@ class ForwardHooks:
         """Gather parameters around a method as around forward, where the script calls it itself, with tensors."""
         gathered = model.__dict__.get(name)
         plain = getattr(model, name)
+        gradients = not computes_without_gradients(plain)
         model_of: Any = self.model
         if gathered is None:
             model.__dict__[name] = _returning_copies(plain)
@@ -137,7 +151,8 @@ class ForwardHooks:
         def call_gathered(*args: Any, **kwargs: Any) -> Any:
             if self.depth or not any(isinstance(arg, torch.Tensor) for arg in [*args, *kwargs.values()]):
                 return plain(*args, **kwargs)
-            args, kwargs = self._enter(model_of(), args, kwargs) or (args, kwargs)
+            with torch.set_grad_enabled(gradients and torch.is_grad_enabled()):
+                args, kwargs = self._enter(model_of(), args, kwargs) or (args, kwargs)
             _gathering.append(f"{original_name(model_of())}.{name}")
             try:
                 return gathered(*args, **kwargs)
@@ -145,7 +160,7 @@ class ForwardHooks:
                 _gathering.pop()
                 self.depth -= 1
                 if self.depth == 0:
-                    self._free(model_of())
+                    self._free(model_of()) if self.alone is None else self._end_alone(model_of(), None)
 
         call_gathered.fsdplaunch_gathers = True  # type: ignore[attr-defined]
         model.__dict__[name] = call_gathered

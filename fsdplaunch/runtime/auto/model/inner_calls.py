@@ -6,6 +6,7 @@ gathered there only. With gradients such a call stays an error: nothing would re
 
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from fsdplaunch.runtime.auto.state.rank0.full_passes import FullPasses
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.torch_internals.fsdp2 import is_in_pass, take_for_outermost
 from fsdplaunch.runtime.torch_internals.tensors import apart_from_parameters
@@ -27,13 +29,13 @@ def computes_in_part(model: nn.Module) -> bool:
 
 
 def gather_around_parts(
-    model: nn.Module, begin_pass: Callable[[nn.Module], None], check_first: Callable[[], None]
+    model: nn.Module, begin_pass: Callable[[nn.Module], FullPasses | None], check_first: Callable[[], None]
 ) -> list[RemovableHandle]:
     """Hook the calls of the modules of the outermost unit.
 
     Args:
         model: Sharded, a unit itself.
-        begin_pass: Called with the model before such a call.
+        begin_pass: Called with the model before such a call; returns what gives rank 0 full parameters alone.
         check_first: Called before each of them, for it may come before the model's first pass.
 
     Returns:
@@ -44,6 +46,7 @@ def gather_around_parts(
     held = weakref.ref(model)
     inside = _inside.setdefault(model, [])
 
+    ends: list[Callable[[], Any]] = []
     begin = _beginning(held, check_first)
 
     def enter(part: nn.Module, args: Any) -> None:
@@ -55,16 +58,14 @@ def gather_around_parts(
         begin(part, args)
         model: Any = held()
         if not is_in_pass(model):
-            begin_pass(model)
             inside.append(part)
-            model.unshard()
+            ends.append(_gathered(model, begin_pass(model)))
 
     def leave(part: nn.Module, _args: Any, output: Any) -> Any:
         if inside and inside[-1] is part:
             inside.pop()
-            model: Any = held()
             output = apart_from_parameters(output)
-            model.reshard()
+            ends.pop()()
         return output
 
     for part in _parts(model):
@@ -72,6 +73,14 @@ def gather_around_parts(
         part.register_forward_hook(leave, always_call=True)
     units = [unit for unit in model.modules() if unit is not model and is_unit(unit)]
     return [unit.register_forward_pre_hook(begin, prepend=True) for unit in units]
+
+
+def _gathered(model: Any, alone: FullPasses | None) -> Callable[[], Any]:
+    """Gather a model's parameters, unless rank 0 has full ones; return what ends that."""
+    if alone is not None:
+        return partial(alone.end, model)
+    model.unshard()
+    return model.reshard  # type: ignore[no-any-return]
 
 
 def _refuse_shards(part: nn.Module, args: Any) -> None:
@@ -89,9 +98,10 @@ def _beginning(
     """Return a hook by which the model stays the outermost where a part of it is called first."""
 
     def begin(_part: nn.Module, _args: Any) -> None:
-        if not torch.compiler.is_compiling():
+        model: Any = held()
+        if not torch.compiler.is_compiling() and not is_in_pass(model):
             check_first()
-            take_for_outermost(held())
+            take_for_outermost(model)
 
     return begin
 

@@ -13,11 +13,12 @@ from torch import nn
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.script_line import calling_lines, script_line
-from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
+from fsdplaunch.runtime.auto.state.rank0.full_passes import FullPasses
+from fsdplaunch.runtime.auto.state.rank0.pulling import Rank0Saves, rank0_saves
 
 _HINT = (
     "call the model on all ranks: take the evaluation out of `if rank == 0:`, give all ranks as many batches, and"
-    " let rank 0 print"
+    " let rank 0 print; rank 0 alone can evaluate a model that FSDP2 shards and that is not compiled"
 )
 
 
@@ -36,46 +37,80 @@ class Passes:
         self.evaluated_at = -1
         self.training = True
         self.without_gradients: set[str] = set()
+        self.full = FullPasses(name, hook_context)
 
-    def begin(self, model: nn.Module) -> None:
-        """Count a pass that begins; errors as `turn`."""
-        self.turn(model)
-        if self.ownership.ranked and not (model.training and torch.is_grad_enabled()):
-            self._evaluate_further()
-        self.position.begin_pass()
+    def begin(self, model: nn.Module) -> FullPasses | None:
+        """Begin a pass.
 
-    def _evaluate_further(self) -> None:
-        """Check that all ranks make a further pass of an evaluation; a teacher makes one in each step.
+        Returns:
+            What ends it, where rank 0 makes it alone; None where all ranks make it, and it was counted.
 
         Raises:
-            ShardingError: Only rank 0 does.
-            CheckpointError: Only other ranks do.
+            ShardingError: Only rank 0 makes it, and it trains, or cannot be made by one rank.
+            CheckpointError: Only other ranks make it.
         """
-        if self.evaluated_at == self.position.steps:
-            check_all_ranks(f"{self.name} in evaluation")
-        self.evaluated_at = self.position.steps
+        if not (self.turn(model) and self._evaluates_further(model)):
+            saves = rank0_saves()
+            if saves is None:
+                raise AssertionError
+            return self.full.begin(model, saves)
+        self.full.forget()
+        self.position.begin_pass()
+        return None
 
-    def turn(self, model: nn.Module) -> None:
-        """Check that all ranks turn a model from training to evaluation, or back, where this one does.
+    def _evaluates_further(self, model: nn.Module) -> bool:
+        """Return whether all ranks make a further pass of an evaluation; a teacher makes one in each step."""
+        if not self.ownership.ranked or (model.training and torch.is_grad_enabled()):
+            return True
+        if self.evaluated_at == self.position.steps and not self._made_by_all(model, "in evaluation"):
+            return False
+        self.evaluated_at = self.position.steps
+        return True
+
+    def turn(self, model: nn.Module) -> bool:
+        """Return whether all ranks turn a model from training to evaluation, or back, where this one does.
 
         So that an evaluation that leaves the model as it is in training is seen, too, all ranks meet at each line
         of the script that computes without gradients for the first time.
 
+        Returns:
+            False where rank 0 alone does, and can compute alone.
+
         Raises:
-            ShardingError: Only rank 0 does.
+            ShardingError: Only rank 0 does, and it trains, or cannot compute alone.
             CheckpointError: Only other ranks do.
         """
         if model.training != self.training:
-            check_all_ranks(f"{self.name} in {'training' if model.training else 'evaluation'}")
+            if not self._made_by_all(model, "in training" if model.training else "in evaluation"):
+                return False
             self.training = model.training
         elif self.training and not torch.is_grad_enabled():
-            self._meet_without_gradients(calling_lines())
+            return self._meets_without_gradients(model, calling_lines())
+        return True
 
-    def _meet_without_gradients(self, lines: str) -> None:
+    def _meets_without_gradients(self, model: nn.Module, lines: str) -> bool:
         if lines not in self.without_gradients:
             called = lines.partition(", ")[2]
-            check_all_ranks(f"{self.name} without gradients" + (f" ({called})" if called else ""))
+            if not self._made_by_all(model, "without gradients", f" ({called})" if called else ""):
+                return False
             self.without_gradients.add(lines)
+        return True
+
+    def _made_by_all(self, model: nn.Module, how: str, called: str = "") -> bool:
+        """Return whether all ranks make a pass; False where rank 0 makes it alone, as it can.
+
+        In a script that has ranks of its own, others may be in a pass at another line, which is not this one.
+        """
+        saves, call = rank0_saves(), f"{self.name} {how}"
+        if saves is None:
+            return True
+        has_ranks = self.ownership.ranked or not self.ownership.ours
+        at = f" at {calling_lines()}" if has_ranks else called
+        if saves.meet(call + at, _HINT):
+            return True
+        if not self.full.can_be(model):
+            raise _alone(saves, call, _HINT)
+        return False
 
 
 _passes: "weakref.WeakKeyDictionary[nn.Module, Passes]" = weakref.WeakKeyDictionary()
@@ -86,10 +121,9 @@ def note_passes(model: nn.Module, passes: Passes) -> None:
     _passes[model] = passes
 
 
-def check_turn(model: nn.Module) -> None:
+def turns_on_all_ranks(model: nn.Module) -> bool:
     """Do what a model's next pass begins with, before something else that all ranks do; see `Passes.turn`."""
-    if model in _passes:
-        _passes[model].turn(model)
+    return model not in _passes or _passes[model].turn(model)
 
 
 def check_all_ranks(call: str, hint: str = _HINT) -> None:
@@ -105,9 +139,12 @@ def check_all_ranks(call: str, hint: str = _HINT) -> None:
     """
     saves = rank0_saves()
     if saves is not None and not saves.meet(call, hint):
-        rank, where = next(iter(saves.where.items()))
-        msg = f"{script_line()} calls {call} on rank 0 only: rank {rank} is at {where}"
-        raise ShardingError(msg, hint=hint)
+        raise _alone(saves, call, hint)
+
+
+def _alone(saves: Rank0Saves, call: str, hint: str) -> ShardingError:
+    rank, where = next(iter(saves.where.items()))
+    return ShardingError(f"{script_line()} calls {call} on rank 0 only: rank {rank} is at {where}", hint=hint)
 
 
 def meet_rank0(call: str) -> None:

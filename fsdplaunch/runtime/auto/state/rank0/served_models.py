@@ -4,6 +4,7 @@ Needed because scripts save `if accelerator.is_main_process:` and `if rank == 0:
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,7 @@ from torch.optim import optimizer as optimizers
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.state.rank0.flat_shards import is_divided_over_all, number_units
+from fsdplaunch.runtime.auto.state.rank0.full_passes import FullPasses
 from fsdplaunch.runtime.auto.state.rank0.passes import Passes, note_passes
 from fsdplaunch.runtime.auto.state.rank0.pulling import open_once
 from fsdplaunch.runtime.auto.state.rank0.shard_names import count_changes_from_now, is_over_all_ranks
@@ -85,5 +87,21 @@ def serve(model: nn.Module, hook_context: HookContext) -> None:
     wrapped = model.module if isinstance(model, FullyShardedDataParallel) else model
     passes = Passes(original_class(wrapped).__name__, hook_context)
     note_passes(model, passes)
-    begin = untraced(passes.begin)
-    model.register_forward_pre_hook(lambda module, _: begin(module), prepend=True)
+    _hook_passes(model, untraced(passes.begin))
+
+
+def _hook_passes(model: nn.Module, begin: Callable[[nn.Module], FullPasses | None]) -> None:
+    """Begin each pass of a model so, and end those that rank 0 makes alone."""
+    passes: list[FullPasses | None] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        full = None if any(passes) else begin(module)  # a model may call itself
+        passes.append(full)
+        return None if full is None else full.inputs(module, args, kwargs)
+
+    def leave(module: nn.Module, _args: Any, output: Any) -> Any:
+        full = passes.pop() if passes else None
+        return None if full is None else full.end(module, output)
+
+    model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+    model.register_forward_hook(leave, always_call=True)
