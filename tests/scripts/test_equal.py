@@ -328,6 +328,9 @@ for (x,) in DataLoader(TensorDataset(torch.ones(48, 3)), batch_size=16):
     vectors = torch.stack([torch.randn(3) for _ in x])
     shares = torch.rand(3 * n).view(3, n)
     unrepeated = torch.multinomial(torch.ones(40), n)
+    times = (torch.rand(1) + torch.arange(n)) / n
+    spaced = torch.linspace(0, 1, steps=len(x))
+    numbers = x[torch.arange(n), torch.arange(len(x)) % 3], torch.arange(3) / 3, torch.linspace(0, 1, 16)
     chosen = np.random.default_rng(0).choice(40, n, replace=False)
     fitting = torch.rand(n * 3), torch.multinomial(torch.ones(40), 3), torch.randint(0, 10, (len(x),))
     fitting = torch.rand(n, 3), torch.randn(other * 2, 3), torch.rand(2 * 3)
@@ -346,13 +349,17 @@ def test_draws_by_a_size_that_is_computed_of_the_rows_are_told(forks: Forks, tmp
     assert [(lines[int(number) - 1].split(" =")[0].strip(), how) for number, how in told] == [
         *(("half", "on"), ("double", "on"), ("vectors", "one")),
     ]
-    for name, sentence in (
-        ("shares", "for the rows of shares"),
-        ("unrepeated", "are drawn"),
-        ("chosen", "chosen"),
-    ):
+    sentences = {
+        "shares": "random numbers were drawn for the rows of shares",
+        "unrepeated": "numbers are drawn for the batch's rows without replacement",
+        "chosen": "numbers are chosen for the batch's rows without replacement",
+        "times": "numbers for the batch's rows are made by their place",
+        "spaced": "numbers for the batch's rows are made by their place",
+    }
+    for name, sentence in sentences.items():
         (number,) = (place for place, line in enumerate(lines, 1) if line.strip().startswith(f"{name} ="))
-        assert len(re.findall(rf"train.py:{number}: (?:random )?numbers .*{sentence}", done.err[0])) == 1
+        assert done.err[0].count(f"train.py:{number}: {sentence}") == 1
+    assert done.err[0].count("made by their place") == 2
 
 
 CHOSEN = """

@@ -28,6 +28,7 @@ class LocalBatches:
         joined: Of what the script made of several shares since one was drawn, by its rows: those of each share.
         flat: How many were drawn since as one row of several numbers per row, those of each side by side.
         single: Numbers drawn one by one since the last backward, by the script's line.
+        numbered: Recorded calls that have counted a share's rows since the last backward.
         noted: Sums of what was computed of rows beside a loss's graph and is still to be compared, by what it is.
         complete: Whether the loader that was read last gave all ranks the same rows, to evaluate by.
         divided: Whether a loader gave this rank its share of something.
@@ -48,6 +49,7 @@ class LocalBatches:
     joined: dict[int, tuple[int, ...]] = field(default_factory=dict)
     flat: set[int] = field(default_factory=set)
     single: dict[str, int] = field(default_factory=dict)
+    numbered: set[int] = field(default_factory=set)
     noted: dict[str, float] = field(default_factory=dict)
     complete: bool = False
     divided: bool = False
@@ -61,6 +63,7 @@ class LocalBatches:
         self.latest = rows
         self.joined.clear()
         self.flat.clear()
+        self.numbered.clear()
         self.complete = False
         self.drawn += 1
         self.divided = True

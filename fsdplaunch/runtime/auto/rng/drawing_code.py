@@ -24,7 +24,7 @@ _PACKAGE = f"{Path(__file__).parents[3]}/"
 _TORCH = f"{Path(torch.__file__).parent}/"
 _DISTRIBUTIONS = f"{Path(torch.distributions.__file__).parent}/"
 _ALL_ARGUMENTS = ("rand", "randn", "empty", "zeros", "ones", "random_sample", "standard_normal", "new")
-_SIZE_NAMES = ("size", "num_samples", "sample_shape", "k")
+_SIZE_NAMES = ("size", "num_samples", "sample_shape", "k", "steps", "end")
 """Functions whose positional arguments are all of the size, as those of `new_empty` and `FloatTensor` are; others
 have it last."""
 

@@ -197,6 +197,7 @@ class Recorder(TorchFunctionMode):
         changes = name == "__setitem__"
         if not tensors and not changes:
             return
+        call.fractions = any(tensor.is_floating_point() for _, tensor in tensors)
         self.calls.append(call)
         number = len(self.calls) - 1
         for place, tensor in tensors:
