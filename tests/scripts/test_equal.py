@@ -136,6 +136,13 @@ optimizer.step()
 """
 
 
+def test_transforms_of_models_are_taken_for_their_outputs(runs: Callable[[str], tuple[Run, Run]]) -> None:
+    told = runs("penalties")[1].err[0]
+    program = (EQUAL / "penalties.py").read_text()
+    line = program.split("0.1 * term(model", maxsplit=1)[0].count("\n") + 1
+    assert f"penalties.py:{line}: " not in told
+
+
 def test_parameters_that_a_script_holds_hold_no_full_tensor(runs: Callable[[str], tuple[Run, Run]]) -> None:
     assert all("0 elements held" in err.splitlines() for err in runs("references")[1].err)
 
