@@ -136,6 +136,13 @@ optimizer.step()
 """
 
 
+def test_transforms_of_models_are_taken_for_their_outputs(runs: Callable[[str], tuple[Run, Run]]) -> None:
+    told = runs("penalties")[1].err[0]
+    program = (EQUAL / "penalties.py").read_text()
+    line = program.split("0.1 * term(model", maxsplit=1)[0].count("\n") + 1
+    assert f"penalties.py:{line}: " not in told
+
+
 def test_parameters_that_a_script_holds_hold_no_full_tensor(runs: Callable[[str], tuple[Run, Run]]) -> None:
     assert all("0 elements held" in err.splitlines() for err in runs("references")[1].err)
 
@@ -252,7 +259,7 @@ def test_draws_by_what_each_row_has_are_told_and_later_draws_stay_alike(forks: F
 
 
 DRAWN = """
-import random, torch
+import numpy, random, torch
 from torch.utils.data import DataLoader, Dataset
 class Items(Dataset):
     def __len__(self):
@@ -269,6 +276,8 @@ for x in DataLoader(Items(), batch_size=8, num_workers=1, worker_init_fn=init):
     scales = [torch.rand(1) for row in x]
     x = x + x[torch.randperm(len(x))]
     x = x + x.flip(0)
+    x = x + x[numpy.random.permutation(len(x))]
+    order = random.sample(range(len(x)), len(x))
     x = x * model.filter.flip(0)
     (model(x) * torch.cat(scales)).mean().backward()
     optimizer.step()
@@ -312,6 +321,7 @@ def test_batches_that_are_cut_by_position_are_told_unless_all_parts_are_treated_
 
 
 SIZED = """
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 torch.manual_seed(0)
@@ -323,7 +333,14 @@ for (x,) in DataLoader(TensorDataset(torch.ones(48, 3)), batch_size=16):
     half = torch.randint(0, 10, (n // 2 + 1,))
     double = torch.randn(2 * x.size(0), 3)
     vectors = torch.stack([torch.randn(3) for _ in x])
-    fitting = torch.rand(n, 3), torch.randint(0, 10, (len(x),)), torch.randn(other * 2, 3), torch.rand(2 * 3)
+    shares = torch.rand(3 * n).view(3, n)
+    unrepeated = torch.multinomial(torch.ones(40), n)
+    times = (torch.rand(1) + torch.arange(n)) / n
+    spaced = torch.linspace(0, 1, steps=len(x))
+    numbers = x[torch.arange(n), torch.arange(len(x)) % 3], torch.arange(3) / 3, torch.linspace(0, 1, 16)
+    chosen = np.random.default_rng(0).choice(40, n, replace=False)
+    fitting = torch.rand(n * 3), torch.multinomial(torch.ones(40), 3), torch.randint(0, 10, (len(x),))
+    fitting = torch.rand(n, 3), torch.randn(other * 2, 3), torch.rand(2 * 3)
     (model(x + vectors) - 1).pow(2).mean().backward()
     optimizer.step()
 """
@@ -339,6 +356,17 @@ def test_draws_by_a_size_that_is_computed_of_the_rows_are_told(forks: Forks, tmp
     assert [(lines[int(number) - 1].split(" =")[0].strip(), how) for number, how in told] == [
         *(("half", "on"), ("double", "on"), ("vectors", "one")),
     ]
+    sentences = {
+        "shares": "random numbers were drawn for the rows of shares",
+        "unrepeated": "numbers are drawn for the batch's rows without replacement",
+        "chosen": "numbers are chosen for the batch's rows without replacement",
+        "times": "numbers for the batch's rows are made by their place",
+        "spaced": "numbers for the batch's rows are made by their place",
+    }
+    for name, sentence in sentences.items():
+        (number,) = (place for place, line in enumerate(lines, 1) if line.strip().startswith(f"{name} ="))
+        assert done.err[0].count(f"train.py:{number}: {sentence}") == 1
+    assert done.err[0].count("made by their place") == 2
 
 
 CHOSEN = """
@@ -515,9 +543,9 @@ def test_draws_in_loader_processes_and_row_by_row_and_mixed_rows_are_told(forks:
     assert done.err[0].count("items of the dataset are drawn at random") == 1
     line = DRAWN.split("torch.rand", maxsplit=1)[0].count("\n") + 1
     assert done.err[0].count(f"train.py:{line}: 4 random numbers are drawn one by one") == 1
-    for after in (1, 2):
+    for after in (1, 2, 3, 4):
         assert done.err[0].count(f"train.py:{line + after}: rows of the batch are put into another order") == 1
-    assert done.err[0].count("rows of the batch are put into another order") == 2
+    assert done.err[0].count("rows of the batch are put into another order") == 4
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -48,6 +48,7 @@ class HookContext:
         batches: This rank's shares of the batches.
         exchange: By which ranks know of each other's losses.
         inner_marks: What lets graphs remember the outputs of innermost modules, until losses are known.
+        full: In a transform of torch.func, what stands for each shard of these models, by its identity.
         recorder: Of what the script computes of its first batches.
     """
 
@@ -75,6 +76,7 @@ class HookContext:
     batches: LocalBatches = field(default_factory=LocalBatches)
     exchange: LossExchange = field(default_factory=LossExchange)
     inner_marks: list[RemovableHandle] = field(default_factory=list)
+    full: dict[int, torch.Tensor] = field(default_factory=dict)
     recorder: Recorder = field(default_factory=Recorder)
 
     @property

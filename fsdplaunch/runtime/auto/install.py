@@ -7,6 +7,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.cut_batches import telling_cut_batches
 from fsdplaunch.runtime.auto.data.data_loaders import dividing_loaders
 from fsdplaunch.runtime.auto.data.library_metrics import counting_rows_once
+from fsdplaunch.runtime.auto.data.numbered_rows import noting_numbered_rows
 from fsdplaunch.runtime.auto.data.row_order import telling_row_orders
 from fsdplaunch.runtime.auto.data.row_statistics import telling_row_statistics
 from fsdplaunch.runtime.auto.ddp.construction import sharding_replicas
@@ -81,6 +82,7 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         drawing_alike_in_evaluation(hook_context.streams, hook_context.models),
         drawing_for_global_batch(hook_context),
         telling_row_orders(hook_context),
+        noting_numbered_rows(hook_context),
         telling_row_statistics(hook_context),
         normalising_global_batch(hook_context),
         watching_backward(hook_context),

@@ -146,6 +146,11 @@ def _original(function: Any) -> Any:
     return function
 
 
+def is_in_transform() -> bool:
+    """Return whether a transform of torch.func computes now; all versions."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_of_transform(values: Any) -> bool:
     """Return whether any of some tensors is what a transform of torch.func computes with; all versions."""
     leaves = [values] if isinstance(values, torch.Tensor) else values

@@ -25,6 +25,12 @@ LOSSES = {
     "by label": lambda loss, w, b, x, y: loss + ((w[(y[:, 0] > 0).long()] - x) ** 2).mean(),
     "by column": lambda loss, w, b, x, y: (((x @ w.t())[:, :3] - y).pow(2).mean(0) * b).sum(),
     "each row": lambda loss, w, b, x, y: (F.mse_loss(x[:, :3], y, reduction="none") * b.exp()).mean(),
+    "by mm": lambda loss, w, b, x, y: loss + torch.mm(x**2, (w**2).sum(0).unsqueeze(1)).mean(),
+    "by mv": lambda loss, w, b, x, y: loss + torch.mv(x**2, w.pow(2).sum(0)).mean(),
+    "by functions": lambda loss, w, b, x, y: (
+        loss + torch.mul(x**2, w.pow(2).sum(0)).mean() + torch.add(loss, b.norm())
+    ),
+    "by einsum": lambda loss, w, b, x, y: loss + torch.einsum("nf,kf->nk", x, w).pow(2).mean(),
     "full": lambda loss, w, b, x, y: loss * (getattr(w, "full_tensor", lambda: w)() ** 2).sum(),
     "over loss": lambda loss, w, b, x, y: w.norm() / loss,
     "of loss": lambda loss, w, b, x, y: (w + loss).pow(2).mean(),

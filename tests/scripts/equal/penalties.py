@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import autograd, nn
-from torch.func import grad, hessian, jacrev, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
@@ -99,7 +99,17 @@ def curved(model, x):
     return vmap(hessian(lambda row: model(row).square().sum()))(x).square().mean() + model(x).mean()
 
 
-for term in (squared_jacobian, pulled_back, forces, curved):
+def pushed(model, x):
+    out, tangent = jvp(model, (x,), (torch.randn_like(x),))
+    return tangent.square().mean() + out.square().mean()
+
+
+def by_names(model, x):
+    params = dict(model.named_parameters())
+    return vmap(jacrev(lambda row: functional_call(model, params, (row,))))(x).square().mean()
+
+
+for term in (squared_jacobian, pulled_back, forces, curved, pushed, by_names):
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)).to("cpu")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)

@@ -1,5 +1,6 @@
 """Models that draw while they train: dropout of every kind, noise, recomputation, diffusion."""
 
+import random
 import sys
 
 import numpy as np
@@ -82,6 +83,9 @@ class Net(nn.Module):
     def shapes(self, h):
         return h
 
+    def several(self, h):
+        return h
+
 
 def noised(x):
     with torch.no_grad():
@@ -135,6 +139,25 @@ def noised_by_shape(x):
     return x + 0.02 * (noise + taken).view(x.shape)
 
 
+def noised_by_several(x):
+    """Several numbers for each row in one go, and several rows of one sample side by side."""
+    n, k = len(x), 3
+    ids = torch.multinomial(weights, n * k, replacement=True) + weights.multinomial(k * x.size(0), True)
+    ids = ids + torch.multinomial(weights, num_samples=n * k, replacement=True) + torch.randint(0, 9, (n * k,))
+    ids = ids + D.Categorical(weights).sample((n * k,)) + torch.tensor(random.choices(range(9), k=n * k))
+    ids = ids + torch.from_numpy(np.random.choice(9, n * k) + rng.choice(9, size=n * k, replace=True))
+    ids = ids.view(n, k) + D.Categorical(weights).sample((n, k)) + D.Multinomial(4, weights).sample((n,))[:, :k]
+    count = n * k
+    noise = torch.rand(n * k) + torch.randn(count) + torch.bernoulli(torch.full((n * k,), 0.5))
+    noise = noise + torch.empty(n * k).normal_() + D.Laplace(0.0, 1.0).sample((n * k,)) + np.random.rand(n * k)
+    noise = noise + D.Beta(0.4, 0.4).sample((n * k,)) + torch.normal(0.0, 1.0, (n * k,))
+    drawn = (0.1 * ids + noise.view(n, k)).float().sum(1)[:, None, None]
+    sides = F.dropout(x.unsqueeze(1).expand(-1, 2, -1, -1).reshape(-1, 5, 8), 0.3).view(n, 2, 5, 8)
+    sides = sides + F.dropout(x.repeat_interleave(2, 0), 0.3).view(sides.shape)
+    shares = F.dropout(torch.stack([x, -x]).flatten(0, 1), 0.3) + F.dropout(x.tile(2, 1, 1), 0.3)
+    return x + 0.1 * drawn + 0.1 * sides.sum(1) + 0.1 * shares.view(2, n, 5, 8).diff(dim=0)[0]
+
+
 def attacked(x):
     model.eval()
     noised = (x + 0.2 * torch.randn_like(x) + 0.2 * torch.randn(x.shape)).requires_grad_()
@@ -143,6 +166,7 @@ def attacked(x):
     return x + 0.2 * noised.detach() + 0.2 * gradient.sign()
 
 
+weights = torch.rand(9)
 own, rng = torch.Generator().manual_seed(2), np.random.default_rng(2)
 NOISES = {
     "diffusion": noised,
@@ -151,6 +175,7 @@ NOISES = {
     "attack": attacked,
     "decisions": decided,
     "shapes": noised_by_shape,
+    "several": noised_by_several,
 }
 KINDS = (
     "batch first",
@@ -168,6 +193,7 @@ KINDS = (
     "attack",
     "decisions",
     "shapes",
+    "several",
     "views",
 )
 ranks = int(sys.argv[1])
@@ -184,6 +210,7 @@ for name, rows in BATCHES.items():
     kind = name.partition(" of ")[0]
     torch.manual_seed(1)
     np.random.seed(1)
+    random.seed(1)
     model = Net(kind).to("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(2):

@@ -16,8 +16,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.early_lengths import EarlyLengths
+from fsdplaunch.runtime.auto.data.fitted_samplers import fit
 from fsdplaunch.runtime.auto.data.made_batches import read_made_batches
-from fsdplaunch.runtime.auto.data.samplers import FullBatches, RankBatches, RankItems, RankTurns, tell_undivided
+from fsdplaunch.runtime.auto.data.same_data import tell_other_data
+from fsdplaunch.runtime.auto.data.samplers import RankTurns, tell_undivided
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.rng.own_generators import OwnGenerators
 from fsdplaunch.runtime.auto.rng.single_draws import drawing_items
@@ -45,6 +47,7 @@ class _Loaders:
     def __init__(self, hook_context: HookContext) -> None:
         self.hook_context = hook_context
         self.fitted: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.compared: weakref.WeakSet[Any] = weakref.WeakSet()
         self.early = EarlyLengths()
 
     def _are_ours(self, loader: Any) -> bool:
@@ -61,6 +64,12 @@ class _Loaders:
             self.fitted.add(loader)
             fit(loader, hook_context)
         return True
+
+    def _compare_data(self, loader: Any) -> None:
+        """Compare over ranks what a loader that is divided reads, the first time that it does."""
+        if loader not in self.compared and not isinstance(loader.dataset, IterableDataset):
+            self.compared.add(loader)
+            tell_other_data(loader.dataset, self.hook_context)
 
     def _gives_batches(self, loader: Any) -> bool:
         """Return whether all ranks read what a loader gives, which makes no batches, to divide that."""
@@ -79,6 +88,7 @@ class _Loaders:
             if self.hook_context.models and not self.hook_context.evaluating():
                 self.hook_context.streams.diverge()  # before the loader's processes get their seeds
                 self.early.compare(loader)
+                self._compare_data(loader)
             if self._gives_batches(loader):
                 return read_made_batches(loader, original, self.hook_context)
             if isinstance(loader.dataset, IterableDataset):
@@ -127,29 +137,6 @@ def _all_rows(kind: str) -> str:
 
 def _is_complete(hook_context: HookContext) -> bool:
     return bool(hook_context.models) and hook_context.evaluating()
-
-
-def fit(loader: Any, hook_context: HookContext) -> None:
-    """Give a loader the sampler that divides its batches, in place, before its first reading.
-
-    Args:
-        loader: As the script made it.
-        hook_context: This worker's.
-
-    """
-    batches = loader.batch_sampler
-    if isinstance(loader.dataset, IterableDataset):
-        return
-    if batches is None:
-        set_attributes(loader, sampler=RankItems(loader.sampler, hook_context))
-        if not hook_context.keeps_batch:
-            messages.say(f"{script_line()}: the loader makes no batches, so ranks take turns at its items")
-    elif type(batches) is BatchSampler:
-        set_attributes(loader, batch_sampler=RankBatches(batches, hook_context))
-    else:
-        how = "each is divided" if hook_context.keeps_batch else "ranks take turns"
-        messages.say(f"{type(batches).__name__}: rank 0 draws its batches, {how}")
-        set_attributes(loader, batch_sampler=FullBatches(batches, hook_context))
 
 
 def _check_batch(loader: Any, hook_context: HookContext) -> None:

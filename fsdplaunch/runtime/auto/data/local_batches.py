@@ -1,5 +1,6 @@
 """What this rank's shares of the batches look like, to tell them from data that all ranks hold alike."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +26,9 @@ class LocalBatches:
         drawn: How many shares of batches were drawn.
         loss_is_sum: Whether the last loss was a sum over the batch.
         joined: Of what the script made of several shares since one was drawn, by its rows: those of each share.
+        flat: How many were drawn since as one row of several numbers per row, those of each side by side.
         single: Numbers drawn one by one since the last backward, by the script's line.
+        numbered: Recorded calls that have counted a share's rows since the last backward.
         noted: Sums of what was computed of rows beside a loss's graph and is still to be compared, by what it is.
         complete: Whether the loader that was read last gave all ranks the same rows, to evaluate by.
         divided: Whether a loader gave this rank its share of something.
@@ -44,7 +47,9 @@ class LocalBatches:
     drawn: int = 0
     loss_is_sum: bool = False
     joined: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    flat: set[int] = field(default_factory=set)
     single: dict[str, int] = field(default_factory=dict)
+    numbered: set[int] = field(default_factory=set)
     noted: dict[str, float] = field(default_factory=dict)
     complete: bool = False
     divided: bool = False
@@ -57,6 +62,8 @@ class LocalBatches:
         self.sizes.add(rows)
         self.latest = rows
         self.joined.clear()
+        self.flat.clear()
+        self.numbered.clear()
         self.complete = False
         self.drawn += 1
         self.divided = True
@@ -65,6 +72,22 @@ class LocalBatches:
         """Note that shares of so many rows are one below the other in a tensor, such as two views of a batch."""
         if len(parts) > 1 and all(rows in self.sizes for rows in parts):
             self.joined[sum(parts)] = tuple(parts)
+
+    def merge(self, shape: Sequence[int], rows: int) -> None:
+        """Note that a tensor's first dimensions were put together to one of so many rows.
+
+        Those of one row of the batch are side by side where its dimension is the first, and else in shares.
+        """
+        if rows in self.sizes or rows == shape[0] or not rows:
+            return
+        merged = next((end for end in range(2, len(shape) + 1) if math.prod(shape[:end]) == rows), 0)
+        known = self.joined.get(shape[0], ()) if shape[0] not in self.sizes else ()
+        at = next((dim for dim in range(merged) if shape[dim] in (self.latest, self.current) and shape[dim]), None)
+        if merged and known:
+            self.joined[rows] = tuple(part * (rows // shape[0]) for part in known)
+        elif merged and at is not None:
+            parts = math.prod(shape[:at])
+            self.joined[rows] = (rows // parts,) * parts
 
     @contextmanager
     def keeping_joined(self) -> Iterator[None]:

@@ -3,11 +3,13 @@
 Needed because each rank has its own rows only: one process mixes each with any other row of the batch.
 """
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
@@ -25,36 +27,32 @@ def telling_row_orders(hook_context: HookContext) -> Iterator[None]:
     if not hook_context.keeps_batch or hook_context.data.size == 1:
         yield
         return
-    orders = _Orders(hook_context)
     with ExitStack() as stack:
-        stack.enter_context(replaced(torch, "randperm", lambda original: orders.seen(original, _permuted)))
-        for owner in (torch, torch.Tensor):
-            stack.enter_context(replaced(owner, "flip", lambda original: orders.seen(original, _flipped)))
-            stack.enter_context(replaced(owner, "roll", lambda original: orders.seen(original, _rolled)))
+        for owner, name, rows_of in _ORDERING:
+            stack.enter_context(replaced(owner, name, partial(telling_order, hook_context, rows_of)))
         yield
 
 
-class _Orders:
-    """The orders of one worker's rows."""
+def telling_order(context: HookContext, rows_of: Callable[[Any, Any], int | None], original: Any) -> Any:
+    """Make a function that tells its line where it orders as many rows as this rank has.
 
-    def __init__(self, hook_context: HookContext) -> None:
-        self.hook_context = hook_context
+    Args:
+        context: This worker's.
+        rows_of: Tells by the arguments how many rows are ordered; None for none.
+        original: What orders them.
+    """
 
-    def seen(self, original: Any, rows_of: Callable[[Any, Any], int | None]) -> Any:
-        """Make a function that tells its line where it orders as many rows as this rank has."""
+    @wraps(original)
+    def order(*args: Any, **kwargs: Any) -> Any:
+        if (
+            trains_on_batch(context)
+            and rows_of(args, kwargs) in context.batches.sizes
+            and not _is_of_model(context, args)
+        ):
+            tell_once(context, "order", _MIXED)
+        return original(*args, **kwargs)
 
-        @wraps(original)
-        def order(*args: Any, **kwargs: Any) -> Any:
-            context = self.hook_context
-            if (
-                trains_on_batch(context)
-                and rows_of(args, kwargs) in context.batches.sizes
-                and not _is_of_model(context, args)
-            ):
-                tell_once(context, "order", _MIXED)
-            return original(*args, **kwargs)
-
-        return order
+    return order
 
 
 def _is_of_model(context: HookContext, args: Any) -> bool:
@@ -82,10 +80,19 @@ def tell_once(context: HookContext, kind: str, sentence: str) -> None:
         messages.say_unequal(f"{line}: {sentence}, which is not what one process computes")
 
 
-def _permuted(args: Any, kwargs: Any) -> int | None:
+def permuted(args: Any, kwargs: Any) -> int | None:
     """Return how many numbers are permuted."""
-    found = args[0] if args else kwargs.get("n")
+    found = args[0] if args else kwargs.get("n", kwargs.get("x"))
+    if isinstance(found, Sized):
+        return len(found) if getattr(found, "shape", True) else None  # an array of no dimensions has no length
     return found if isinstance(found, int) and found else None
+
+
+def _sampled(args: Any, kwargs: Any) -> int | None:
+    """Return how many of as many things are taken at random."""
+    given, count = (*args, kwargs.get("population"), kwargs.get("k"))[:2]
+    count = kwargs.get("k", count)
+    return count if isinstance(given, Sized) and len(given) == count else None
 
 
 def _flipped(args: Any, kwargs: Any) -> int | None:
@@ -104,3 +111,14 @@ def _rows(args: Any, dims: Any) -> int | None:
     along = 0 in (dims if isinstance(dims, list | tuple) else (dims,))
     found = along and type(tensor) is torch.Tensor and tensor.dim() > 1
     return int(tensor.size(0)) if found and tensor is not None else None
+
+
+_ORDERING: tuple[tuple[Any, str, Callable[[Any, Any], int | None]], ...] = (
+    (torch, "randperm", permuted),
+    *((owner, "flip", _flipped) for owner in (torch, torch.Tensor)),
+    *((owner, "roll", _rolled) for owner in (torch, torch.Tensor)),
+    *((np.random, name, permuted) for name in ("permutation", "shuffle")),
+    (random, "shuffle", permuted),
+    (random, "sample", _sampled),
+)
+"""What puts rows into another order, and what tells how many."""

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, IterableDataset, Sampler, get_worker_
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.data.same_data import tell_other_data
 from fsdplaunch.runtime.auto.rng.rng_streams import random_states, set_random_states
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0
@@ -252,6 +253,7 @@ class RankTurns(IterableDataset[Any]):
 
     def __init__(self, stream: Any, hook_context: HookContext, turn: int = 1) -> None:
         self.turn = turn
+        self.hook_context = hook_context
         self.stream, self.rank, self.size, self.streams = (
             stream,
             hook_context.data.rank,
@@ -263,9 +265,13 @@ class RankTurns(IterableDataset[Any]):
         """Yield this rank's items, `turn` of them in a row."""
         guarded = get_worker_info() is None  # a worker process was seeded alike on all ranks
         items = iter(self.stream)
+        compares = guarded
         while True:
             with self.streams.shared() if guarded else nullcontext():
                 round_ = list(islice(items, self.size * self.turn))
+            if compares:
+                tell_other_data(round_, self.hook_context)
+            compares = False
             own = len(round_) // self.size
             yield from round_[self.rank * own : (self.rank + 1) * own]
             if own < self.turn:

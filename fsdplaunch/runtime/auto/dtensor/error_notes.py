@@ -23,9 +23,19 @@ _NOTES = {
         "embeddings are units.\nName the model's block class: fsdp_transformer_layer_cls_to_wrap: BertLayer, for "
         "example"
     ),
-    "expected scalar type BFloat16 but found Float": (
-        "fsdplaunch: an operation got bf16 and fp32 together: FSDP2 makes weights and inputs bf16, buffers stay "
-        "fp32.\nSet mixed_precision: no, or convert what the operation is given (x.to(weight.dtype))"
+    **dict.fromkeys(
+        (
+            "expected scalar type BFloat16 but found Float",
+            "must have the same dtype, but got Float and BFloat16",
+            "Input type (float) and bias type (c10::BFloat16)",
+            "Input type (float) and weight type (c10::BFloat16)",
+            "expected scalar type Float but found BFloat16",
+            "mixed dtype (CPU): expect parameter to have scalar type of Float",
+            "input dtype (torch.float32) does not match weight dtype (torch.bfloat16)",
+        ),
+        "fsdplaunch: an operation got bf16 and fp32 together: FSDP2 makes weights and inputs bf16; buffers, and "
+        "inputs in objects of the script's own, stay fp32.\nSet mixed_precision: no, or convert what the "
+        "operation is given (x.to(weight.dtype))",
     ),
     "RegisterPostBackwardFunction is a view and is being modified inplace": (
         "fsdplaunch: a sharded block changes its input in place, which FSDP2 does not allow.\nLet the block's "

@@ -25,14 +25,38 @@ METHODS = (
 """What a shard is computed with plain tensors by, operators above all: Python asks the shard first."""
 
 
+FUNCTIONS = (
+    *(
+        "matmul",
+        "mm",
+        "mv",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "einsum",
+        "mul",
+        "multiply",
+        "div",
+        "divide",
+        "true_divide",
+    ),
+    *("add", "sub", "subtract", "where", "dot", "inner", "outer", "maximum", "minimum"),
+)
+"""The same as functions, of which the plain tensor may be the first argument."""
+
+
 def compute_full(
-    read: Handler, otherwise: dict[str, Handler], is_rows: Callable[[torch.Tensor], bool]
+    names: Iterable[str],
+    read: Handler,
+    otherwise: dict[str, Handler],
+    is_rows: Callable[[torch.Tensor], bool],
 ) -> dict[str, Handler]:
-    """Return for each method a handler that gathers shards where what they are computed with is no part of them.
+    """Return a handler for each name, which gathers shards where what they are computed with is no part of them.
 
     Args:
+        names: Of the methods or functions.
         read: Computes with full tensors.
-        otherwise: By method, what else computes it with plain tensors; torch, where there is none.
+        otherwise: By name, what else computes it with plain tensors; torch, where there is none.
         is_rows: Returns whether a plain tensor may be of this rank's rows: what is made of it is no penalty then.
     """
 
@@ -51,7 +75,7 @@ def compute_full(
 
         return compute
 
-    return {name: handler(name) for name in METHODS}
+    return {name: handler(name) for name in names}
 
 
 def with_plain(func: Any, handler: Handler, ownership: Ownership) -> Any:
@@ -67,6 +91,25 @@ def with_plain(func: Any, handler: Handler, ownership: Ownership) -> Any:
     def compute(*args: Any, **kwargs: Any) -> Any:
         for value in args:  # by no call of a function, since optimizers come here often
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and ownership.ours:
+                return handler(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    return compute
+
+
+def with_shards(func: Any, handler: Handler, ownership: Ownership) -> Any:
+    """Return a function that a handler computes where it is given shards.
+
+    Args:
+        func: Torch's.
+        handler: Of a call with shards.
+        ownership: Who shards.
+    """
+
+    @wraps(func)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        for value in args:  # by no call of a function, since models' passes come here
+            if isinstance(value, DTensor) and ownership.ours:
                 return handler(func, args, kwargs)
         return func(*args, **kwargs)
 

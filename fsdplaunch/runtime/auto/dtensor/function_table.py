@@ -7,7 +7,7 @@ The table is installed by name and not as `DTensor.__torch_function__`: torch wo
 that FSDP2 and the optimizers read of a parameter too, some twelve times per parameter and step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -21,7 +21,7 @@ from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor import shard_handlers as handlers
 from fsdplaunch.runtime.auto.dtensor import shard_parts, shard_writes
 from fsdplaunch.runtime.auto.dtensor.cut_parts import PartsWithGradients
-from fsdplaunch.runtime.auto.dtensor.full_mixtures import compute_full, with_plain
+from fsdplaunch.runtime.auto.dtensor.full_mixtures import FUNCTIONS, METHODS, compute_full, with_plain, with_shards
 from fsdplaunch.runtime.auto.dtensor.operator_table import EXTREMES, OperatorTable
 from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0, full_by_all_or_rank0
 from fsdplaunch.runtime.auto.dtensor.row_loops import rows
@@ -70,7 +70,10 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
     cut_parts = PartsWithGradients(table.see_writes)
     with ExitStack() as stack:
         updates = WrappedUpdates(ours, stack)
-        for name, handler in _mixing_methods(hook_context).items():
+        for name, handler in _mixing(FUNCTIONS, hook_context, {"add": handlers.add, "sub": handlers.add}).items():
+            taken = partial(with_shards, handler=handler, ownership=ours)
+            stack.enter_context(replaced(torch, name, taken))
+        for name, handler in _mixing(METHODS, hook_context, dict.fromkeys(_ADDITIONS, handlers.add)).items():
             method = with_plain(getattr(torch.Tensor, name), handler, ours)
             stack.enter_context(replaced(DTensor, name, lambda _, method=method: method))  # type: ignore[misc]
         for name, handler in _methods(hook_context, cut_parts).items():
@@ -118,10 +121,10 @@ def _methods(hook_context: HookContext, cut_parts: Handler) -> dict[str, Handler
     }
 
 
-def _mixing_methods(hook_context: HookContext) -> dict[str, Handler]:
-    """Return the handlers of methods that compute a shard with plain tensors."""
+def _mixing(names: Iterable[str], hook_context: HookContext, otherwise: dict[str, Handler]) -> dict[str, Handler]:
+    """Return the handlers of methods or functions that compute a shard with plain tensors."""
     read = shard_parts.fresh(by_all_or_rank0(handlers.gather))
-    return compute_full(read, dict.fromkeys(_ADDITIONS, handlers.add), hook_context.batches.may_have_rows)
+    return compute_full(names, read, otherwise, hook_context.batches.may_have_rows)
 
 
 def _taken(read: Handler, cut_parts: Handler, func: Any, args: Any, kwargs: Any) -> Any:

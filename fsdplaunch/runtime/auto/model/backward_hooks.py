@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.data.numbered_rows import tell_numbered_rows
 from fsdplaunch.runtime.auto.data.row_statistics import tell_noted
 from fsdplaunch.runtime.auto.data.same_rows import SameRows
 from fsdplaunch.runtime.auto.losses.scale import LossScale
@@ -61,6 +62,7 @@ class _Watch:
             if self.hook_context.keeps_batch:
                 tell_single(self.hook_context)
                 tell_noted(self.hook_context)
+                tell_numbered_rows(self.hook_context)
                 whole = self.scale.apply(losses)
                 self.hook_context.recorder.note_backward()
                 align_random_states(self.hook_context)

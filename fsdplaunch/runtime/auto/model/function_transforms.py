@@ -15,11 +15,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.losses.row_mixing import mark_outputs
 from fsdplaunch.runtime.auto.model.double_backward import full_parameters, refuse_parameters
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.unsharded_copy import as_before
 from fsdplaunch.runtime.inspection.units import reshard
 from fsdplaunch.runtime.torch_internals.fsdp2 import is_in_pass, root_mixed_precision
+from fsdplaunch.runtime.torch_internals.graphs.node_kinds import mark_rows
 from fsdplaunch.runtime.torch_internals.modules import with_parameters
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves
 
@@ -33,6 +35,7 @@ def transforming_functions(hook_context: HookContext) -> Iterator[None]:
     transforms = _Transforms(hook_context)
     with ExitStack() as stack:
         stack.enter_context(replaced(torch.func, "vjp", functools.partial(transforms.around, name="vjp")))
+        stack.enter_context(replaced(torch.func, "jvp", transforms.marking))
         for owner, name in [*((torch.func, name) for name in _MAKING), (torch, "vmap")]:
             stack.enter_context(replaced(owner, name, functools.partial(transforms.making, name=name)))
         yield
@@ -69,12 +72,33 @@ class _Transforms:
             self.hook_context.batches.enter(given)
             self.depth += 1
             try:
-                with _computing_with_full_parameters(models):
-                    return original(*args, **kwargs)
+                with _computing_with_full_parameters(models, self.hook_context.full):
+                    result = original(*args, **kwargs)
             finally:
                 self.depth -= 1
+            self._mark(result)
+            return result
 
         return compute
+
+    def marking(self, original: Any) -> Callable[..., Any]:
+        """Make a transform that computes through the hooks."""
+
+        @functools.wraps(original)
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if self._models():
+                self._mark(result)
+            return result
+
+        return compute
+
+    def _mark(self, result: Any) -> None:
+        """Take what a transform returns for outputs of models, with rows of the batch in them where it has any."""
+        mark_outputs(result)
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor) and self.hook_context.batches.may_have_rows(value):
+                mark_rows(value)
 
     def _models(self) -> list[nn.Module]:
         """Return the sharded models that may be called; none inside of a pass, or of another transform."""
@@ -86,13 +110,21 @@ class _Transforms:
 
 
 @contextmanager
-def _computing_with_full_parameters(models: list[nn.Module]) -> Iterator[None]:
-    """Show models as they were before they were sharded, with full parameters. Collective."""
+def _computing_with_full_parameters(models: list[nn.Module], known: dict[int, torch.Tensor]) -> Iterator[None]:
+    """Show models as they were before they were sharded, with full parameters. Collective.
+
+    Args:
+        models: Sharded.
+        known: Gets the full parameters by the identity of the shards, for as long as this lasts.
+    """
     with ExitStack() as stack:
+        stack.callback(known.clear)
         for model in models:
             reshard(model)
             dtype = root_mixed_precision(model).param_dtype
-            params = full_parameters(dict(model.named_parameters(remove_duplicate=False)), dtype)
+            shards = dict(model.named_parameters(remove_duplicate=False))
+            params = full_parameters(shards, dtype)
+            known.update({id(shard): params[name] for name, shard in shards.items()})
             for module in list(model.modules()):
                 stack.enter_context(as_before(module))
             stack.enter_context(with_parameters(model, params))

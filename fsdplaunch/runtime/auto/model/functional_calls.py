@@ -30,6 +30,8 @@ def computing_with_given_tensors(hook_context: HookContext) -> Iterator[None]:
         @functools.wraps(original)
         def functional_call(module: nn.Module, given: Any, *args: Any, **kwargs: Any) -> Any:
             if hook_context.ownership.ours and not torch.compiler.is_compiling():
+                if hook_context.full:  # in a transform, which shows the model with full parameters
+                    return original(module, _with_full(given, hook_context.full), *args, **kwargs)
                 merged = given if isinstance(given, Mapping) else {k: v for one in given for k, v in one.items()}
                 if _replaces(module, merged):
                     return _call_unsharded(original, module, merged, args, kwargs)
@@ -39,6 +41,13 @@ def computing_with_given_tensors(hook_context: HookContext) -> Iterator[None]:
 
     with replaced(torch.func, "functional_call", make), replaced(stateless, "functional_call", make):
         yield
+
+
+def _with_full(given: Any, full: Mapping[int, torch.Tensor]) -> Any:
+    """Return what is given to a model with full parameters in the places of its shards."""
+    if not isinstance(given, Mapping):
+        return tuple(_with_full(each, full) for each in given)
+    return {name: full.get(id(value), value) for name, value in given.items()}
 
 
 def _replaces(module: nn.Module, given: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ layer of torch's has the rows in the second dimension.
 import ast
 import linecache
 import sys
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,10 @@ from fsdplaunch.runtime.auto.script_line import is_user_file
 
 _RECURRENT = frozenset(kind.forward.__code__ for kind in (nn.LSTM, nn.GRU, nn.RNN))
 _PACKAGE = f"{Path(__file__).parents[3]}/"
+_TORCH = f"{Path(torch.__file__).parent}/"
+_DISTRIBUTIONS = f"{Path(torch.distributions.__file__).parent}/"
 _ALL_ARGUMENTS = ("rand", "randn", "empty", "zeros", "ones", "random_sample", "standard_normal", "new")
+_SIZE_NAMES = ("size", "num_samples", "sample_shape", "k", "steps", "end")
 """Functions whose positional arguments are all of the size, as those of `new_empty` and `FloatTensor` are; others
 have it last."""
 
@@ -32,17 +35,25 @@ def has_literal_size() -> bool:
     return frame is not None and is_literal_call(frame)
 
 
-def has_size_of_rows(rows: Container[int]) -> bool:
+def has_size_of_rows(rows: Container[int], *, times: int = 0) -> bool:
     """Return whether the code that draws now is a call of the script's own with a size computed of rows' number.
 
     Args:
         rows: How many rows this rank's batches have.
+        times: Whether it is their product with this number that is asked for; 0 for anything computed of them.
     """
     frame = _drawing_frame()
     if frame is None or not (size := _size_at(frame.f_code, frame.f_lasti)):
         return False
     parts = size[0].elts if isinstance(size[0], ast.Tuple | ast.List) else size
-    return bool(parts) and isinstance(parts[0], ast.BinOp) and _is_of_rows(parts[0], frame, rows)
+    parts = [_assigned(part, frame.f_code, frame.f_lineno) for part in parts[:1]]
+    if not parts or not (isinstance(parts[0], ast.BinOp) or _is_count(parts[0])):
+        return False
+    found = _rows_in(parts[0], frame, rows)
+    if not times:
+        return bool(found)
+    product = _is_count(parts[0]) or isinstance(getattr(parts[0], "op", None), ast.Mult)
+    return product and bool(found) and (times not in found or len(found) == 1)  # pairs of rows are n * n
 
 
 def is_recurrent_and_packed() -> bool | None:
@@ -53,9 +64,26 @@ def is_recurrent_and_packed() -> bool | None:
     return frame.f_locals.get("batch_sizes") is not None
 
 
-def _drawing_frame() -> FrameType | None:
-    """Return the frame that calls this package, if it is of the script's own code."""
+def sizes_of_distributions() -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the sizes that the innermost and the outermost of torch.distributions are asked for, if any draws."""
+    shapes = [tuple(frame.f_locals["sample_shape"]) for frame in _sampling() if "sample_shape" in frame.f_locals]
+    return (shapes[0], shapes[-1]) if shapes else None
+
+
+def _sampling() -> Iterator[FrameType]:
+    """Yield the frames of torch, the innermost first, if one of torch.distributions calls this package."""
     frame = _calling_frame()
+    if frame is not None and frame.f_code.co_filename.startswith(_DISTRIBUTIONS):
+        while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+            yield frame
+            frame = frame.f_back
+
+
+def _drawing_frame() -> FrameType | None:
+    """Return the frame that calls this package or torch.distributions, if it is of the script's own code."""
+    frame = _calling_frame()
+    for sampling in _sampling():
+        frame = sampling.f_back
     return frame if frame is not None and is_user_file(frame.f_code.co_filename) else None
 
 
@@ -66,12 +94,37 @@ def _calling_frame() -> FrameType | None:
     return frame
 
 
-def _is_of_rows(computed: ast.expr, frame: FrameType, rows: Container[int]) -> bool:
-    """Return whether an expression has a name for a number of rows in it, or for a tensor of as many."""
-    names = {node.id for node in ast.walk(computed) if isinstance(node, ast.Name)}
+def _rows_in(computed: ast.expr, frame: FrameType, rows: Container[int]) -> list[int]:
+    """Return the numbers of rows that an expression has names for, or for tensors of as many."""
+    names = [node.id for node in ast.walk(computed) if isinstance(node, ast.Name)]
     values = [frame.f_locals.get(name, frame.f_globals.get(name)) for name in names]
     sizes = [len(each) if isinstance(each, torch.Tensor) and each.dim() else each for each in values]
-    return any(type(size) is int and size in rows for size in sizes)
+    return [size for size in sizes if type(size) is int and size in rows]
+
+
+def _assigned(node: ast.expr, code: CodeType, line: int) -> ast.expr:
+    """Return what a name was last set to above a line of its function; any other expression as it is."""
+    if not isinstance(node, ast.Name):
+        return node
+    set_to = [value for at, value in _assignments(code.co_filename, node.id) if code.co_firstlineno <= at < line]
+    return set_to[-1] if set_to else node
+
+
+@cache
+def _assignments(file: str, name: str) -> list[tuple[int, ast.expr]]:
+    """Return the lines where a file sets a name, alone, and what to."""
+    try:
+        nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
+    except SyntaxError:  # of a notebook
+        return []
+    alone = (node for node in nodes if isinstance(node, ast.Assign) and len(node.targets) == 1)
+    found = [(node.lineno, node.value) for node in alone if getattr(node.targets[0], "id", None) == name]
+    return sorted(found, key=lambda each: each[0])
+
+
+def _is_count(node: ast.expr) -> bool:
+    """Return whether an expression is `y.numel()`."""
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("numel", "nelement")
 
 
 def is_literal_call(frame: FrameType) -> bool:
@@ -109,12 +162,24 @@ def _size_of(node: ast.expr) -> list[ast.expr]:
     """Return the arguments of a call that say how many numbers are drawn; [] where none is known to."""
     if not isinstance(node, ast.Call):
         return []
-    named = [keyword.value for keyword in node.keywords if keyword.arg == "size"]
+    named = [keyword.value for keyword in node.keywords if keyword.arg in _SIZE_NAMES]
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
     if name.endswith("_"):  # `torch.empty(1).uniform_()`
         return _size_of(node.func.value) if isinstance(node.func, ast.Attribute) else []
-    of_size = name in _ALL_ARGUMENTS or name.startswith("new_") or name.endswith("Tensor")
-    return named or (node.args[:1] if name.endswith("full") else node.args if of_size else node.args[-1:])
+    if named or _makes(name):
+        return named or (node.args[:1] if name.endswith("full") else node.args)
+    args = node.args[1:2] if name == "choice" else [each for each in node.args if not _is_switch(each)][-1:]
+    made = args and isinstance(args[0], ast.Call) and _makes(getattr(args[0].func, "attr", ""))
+    return _size_of(args[0]) if made else args  # `bernoulli(full((n, 3), 0.5))`
+
+
+def _makes(name: str) -> bool:
+    """Return whether a function makes a tensor of a size that it is given, first or as all its arguments."""
+    return name in _ALL_ARGUMENTS or name.startswith("new_") or name.endswith(("Tensor", "full"))
+
+
+def _is_switch(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) is bool
 
 
 def _is_number(node: ast.expr) -> bool:

@@ -15,11 +15,19 @@ import torch
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.row_order import tell_once
 from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.rng.drawing_code import has_literal_size, is_recurrent_and_packed
+from fsdplaunch.runtime.auto.rng.drawing_code import (
+    has_literal_size,
+    has_size_of_rows,
+    is_recurrent_and_packed,
+    sizes_of_distributions,
+)
 from fsdplaunch.runtime.auto.rng.joined_rows import joining_rows
 from fsdplaunch.runtime.auto.rng.numpy_draws import drawing_by_numpy
+from fsdplaunch.runtime.auto.rng.own_rows import own_part
+from fsdplaunch.runtime.auto.rng.python_draws import drawing_by_python
 from fsdplaunch.runtime.auto.rng.rejected_draws import drawing_by_rejection
 from fsdplaunch.runtime.auto.rng.single_draws import note_single
+from fsdplaunch.runtime.auto.rng.table_draws import drawing_from_tables
 from fsdplaunch.runtime.torch_internals.operators import below, drawing_instead
 
 _IN_PLACE = (
@@ -51,9 +59,11 @@ def drawing_for_global_batch(hook_context: HookContext) -> Iterator[None]:
         for name in _LIKE_METHODS:
             stack.enter_context(replaced(torch.Tensor, name, slicing.like))
         stack.enter_context(replaced(torch, "randint", slicing.integers))
-        stack.enter_context(joining_rows(hook_context.batches))
+        stack.enter_context(joining_rows(hook_context))
         stack.enter_context(drawing_by_numpy(hook_context, slicing.rows_first))
+        stack.enter_context(drawing_by_python(hook_context, slicing.rows_first))
         stack.enter_context(drawing_by_rejection(hook_context, slicing.dim_of_rows))
+        stack.enter_context(drawing_from_tables(hook_context, slicing.rows_first))
         yield
 
 
@@ -80,20 +90,22 @@ class _Slicing:
         return with_gradients or any(model.training for model in list(context.models))
 
     def _own(self, drawn: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's rows of what was drawn for all: of each share where several are joined."""
-        rows, ranks = drawn.size(dim) // self.hook_context.data.size, self.hook_context.data.size
-        parts = self.hook_context.batches.parts_of(rows) if dim == 0 else (rows,)
-        firsts = [
-            sum(parts[:place]) * ranks + self.hook_context.data.rank * part for place, part in enumerate(parts)
-        ]
-        if len(parts) == 1:
-            return drawn.narrow(dim, firsts[0], rows)
-        chosen = [row for first, part in zip(firsts, parts, strict=True) for row in range(first, first + part)]
-        return drawn.index_select(0, torch.tensor(chosen, device=drawn.device))
+        return own_part(self.hook_context, drawn, dim)
 
     def rows_first(self, size: Any) -> bool:
         """Return whether a size that is given is that of one value, or several, per row of this rank's batch."""
-        return self._has_rows_first(size) and not has_literal_size()
+        return (self._has_rows_first(size) and not has_literal_size()) or self._is_flat(size)
+
+    def _is_flat(self, shape: Any) -> bool:
+        """Return whether a single size is that of several values per row, `n * 5`: those of a row in a row."""
+        batches = self.hook_context.batches
+        rows = batches.latest
+        if len(shape) != 1 or not rows or shape[0] <= rows or shape[0] % rows or shape[0] in batches.sizes:
+            return False
+        flat = self._trains() and has_size_of_rows(batches.sizes, times=shape[0] // rows)
+        if flat and shape[0] not in batches.joined:
+            batches.flat.add(shape[0])
+        return flat
 
     def _has_rows_first(self, shape: Any) -> bool:
         batches = self.hook_context.batches
@@ -142,7 +154,10 @@ class _Slicing:
         if packed is not None and tensor.dim() > 2:  # noqa: PLR2004  (times, rows, features)
             return 1 if tensor.size(1) in self.hook_context.batches.sizes else None
         dim = self.hook_context.batches.dim_of_rows(tensor.shape)
-        return None if dim is None or has_literal_size() else dim
+        if dim is None:
+            _, asked = sizes_of_distributions() or ((), tensor.shape)
+            return 0 if self._is_flat(asked) else None
+        return None if has_literal_size() else dim
 
     def sized(self, original: Any) -> Any:
         """Make a function that is given a size."""
@@ -182,7 +197,7 @@ class _Slicing:
             if first is None:
                 return self.integers(original)(*args, **kwargs)
             if type(first) is not torch.Tensor or not (
-                self._has_rows_first(first.shape) or self._repeats_rows(first)
+                self._has_rows_first(first.shape) or self._repeats_rows(first) or self._is_flat(first.shape)
             ):
                 return original(*args, **kwargs)
             every = [self._for_all(arg, first.size(0)) for arg in args]

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.data.row_order import permuted, tell_once, telling_order
 from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.rng.own_rows import own_rows
 
 _SIZE_FIRST = ("random", "standard_normal", "standard_exponential", "standard_cauchy")
 _SIZE_SECOND = ("exponential", "poisson", "geometric", "rayleigh", "weibull", "standard_gamma", "standard_t")
@@ -20,6 +22,9 @@ _OF_NUMPY = {
     **dict.fromkeys(("rand", "randn"), None),
 }
 """numpy's functions, and where each is given a size; None where that is all its arguments."""
+_CHOICE = 1
+"""Where `choice` is given a size, of functions and of methods."""
+_UNREPEATED = "numbers are chosen for the batch's rows without replacement: each rank chooses among its own"
 _OF_GENERATORS = {
     **dict.fromkeys(_SIZE_FIRST, 0),
     **dict.fromkeys(_SIZE_SECOND, 1),
@@ -40,6 +45,7 @@ def drawing_by_numpy(hook_context: HookContext, rows_first: Callable[[Any], bool
     with ExitStack() as stack:
         for name, position in _OF_NUMPY.items():
             stack.enter_context(replaced(np.random, name, draws.numpys(position)))
+        stack.enter_context(replaced(np.random, "choice", draws.choosing))
         stack.enter_context(replaced(np.random, "default_rng", draws.default_rng))
         yield
 
@@ -61,24 +67,54 @@ class _NumpyDraws:
             @wraps(original)
             def draw(*args: Any, **kwargs: Any) -> Any:
                 given = args if position is None else kwargs.get("size", (*args[position:], None)[0])
-                size = (given,) if isinstance(given, int) else given
                 limits = args[:position] if position is not None else ()
-                if not isinstance(size, tuple | list) or not self.rows_first(size) or _has_rows(limits, kwargs):
+                if (size := self._rows_of(given)) is None or _has_rows(limits, kwargs):
                     return original(*args, **kwargs)
                 every = (size[0] * self.hook_context.data.size, *size[1:])
                 drawn = original(*every) if position is None else original(*limits, **{**kwargs, "size": every})
-                rank = self.hook_context.data.rank
-                return drawn[rank * size[0] : (rank + 1) * size[0]]
+                return self._own(drawn, size[0])
 
             return draw
 
         return make
 
+    def choosing(self, original: Any) -> Any:
+        """Make `choice`, of a number or of an array that all ranks have."""
+
+        @wraps(original)
+        def choose(*args: Any, **kwargs: Any) -> Any:
+            size = self._rows_of(kwargs.get("size", (*args, None, None)[_CHOICE]))
+            if size is None:
+                return original(*args, **kwargs)
+            if not kwargs.get("replace", (*args, True, True, True)[_CHOICE + 1]):
+                tell_once(self.hook_context, "unrepeated", _UNREPEATED)
+                return original(*args, **kwargs)
+            every = (size[0] * self.hook_context.data.size, *size[1:])
+            if "size" in kwargs:
+                drawn = original(*args, **{**kwargs, "size": every})
+            else:
+                drawn = original(args[0], every, *args[_CHOICE + 1 :], **kwargs)
+            return self._own(drawn, size[0])
+
+        return choose
+
+    def _rows_of(self, given: Any) -> Any:
+        """Return a size that is of this rank's rows; None for any other."""
+        size = (given,) if isinstance(given, int) else given
+        return size if isinstance(size, tuple | list) and self.rows_first(size) else None
+
+    def _own(self, drawn: Any, rows: int) -> Any:
+        return drawn[own_rows(self.hook_context, self.hook_context.batches.parts_of(rows))]
+
     def default_rng(self, original: Any) -> Any:
         """Make the function that makes numpy's newer generators, whose methods cannot be replaced."""
         own = type("Generator", (np.random.Generator,), {})
         for name, position in _OF_GENERATORS.items():
-            setattr(own, name, self._method(getattr(np.random.Generator, name), position))
+            setattr(own, name, _method(getattr(np.random.Generator, name), self.numpys(position)))
+        for name in ("permutation", "shuffle"):
+            order = partial(telling_order, self.hook_context, permuted)
+            setattr(own, name, _method(getattr(np.random.Generator, name), order))
+        own.choice = _method(np.random.Generator.choice, self.choosing)  # type: ignore[attr-defined]
 
         @wraps(original)
         def make(*args: Any, **kwargs: Any) -> Any:
@@ -87,14 +123,13 @@ class _NumpyDraws:
 
         return make
 
-    def _method(self, original: Any, position: int) -> Any:
-        make = self.numpys(position)
 
-        @wraps(original)
-        def draw(generator: Any, *args: Any, **kwargs: Any) -> Any:
-            return make(partial(original, generator))(*args, **kwargs)
+def _method(original: Any, make: Callable[[Any], Any]) -> Any:
+    @wraps(original)
+    def draw(generator: Any, *args: Any, **kwargs: Any) -> Any:
+        return make(partial(original, generator))(*args, **kwargs)
 
-        return draw
+    return draw
 
 
 def _has_rows(limits: Any, kwargs: Any) -> bool:

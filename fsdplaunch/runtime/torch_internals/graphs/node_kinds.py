@@ -51,10 +51,18 @@ def noted(node: Any) -> dict[Any, Any]:
     return notes
 
 
+_SHAPING = ("View", "UnsafeView", "ReshapeAlias", "Permute", "Transpose", "T", "Squeeze", "Unsqueeze", "Alias")
+
+
 def mark_rows(tensor: torch.Tensor) -> None:
-    """Remember that a tensor is made of parameters and of this rank's rows, outside of a model."""
-    if tensor.grad_fn is not None:
-        noted(tensor.grad_fn)[_OF_ROWS] = True
+    """Remember that a tensor is made of parameters and of this rank's rows, outside of a model.
+
+    What it was computed by is below changes of its shape, as einsum makes them.
+    """
+    node = tensor.grad_fn
+    while node is not None:
+        noted(node)[_OF_ROWS] = True
+        node = node.next_functions[0][0] if kind_of(node) in _SHAPING else None
 
 
 def has_rows(node: Any) -> bool:

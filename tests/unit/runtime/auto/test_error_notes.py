@@ -14,6 +14,7 @@ from fsdplaunch.runtime.auto.dtensor.error_notes import explaining_mixtures
             "fsdp_transformer_layer_cls_to_wrap",
         ),
         (RuntimeError, "expected scalar type BFloat16 but found Float", "x.to(weight.dtype)"),
+        (RuntimeError, "mat1 and mat2 must have the same dtype, but got Float and BFloat16", "inputs in objects"),
         (RuntimeError, "Found dtype Float but expected BFloat16", "precision.output: fp32"),
         (RuntimeError, "aten.add.Tensor got mixed torch.Tensor and DTensor", "fsdplaunch.prepare"),
     ],

@@ -75,6 +75,7 @@ class Call:
         grad: Whether gradients were on.
         autocast: The kind of device and the dtype that operations were cast to; None for none.
         line: Of the script.
+        fractions: Whether it has returned a tensor of floating point numbers.
     """
 
     function: Callable[..., Any]
@@ -83,6 +84,7 @@ class Call:
     grad: bool
     autocast: tuple[str, torch.dtype] | None
     line: str
+    fractions: bool = False
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ from fsdplaunch.runtime.auto.losses.first_batches.program import (
 from fsdplaunch.runtime.auto.patch import original_of
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.torch_internals.function_modes import put_below, take_off
-from fsdplaunch.runtime.torch_internals.tensors import change_count, is_function_transforms
+from fsdplaunch.runtime.torch_internals.tensors import change_count, is_function_transforms, is_in_transform
 
 LARGEST, MOST_BYTES = 32 << 20, 256 << 20
 """Of a tensor that is kept, and of all; what is computed from others is not looked at."""
@@ -143,7 +143,7 @@ class Recorder(TorchFunctionMode):
         """Make a call, and record it."""
         func = original_of(func)  # torch gives what stands in its place, which has run by now
         kwargs = kwargs or {}
-        if not self.is_on or len(self.calls) >= MOST_CALLS or torch.compiler.is_compiling():
+        if not self.is_on or len(self.calls) >= MOST_CALLS or torch.compiler.is_compiling() or is_in_transform():
             return func(*args, **kwargs)
         with self.paused():
             return self._recorded(func, args, kwargs)
@@ -197,6 +197,7 @@ class Recorder(TorchFunctionMode):
         changes = name == "__setitem__"
         if not tensors and not changes:
             return
+        call.fractions = any(tensor.is_floating_point() for _, tensor in tensors)
         self.calls.append(call)
         number = len(self.calls) - 1
         for place, tensor in tensors:
