@@ -20,6 +20,8 @@ __all__ = ["BatchNorm", "IncompatibleKeys"]
 """Torch's own, under plain names; all versions."""
 SEND_STATES = (utils, "_sync_module_states")
 """What sends rank 0's parameters and buffers to the others, but those it is told to ignore; all versions."""
+BUILTIN_HOOK = "_register_builtin_comm_hook"
+"""The method of DistributedDataParallel that has C++ average gradients, by a kind of hook; all versions."""
 MOVE_METHOD = "_apply"
 """The method of a module that `to`, `cuda` and `half` end in; all versions."""
 CALL_METHOD = "_call_impl"

@@ -22,6 +22,7 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.ddp.forward import Forward, clearing_local_gradients
+from fsdplaunch.runtime.auto.ddp.joining import joining_alike
 from fsdplaunch.runtime.auto.ddp.unused_parameters import agree_on_unused
 from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model
 from fsdplaunch.runtime.auto.detect.optimizers import regroup
@@ -31,7 +32,7 @@ from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.inspection.units import has_shards, is_sharded, is_unit
 from fsdplaunch.runtime.sharding.gradient_hooks import hook_local_gradients
 from fsdplaunch.runtime.sharding.optimizer_params import waits_for_shards
-from fsdplaunch.runtime.torch_internals.modules import SEND_STATES
+from fsdplaunch.runtime.torch_internals.modules import BUILTIN_HOOK, SEND_STATES
 
 _LOSSLESS = (
     "allreduce_hook",
@@ -68,9 +69,10 @@ def sharding_replicas(hook_context: HookContext) -> Iterator[None]:
     with (
         replaced(DistributedDataParallel, "__init__", build),
         replaced(DistributedDataParallel, "forward", _forward),
-        replaced(DistributedDataParallel, "join", _join),
+        joining_alike(),
         clearing_local_gradients(),
         replaced(DistributedDataParallel, "register_comm_hook", _register_comm_hook),
+        replaced(DistributedDataParallel, BUILTIN_HOOK, _register_builtin_hook),
         replaced(*SEND_STATES, _send_all_but_shards),
     ):
         yield
@@ -204,17 +206,6 @@ def _forward(original: Any) -> Any:
     return forward
 
 
-def _join(original: Any) -> Any:
-    def join(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ours: Forward | None = self.__dict__.get("fsdplaunch_forward")
-        if ours is None:
-            return original(self, *args, **kwargs)
-        enable = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("enable", True)
-        return ours.joining(enable=bool(enable))
-
-    return join
-
-
 def _only_compresses(hook: Any) -> bool:
     """Return whether a hook for communication is torch's and means to compute the same; also in a wrapper."""
     name, torchs = getattr(hook, "__name__", ""), str(getattr(hook, "__module__", "")).startswith("torch.")
@@ -233,8 +224,22 @@ def _register_comm_hook(original: Any) -> Any:
             msg = f"{script_line()} registers {name}, which changes how gradients are averaged"
             hint = "leave it out; precision.reduce sets the dtype that gradients are averaged in"
             raise ShardingError(msg, hint=hint)
-        messages.say(
-            f"{script_line()}: {name} has no effect: FSDP averages the gradients, in the dtype of precision.reduce"
-        )
+        _tell_of_hook(name)
 
     return register_comm_hook
+
+
+def _register_builtin_hook(original: Any) -> Any:
+    def register_builtin_hook(self: Any, kind: Any) -> None:
+        if "fsdplaunch_forward" in self.__dict__:
+            _tell_of_hook(kind.name)
+        else:
+            original(self, kind)
+
+    return register_builtin_hook
+
+
+def _tell_of_hook(name: str) -> None:
+    messages.say(
+        f"{script_line()}: {name} has no effect: FSDP averages the gradients, in the dtype of precision.reduce"
+    )

@@ -79,15 +79,12 @@ class Forward:
                     buffer.copy_(part.view_as(buffer))
 
     @contextmanager
-    def joining(self, *, enable: bool) -> Iterator[None]:
+    def joining(self) -> Iterator[None]:
         """Let a loop run in which ranks may have unequal numbers of batches: where they do, it is an error.
 
         Raises:
             ShardingError: Some ranks have come to their end and others have not; on all of them.
         """
-        if not enable:
-            yield
-            return
         self.joins = True
         try:
             yield
