@@ -15,13 +15,15 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.ddp.forward import Forward, clearing_local_gradients
+from fsdplaunch.runtime.auto.ddp.comm_hooks import leaving_out_comm_hooks
+from fsdplaunch.runtime.auto.ddp.forward import Forward, averaging_local_gradients, clearing_local_gradients
 from fsdplaunch.runtime.auto.ddp.joining import joining_alike
 from fsdplaunch.runtime.auto.ddp.unused_parameters import agree_on_unused
 from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model
@@ -32,18 +34,8 @@ from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.inspection.units import has_shards, is_sharded, is_unit
 from fsdplaunch.runtime.sharding.gradient_hooks import hook_local_gradients
 from fsdplaunch.runtime.sharding.optimizer_params import waits_for_shards
-from fsdplaunch.runtime.torch_internals.modules import BUILTIN_HOOK, SEND_STATES
+from fsdplaunch.runtime.torch_internals.modules import IGNORED_NAMES, SEND_STATES
 
-_LOSSLESS = (
-    "allreduce_hook",
-    "fp16_compress_hook",
-    "bf16_compress_hook",
-    "powerSGD_hook",
-    "batched_powerSGD_hook",
-)
-"""Torch's hooks for communication: they make it cheaper, and mean to compute the same."""
-_WRAPPING = ("fp16_compress_wrapper_hook", "bf16_compress_wrapper_hook")
-"""What its wrappers of such a hook are called."""
 _IGNORED = "params_and_buffers_to_ignore"
 """The argument by which what sends rank 0's state leaves tensors out."""
 
@@ -71,8 +63,8 @@ def sharding_replicas(hook_context: HookContext) -> Iterator[None]:
         replaced(DistributedDataParallel, "forward", _forward),
         joining_alike(),
         clearing_local_gradients(),
-        replaced(DistributedDataParallel, "register_comm_hook", _register_comm_hook),
-        replaced(DistributedDataParallel, BUILTIN_HOOK, _register_builtin_hook),
+        averaging_local_gradients(),
+        leaving_out_comm_hooks(),
         replaced(*SEND_STATES, _send_all_but_shards),
     ):
         yield
@@ -87,6 +79,7 @@ def _shard(module: nn.Module, given: dict[str, Any], hook_context: HookContext) 
     if not hook_context.ownership.claim_replicas(what):
         return sharded  # and stays so
     _check(given["process_group"], name, hook_context)
+    _check_complete(module, name)
     hook_context.ownership.ranked = True
     hook_context.streams.scripts = True
     if not sharded:
@@ -127,9 +120,27 @@ def _check(group: dist.ProcessGroup | None, name: str, hook_context: HookContext
         raise ShardingError(msg, hint=hint)
 
 
+def _check_complete(module: nn.Module, name: str) -> None:
+    """Refuse parameters that the script has torch's wrapper leave alone.
+
+    Raises:
+        ShardingError: There are some, of which each rank would train its own.
+    """
+    ignored = getattr(module, IGNORED_NAMES, ())
+    alone = next(
+        (each for each, param in module.named_parameters() if each in ignored and param.requires_grad), None
+    )
+    if alone is not None:
+        msg = (
+            f"{script_line()} leaves {alone} of {name} out of DistributedDataParallel, to be trained by each rank"
+        )
+        raise ShardingError(msg, hint="launch with --shard off, which leaves all to the script")
+
+
 def _fill(ddp: Any, given: dict[str, Any]) -> None:
     """Give a wrapper the attributes that scripts read, and what its forward needs."""
     nn.Module.__init__(ddp)
+    Joinable.__init__(ddp)
     ddp.module = given["module"]
     first = next(given["module"].parameters(), None)
     ddp.dim, ddp.device_ids, ddp.output_device = given["dim"], given["device_ids"], given["output_device"]
@@ -204,42 +215,3 @@ def _forward(original: Any) -> Any:
         return output
 
     return forward
-
-
-def _only_compresses(hook: Any) -> bool:
-    """Return whether a hook for communication is torch's and means to compute the same; also in a wrapper."""
-    name, torchs = getattr(hook, "__name__", ""), str(getattr(hook, "__module__", "")).startswith("torch.")
-    if torchs and name in _WRAPPING:
-        return _only_compresses(inspect.getclosurevars(hook).nonlocals.get("hook"))
-    return torchs and name in _LOSSLESS
-
-
-def _register_comm_hook(original: Any) -> Any:
-    def register_comm_hook(self: Any, state: Any, hook: Any) -> None:
-        if "fsdplaunch_forward" not in self.__dict__:
-            original(self, state, hook)
-            return
-        name = getattr(hook, "__name__", type(hook).__name__)
-        if not _only_compresses(hook):
-            msg = f"{script_line()} registers {name}, which changes how gradients are averaged"
-            hint = "leave it out; precision.reduce sets the dtype that gradients are averaged in"
-            raise ShardingError(msg, hint=hint)
-        _tell_of_hook(name)
-
-    return register_comm_hook
-
-
-def _register_builtin_hook(original: Any) -> Any:
-    def register_builtin_hook(self: Any, kind: Any) -> None:
-        if "fsdplaunch_forward" in self.__dict__:
-            _tell_of_hook(kind.name)
-        else:
-            original(self, kind)
-
-    return register_builtin_hook
-
-
-def _tell_of_hook(name: str) -> None:
-    messages.say(
-        f"{script_line()}: {name} has no effect: FSDP averages the gradients, in the dtype of precision.reduce"
-    )

@@ -12,15 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.api.gradients import set_gradient_sync
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.rank0.passes import check_turn
 from fsdplaunch.runtime.inspection.units import is_unit
-from fsdplaunch.runtime.torch_internals.fsdp2 import drop_local_gradients, group_refs
+from fsdplaunch.runtime.torch_internals.fsdp2 import drop_local_gradients, group_refs, take_local_gradients
 from fsdplaunch.runtime.torch_internals.tensors import overwriting_uncounted
 from fsdplaunch.runtime.torch_internals.wrappers import untraced
 
@@ -37,7 +40,7 @@ class Forward:
         self.model = model
         self.syncs = True
         self.buffers = [each for each in model.buffers() if each.numel()] if buffers else []
-        self.joins = self.accumulates = False
+        self.joins = self.accumulates = self.told = False
         self.groups = [ref for unit in model.modules() if is_unit(unit) for ref in group_refs(unit)]
         _forwards.add(self)
         self.before, self.after = untraced(self.begin), untraced(self.end)  # made once: that takes long
@@ -121,6 +124,48 @@ def clearing_local_gradients() -> Iterator[None]:
 
     with replaced(Optimizer, "zero_grad", of_optimizer), replaced(nn.Module, "zero_grad", of_module):
         yield
+
+
+@contextmanager
+def averaging_local_gradients() -> Iterator[None]:
+    """Average before an optimizer's step what no pass has averaged: shards know nothing of it."""
+    handle = register_optimizer_step_pre_hook(
+        lambda optimizer, *_: average_local_gradients(
+            param for group in optimizer.param_groups for param in group["params"]
+        )
+    )
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def average_local_gradients(params: Iterable[Any]) -> None:
+    """Average what passes inside of `no_sync` have added up for shards and no pass has averaged. Collective.
+
+    Torch's wrapper would let each rank step with its own, so that they train apart from there on.
+    """
+    accumulating = [each for each in _forwards if each.accumulates]
+    shards = {id(param) for param in params} if accumulating else set()
+    for forward in accumulating:
+        pending = [found for ref in forward.groups for found in take_local_gradients(ref, shards)]
+        for shard, gradient in pending:
+            averaged = _averaged(gradient, shard)
+            shard.grad = averaged if shard.grad is None else shard.grad + averaged
+        if pending and not forward.told:
+            forward.told = True
+            messages.say(
+                f"{script_line()}: no pass outside of no_sync() has averaged these gradients: they are averaged"
+                " here, where each rank would step with its own under DistributedDataParallel"
+            )
+
+
+def _averaged(gradient: torch.Tensor, shard: Any) -> Any:
+    """Return the shard of the mean of all ranks' full gradients."""
+    mesh = shard.device_mesh
+    summed: Any = DTensor.from_local(gradient.to(shard.dtype), mesh, [Partial()] * mesh.ndim, run_check=False)
+    return summed.redistribute(placements=shard.placements) / mesh.size()
 
 
 def _clear(params: Iterable[Any]) -> None:

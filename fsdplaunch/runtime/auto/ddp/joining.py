@@ -1,4 +1,7 @@
-"""Let `join()` and `Join([...])` end a run whose ranks have unequal numbers of batches: each pass needs all of them."""
+"""Let `join()` and `Join([...])` end a run whose ranks have unequal numbers of batches.
+
+Needed because every pass of a sharded model needs every rank.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -55,4 +55,6 @@ def _tell(hook_context: HookContext) -> None:
         raise ShardingError(msg, hint=hint)
     if "averages" not in hook_context.printed:
         hook_context.printed.add("averages")
-        messages.say(f"{script_line()}: averaging a sharded model has no effect: its gradients are averaged at each step")
+        messages.say(
+            f"{script_line()}: averaging a sharded model has no effect: its gradients are averaged at each step"
+        )

@@ -76,7 +76,9 @@ def _plain(zero: type[Any], kind: type[Optimizer]) -> type[Any]:
     """Return a class of both, whose methods are those of `kind`; named as it is, for what goes by names."""
     own = {name: getattr(kind, name) for name in _PLAIN}
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (zero, kind), {**own, **named, "consolidate_state_dict": _consolidate, "optim": _SELF})
+    return type(
+        kind.__name__, (zero, kind), {**own, **named, "consolidate_state_dict": _consolidate, "optim": _SELF}
+    )
 
 
 def _consolidate(_self: Any, to: int = 0) -> None:
@@ -88,4 +90,6 @@ _SELF = property(lambda optimizer: optimizer)
 
 
 def _tell(name: str) -> None:
-    messages.say(f"{script_line()}: ZeroRedundancyOptimizer is {name} over the shards: its state is divided already")
+    messages.say(
+        f"{script_line()}: ZeroRedundancyOptimizer is {name} over the shards: its state is divided already"
+    )

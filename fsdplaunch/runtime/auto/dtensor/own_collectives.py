@@ -22,6 +22,12 @@ COLLECTIVES = (
     *("reduce_scatter_", "_reduce_scatter_base_", "scatter_", "alltoall_"),
 )
 """The operators by which torch.distributed exchanges tensors."""
+FUNCTIONAL = (
+    *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "broadcast", "broadcast_"),
+    *("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_to_all_single"),
+    *("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"),
+)
+"""Those that return what they have exchanged."""
 
 
 def refusing(ownership: Ownership) -> Any:
@@ -39,7 +45,8 @@ def _refusal(ways: str) -> ShardingError:
 
 
 _WITHOUT_REPLICAS = (
-    "give the model to DistributedDataParallel; or launch with --hide-ranks, if the script then trains in one process"
+    "give the model to DistributedDataParallel; or launch with --hide-ranks, if the script then trains in"
+    " one process"
 )
 _INSTEAD_OF_REPLICAS = (
     "leave the exchange out: what is given to DistributedDataParallel has the same parameters and gradients on all"
