@@ -23,7 +23,11 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.ddp.comm_hooks import leaving_out_comm_hooks
-from fsdplaunch.runtime.auto.ddp.forward import Forward, averaging_local_gradients, clearing_local_gradients
+from fsdplaunch.runtime.auto.ddp.forward import (
+    Forward,
+    averaging_local_gradients,
+    clearing_local_gradients,
+)
 from fsdplaunch.runtime.auto.ddp.joining import joining_alike
 from fsdplaunch.runtime.auto.ddp.unused_parameters import agree_on_unused
 from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model

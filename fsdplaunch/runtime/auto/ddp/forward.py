@@ -140,6 +140,26 @@ def averaging_local_gradients() -> Iterator[None]:
         handle.remove()
 
 
+_OF_NONE = (
+    "'NoneType' object has no attribute",
+    "expects a non-empty TensorList",
+    "'NoneType' and",
+    "and 'NoneType'",
+)
+"""What Python and torch say where a script takes gradients for tensors that are None."""
+
+
+def missing_gradients_note(error: str) -> str | None:
+    """Return what to say of the error of a script that looks for the gradients of a pass inside of `no_sync`."""
+    if all(each.syncs for each in _forwards) or not any(message in error for message in _OF_NONE):
+        return None
+    return (
+        "fsdplaunch: the last pass was inside of no_sync(), whose gradients are no parameter's .grad until they"
+        " are averaged.\nTake the pass out of no_sync() to have them; weights that ranks change by gradients of"
+        " their own (SAM) cannot be sharded"
+    )
+
+
 @torch.no_grad()
 def average_local_gradients(params: Iterable[Any]) -> None:
     """Average what passes inside of `no_sync` have added up for shards and no pass has averaged. Collective.
