@@ -40,7 +40,7 @@ class Forward:
         self.model = model
         self.syncs = True
         self.buffers = [each for each in model.buffers() if each.numel()] if buffers else []
-        self.joins = self.accumulates = self.told = False
+        self.joins = self.told = False
         self.groups = [ref for unit in model.modules() if is_unit(unit) for ref in group_refs(unit)]
         _forwards.add(self)
         self.before, self.after = untraced(self.begin), untraced(self.end)  # made once: that takes long
@@ -55,7 +55,7 @@ class Forward:
             _check_all_go_on(going_on=True)
         if ddp.require_backward_grad_sync != self.syncs:
             self.syncs = bool(ddp.require_backward_grad_sync)
-            self.accumulates = True
+            _accumulating.add(self)
             set_gradient_sync(self.model, on=self.syncs)
         if ddp.require_forward_param_sync and self.buffers:
             check_turn(self.model)
@@ -97,6 +97,8 @@ class Forward:
 
 
 _forwards: "weakref.WeakSet[Forward]" = weakref.WeakSet()
+_accumulating: "weakref.WeakSet[Forward]" = weakref.WeakSet()
+"""Those that have ever made a pass that averages nothing."""
 
 
 @contextmanager
@@ -129,11 +131,12 @@ def clearing_local_gradients() -> Iterator[None]:
 @contextmanager
 def averaging_local_gradients() -> Iterator[None]:
     """Average before an optimizer's step what no pass has averaged: shards know nothing of it."""
-    handle = register_optimizer_step_pre_hook(
-        lambda optimizer, *_: average_local_gradients(
-            param for group in optimizer.param_groups for param in group["params"]
-        )
-    )
+
+    def average(optimizer: Optimizer, *_: Any) -> None:
+        if _accumulating:
+            average_local_gradients(param for group in optimizer.param_groups for param in group["params"])
+
+    handle = register_optimizer_step_pre_hook(average)
     try:
         yield
     finally:
@@ -166,9 +169,8 @@ def average_local_gradients(params: Iterable[Any]) -> None:
 
     Torch's wrapper would let each rank step with its own, so that they train apart from there on.
     """
-    accumulating = [each for each in _forwards if each.accumulates]
-    shards = {id(param) for param in params} if accumulating else set()
-    for forward in accumulating:
+    shards = {id(param) for param in params} if _accumulating else set()
+    for forward in list(_accumulating):
         pending = [found for ref in forward.groups for found in take_local_gradients(ref, shards)]
         for shard, gradient in pending:
             averaged = _averaged(gradient, shard)
@@ -190,9 +192,8 @@ def _averaged(gradient: torch.Tensor, shard: Any) -> Any:
 
 def _clear(params: Iterable[Any]) -> None:
     """Clear what was added up for these shards by models that have ever added up."""
-    accumulating = [each for each in _forwards if each.accumulates]
-    shards = {id(param) for param in params} if accumulating else set()
-    for forward in accumulating:
+    shards = {id(param) for param in params} if _accumulating else set()
+    for forward in list(_accumulating):
         for ref in forward.groups:
             drop_local_gradients(ref, shards)
 

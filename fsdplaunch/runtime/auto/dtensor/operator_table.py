@@ -26,6 +26,7 @@ from fsdplaunch.runtime.torch_internals.dtensor import (
     knows_operator,
     operator_handlers,
 )
+from fsdplaunch.runtime.torch_internals.operators import FUNCTIONAL_COLLECTIVES
 
 Handler = handlers.Handler
 
@@ -62,7 +63,7 @@ class OperatorTable:
         """Install the handlers."""
         mixing, namer = _overloads(_MIXING), Namer(hook_context)
         self._put({op: namer.naming(each) if op in mixing else each for op, each in self._own.items()})
-        functional = _overloads(FUNCTIONAL, torch.ops._c10d_functional)
+        functional = _overloads(FUNCTIONAL, FUNCTIONAL_COLLECTIVES)
         exchanging = (*_overloads(COLLECTIVES, torch.ops.c10d), *functional)
         self._table.update(dict.fromkeys(exchanging, refusing(self.ownership)))
         for name, exchange in ALIKE.items():
