@@ -212,6 +212,24 @@ for x in torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2):
 """
 
 
+UNSENT = """
+class Own(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+        self.register_buffer("own", torch.full((1,), float(rank)))
+        self.register_buffer("sent", torch.full((1,), float(rank)))
+    def forward(self, x):
+        return super().forward(x) + self.own + self.sent
+kept = DDP(Own(), broadcast_buffers=False)
+partly = Own()
+DDP._set_params_and_buffers_to_ignore_for_model(partly, ["own"])
+partly = DDP(partly)
+for each in (kept, partly):
+    each(rows)
+    print(each.module.own.item(), each.module.sent.item())
+"""
+
+
 def write(folder: Path, body: str) -> Path:
     script = folder / "train.py"
     script.write_text(HEAD + body)
@@ -230,6 +248,12 @@ def test_gradients_that_no_pass_has_averaged_are_averaged_and_told_where_they_ar
     line = line_of(UNSYNCED, "clip_grad_norm_")
     assert done.err[0].count(f"train.py:{line}: no pass outside of no_sync() has averaged these gradients") == 1
     assert f"train.py:{line_of(UNSYNCED, '_register')}: FP16_COMPRESS has no effect" in done.err[0]
+
+
+def test_buffers_that_the_wrapper_does_not_send_stay_each_ranks_own(forks: Forks, tmp_path: Path) -> None:
+    done = forks.run(write(tmp_path, UNSENT), tmp_path / "run", ranks=2)
+    assert done.codes == [0, 0], done.err
+    assert done.out == ["0.0 0.0\n0.0 0.0\n", "1.0 1.0\n1.0 0.0\n"]
 
 
 def test_same_rows_on_all_ranks_are_told_with_the_sampler_that_divides_them(forks: Forks, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from fsdplaunch.runtime.auto.ddp.forward import (
     clearing_local_gradients,
 )
 from fsdplaunch.runtime.auto.ddp.joining import joining_alike
+from fsdplaunch.runtime.auto.ddp.sent_buffers import keeping_unsent_buffers, sends_buffers, sent_buffers
 from fsdplaunch.runtime.auto.ddp.unused_parameters import agree_on_unused
 from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model
 from fsdplaunch.runtime.auto.detect.optimizers import regroup
@@ -88,7 +89,8 @@ def _shard(module: nn.Module, given: dict[str, Any], hook_context: HookContext) 
     hook_context.streams.scripts = True
     if not sharded:
         loose = bool(given["find_unused_parameters"])
-        adopt_model(model, hook_context, what=what, one_unit=loose)
+        with keeping_unsent_buffers(module, given):
+            adopt_model(model, hook_context, what=what, one_unit=loose)
         if loose:
             messages.say(
                 f"find_unused_parameters: ranks may use different parts of {name}, so it is gathered at once"
@@ -152,14 +154,14 @@ def _fill(ddp: Any, given: dict[str, Any]) -> None:
     ddp.device_type = None if first is None else first.device.type
     ddp.is_multi_device_module = False
     ddp.process_group = given["process_group"] or dist.group.WORLD
-    sends = _sends_buffers(given)
-    ddp.__dict__["forward_sync_buffers"] = ddp.__dict__["broadcast_buffers"] = sends
+    ddp.__dict__["forward_sync_buffers"] = ddp.__dict__["broadcast_buffers"] = sends_buffers(given)
     for name in ("find_unused_parameters", "gradient_as_bucket_view", "static_graph"):
         ddp.__dict__[name] = given.get(name)
     ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
     ddp.mixed_precision, ddp.parameters_to_ignore = given.get("mixed_precision"), set()
+    buffers = [*sent_buffers(ddp.module, given).values()]
     ddp.reducer = ddp.logger = _NOTHING
-    ddp.__dict__["fsdplaunch_forward"] = Forward(unwrapped(ddp.module), buffers=sends)
+    ddp.__dict__["fsdplaunch_forward"] = Forward(unwrapped(ddp.module), buffers=buffers)
     ddp.__dict__["__reduce_ex__"] = _reducer(weakref.ref(ddp), given)
     if given["find_unused_parameters"]:
         agree_on_unused(unwrapped(ddp.module))
@@ -188,12 +190,6 @@ def _send_all_but_shards(original: Any) -> Any:
         original(*call.args, **call.kwargs)
 
     return send
-
-
-def _sends_buffers(given: dict[str, Any]) -> bool:
-    """Return whether passes begin with rank 0's buffers: set under a newer name, an older one, or not at all."""
-    values = [given.get(name) for name in ("forward_sync_buffers", "broadcast_buffers")]
-    return bool(next((each for each in values if each is not None), True))
 
 
 class _Nothing:

@@ -5,7 +5,7 @@ As torch's wrapper does: gradients are averaged or only added up, decided when a
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,13 +33,13 @@ class Forward:
 
     Args:
         model: Sharded.
-        buffers: Whether every pass begins with rank 0's buffers.
+        buffers: Those that are rank 0's when a pass begins.
     """
 
-    def __init__(self, model: nn.Module, *, buffers: bool) -> None:
+    def __init__(self, model: nn.Module, *, buffers: Sequence[torch.Tensor]) -> None:
         self.model = model
         self.syncs = True
-        self.buffers = [each for each in model.buffers() if each.numel()] if buffers else []
+        self.buffers = buffers
         self.joins = self.told = False
         self.groups = [ref for unit in model.modules() if is_unit(unit) for ref in group_refs(unit)]
         _forwards.add(self)
