@@ -6,6 +6,7 @@ from typing import Any
 ABANDON_GROUP = "fsdplaunch.runtime.device.abandon_group"
 GROUP_IS_ABANDONED = "fsdplaunch.runtime.device.group_is_abandoned"
 PROCESSES_END = "fsdplaunch.runtime.auto.ddp.spawned_ranks.raise_refused"
+MISSING_GRADIENTS_NOTE = "fsdplaunch.runtime.auto.ddp.forward.missing_gradients_note"
 REPORT_END = "fsdplaunch.runtime.collectives.hang_detector.report_end"
 WEIGHTS_USED = "fsdplaunch.runtime.loading.pretrained.weights_used"
 RANK0_SAVES_OPEN = "fsdplaunch.runtime.auto.state.rank0.pulling.is_open"

@@ -169,3 +169,133 @@ def test_a_process_that_would_train_alone_after_the_refusal_is_ended(
         )
         assert "replicas" not in err
         assert "call in the script what each of them would run" in err
+
+
+HEAD = """
+import os, torch, torch.distributed as dist
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = DDP(torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2)]))
+rows = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+"""
+
+UNSYNCED = """
+model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def step(how):
+    for _ in range(2):
+        with how():
+            model(rows).pow(2).mean().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    after = [p.full_tensor() for p in model.parameters()]
+    moved = [new - old for new, old in zip(after, before)]
+    model.load_state_dict(dict(zip(model.state_dict(), before)))
+    return norm.item(), moved
+norm, moved = step(model.no_sync)
+import contextlib
+wanted, averaged = step(contextlib.nullcontext)
+assert abs(norm - wanted) < 1e-6 and wanted > 0.01, (norm, wanted)
+assert all(torch.allclose(one, other, atol=1e-7) for one, other in zip(moved, averaged))
+"""
+
+SAME = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2):
+    model(x).pow(2).mean().backward()
+"""
+
+
+UNSENT = """
+class Own(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+        self.register_buffer("own", torch.full((1,), float(rank)))
+        self.register_buffer("sent", torch.full((1,), float(rank)))
+    def forward(self, x):
+        return super().forward(x) + self.own + self.sent
+kept = DDP(Own(), broadcast_buffers=False)
+partly = Own()
+DDP._set_params_and_buffers_to_ignore_for_model(partly, ["own"])
+partly = DDP(partly)
+for each in (kept, partly):
+    each(rows)
+    print(each.module.own.item(), each.module.sent.item())
+"""
+
+
+def write(folder: Path, body: str) -> Path:
+    script = folder / "train.py"
+    script.write_text(HEAD + body)
+    return script
+
+
+def line_of(body: str, text: str) -> int:
+    return next(number for number, line in enumerate((HEAD + body).splitlines(), 1) if text in line)
+
+
+def test_gradients_that_no_pass_has_averaged_are_averaged_and_told_where_they_are_used(
+    forks: Forks, tmp_path: Path
+) -> None:
+    done = forks.run(write(tmp_path, UNSYNCED), tmp_path / "run", ranks=2)
+    assert done.codes == [0, 0], done.err
+    line = line_of(UNSYNCED, "clip_grad_norm_")
+    assert done.err[0].count(f"train.py:{line}: no pass outside of no_sync() has averaged these gradients") == 1
+    assert f"train.py:{line_of(UNSYNCED, '_register')}: FP16_COMPRESS has no effect" in done.err[0]
+
+
+def test_buffers_that_the_wrapper_does_not_send_stay_each_ranks_own(forks: Forks, tmp_path: Path) -> None:
+    done = forks.run(write(tmp_path, UNSENT), tmp_path / "run", ranks=2)
+    assert done.codes == [0, 0], done.err
+    assert done.out == ["0.0 0.0\n0.0 0.0\n", "1.0 1.0\n1.0 0.0\n"]
+
+
+def test_same_rows_on_all_ranks_are_told_with_the_sampler_that_divides_them(forks: Forks, tmp_path: Path) -> None:
+    done = forks.run(write(tmp_path, SAME), tmp_path / "run", ranks=2)
+    assert done.codes == [0, 0], done.err
+    line = line_of(SAME, "backward")
+    assert done.err[0].count(f"train.py:{line}: all 2 ranks compute the same rows, for the script divides") == 1
+    assert "sampler=DistributedSampler(dataset)" in done.err[0]
+    assert "whose __iter__" not in done.err[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "with Join([model]):\n    for _ in range(2 + rank):\n        model(rows).mean().backward()\n",
+            ": 1 of 2 ranks have no batch left inside of join()",
+        ),
+        (
+            "ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, overlap_with_ddp=True)\n",
+            " builds a ZeroRedundancyOptimizer with overlap_with_ddp: no bucket's hook steps it",
+        ),
+        (
+            "dist.all_reduce(model.module[0][0].weight.data)\n",
+            " exchanges parameters or gradients of a sharded model: they are averaged already",
+        ),
+        (
+            "DDP._set_params_and_buffers_to_ignore_for_model(model.module, ['0.0.weight'])\nDDP(model.module)\n",
+            " leaves 0.0.weight of Sequential out of DistributedDataParallel, to be trained by each rank",
+        ),
+        (
+            "with model.no_sync():\n    model(rows).mean().backward()\nmodel.module[0][0].weight.grad.norm()\n",
+            "AttributeError: 'NoneType' object has no attribute 'norm'\n[rank0]: fsdplaunch: the last pass",
+        ),
+    ],
+    ids=["join", "overlap", "exchange", "ignored", "local gradients"],
+)
+def test_what_cannot_be_done_with_shards_is_refused_at_its_line(
+    forks: Forks, tmp_path: Path, body: str, message: str
+) -> None:
+    done = forks.run(write(tmp_path, body), tmp_path / "run", ranks=2)
+    assert done.codes == [1, 1]
+    at = "" if message.startswith("Attr") else r"train\.py:\d+"
+    assert any(re.search(at + re.escape(message), err) for err in done.err), done.err
+    assert "give the model to DistributedDataParallel" not in done.err[0]

@@ -74,6 +74,67 @@ for p in model.parameters():
     torch.distributed.all_reduce(p.grad.data)
 """
 
+BY_FUNCTIONAL_COLLECTIVES = """
+torch.distributed.init_process_group("gloo")
+import torch.distributed._functional_collectives as functional
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+model(torch.ones(2, 4)).pow(2).mean().backward()
+for p in model.parameters():
+    functional.all_reduce(p.grad, "sum", torch.distributed.group.WORLD)
+"""
+
+TENSOR_PARALLEL = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+class Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8 // dist.get_world_size()), nn.Linear(8 // dist.get_world_size(), 4)
+    def forward(self, x):
+        return Reduce.apply(self.down(self.up(x)))
+model = Layer().to("cpu")
+step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+"""
+
+PIPELINE = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+model.to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if dist.get_rank() == 0:
+    dist.send(model(torch.ones(2, 4)).detach(), 1)
+else:
+    dist.recv(torch.empty(2, 4), 0)
+"""
+
+AVERAGED = """
+import torch.distributed.algorithms.model_averaging.averagers as averagers
+torch.distributed.init_process_group("gloo")
+averager = averagers.PeriodicModelAverager(period=1)
+model.to("cpu")
+step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+averager.average_parameters(model.parameters())
+"""
+
+PLAIN_GRADIENTS = """
+model.to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+before = model[0][0].weight.tolist()
+for p in model.parameters():
+    p.grad = torch.ones(p.shape)
+optimizer.step()
+print(torch.allclose(torch.tensor(before) - 0.1, model[0][0].weight.detach().full_tensor()))
+"""
+
 OVER_A_NODE = """
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
 model = FSDP(model, sharding_strategy=ShardingStrategy.HYBRID_SHARD, sync_module_states=True, use_orig_params=True,
@@ -300,12 +361,40 @@ def test_script_without_an_optimizer_ends_at_its_second_backward_or_is_sharded_w
     assert_sharded(moved)
 
 
-def test_script_that_averages_gradients_by_itself_is_told_at_that_line(forks: Forks, tmp_path: Path) -> None:
-    done = run(forks, tmp_path, BY_COLLECTIVES)
+@pytest.mark.parametrize("body", [BY_COLLECTIVES, BY_FUNCTIONAL_COLLECTIVES], ids=["in place", "functional"])
+def test_script_that_averages_gradients_by_itself_is_told_at_that_line(
+    forks: Forks, tmp_path: Path, body: str
+) -> None:
+    done = run(forks, tmp_path, body)
     assert done.codes == [1, 1]
-    line = (HEAD + BY_COLLECTIVES).count("\n")
+    line = (HEAD + body).count("\n")
     assert f"train.py:{line} exchanges parameters or gradients of a sharded model" in done.err[0]
     assert "--shard off" in done.err[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "at", "what"),
+    [
+        (TENSOR_PARALLEL, "dist.all_reduce", "exchanges tensors of ranks inside of a model's pass"),
+        (PIPELINE, "dist.recv", "exchanges tensors with another rank"),
+        (AVERAGED, "averager.average", "averages models that ranks were to train apart"),
+    ],
+    ids=["tensor parallel", "pipeline", "averaged"],
+)
+def test_what_ranks_train_apart_is_refused_with_the_way_to_leave_it_to_the_script(
+    forks: Forks, tmp_path: Path, body: str, at: str, what: str
+) -> None:
+    done = run(forks, tmp_path, body)
+    assert 0 not in done.codes
+    line = next(number for number, text in enumerate((HEAD + body).splitlines(), 1) if text.strip().startswith(at))
+    assert f"train.py:{line} {what}" in done.err[1]
+    assert "--shard off, which leaves all to the script" in done.err[1]
+
+
+def test_gradients_that_are_set_to_plain_tensors_are_full_ones(forks: Forks, tmp_path: Path) -> None:
+    done = run(forks, tmp_path, PLAIN_GRADIENTS)
+    assert done.codes == [0, 0], done.err
+    assert done.out == ["True\n"] * 2
 
 
 def test_ddp_around_a_sharded_model_is_a_wrapper_like_torchs(forks: Forks, tmp_path: Path) -> None:

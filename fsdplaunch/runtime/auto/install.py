@@ -11,7 +11,10 @@ from fsdplaunch.runtime.auto.data.numbered_rows import noting_numbered_rows
 from fsdplaunch.runtime.auto.data.row_order import telling_row_orders
 from fsdplaunch.runtime.auto.data.row_statistics import telling_row_statistics
 from fsdplaunch.runtime.auto.ddp.construction import sharding_replicas
+from fsdplaunch.runtime.auto.ddp.model_averaging import averaging_replicas_only
 from fsdplaunch.runtime.auto.ddp.spawned_ranks import running_spawned_ranks
+from fsdplaunch.runtime.auto.ddp.zero_redundancy import stepping_shards_plainly
+from fsdplaunch.runtime.auto.detect.divided_by_hand import refusing_layers_divided_by_hand
 from fsdplaunch.runtime.auto.detect.module_registry import registering_modules
 from fsdplaunch.runtime.auto.detect.optimizers import training_shards
 from fsdplaunch.runtime.auto.detect.per_sample import refusing_per_sample
@@ -73,6 +76,8 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         training_shards(hook_context),
         sharding_when_training_begins(hook_context),
         sharding_replicas(hook_context),
+        stepping_shards_plainly(hook_context.ownership),
+        averaging_replicas_only(hook_context),
         running_spawned_ranks(),
         dividing_loaders(hook_context),
         counting_rows_once(hook_context),
@@ -93,6 +98,7 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         telling_cut_batches(hook_context),  # reads how its caller goes on: none of ours between
         telling_own_numbers(),
         counting(hook_context.position),
+        refusing_layers_divided_by_hand(hook_context),  # sees its caller: none of ours between
         remembering_copies(hook_context.position),
         remembering_made(hook_context.position),
         holding_states(hook_context),

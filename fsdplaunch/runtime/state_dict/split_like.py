@@ -5,6 +5,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def split_like(full: torch.Tensor, like: DTensor) -> DTensor:
-    """Split a full tensor as another one is, on its device and without communication."""
-    local = full.to(like.to_local().device)
+    """Split a full tensor as another one is, on its device and without communication or gradients."""
+    local = full.detach().to(like.to_local().device)
     return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)

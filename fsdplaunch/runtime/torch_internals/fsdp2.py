@@ -279,6 +279,21 @@ def drop_local_gradients(ref: weakref.ref[Any], shards: set[int]) -> None:
                 param.unsharded_accumulated_grad = None
 
 
+def take_local_gradients(ref: weakref.ref[Any], shards: set[int]) -> list[tuple[Any, torch.Tensor]]:
+    """Return what passes without averaging have added up on this rank, each with its shard; all versions.
+
+    It is forgotten here.
+    """
+    group = ref()
+    pending: list[tuple[Any, torch.Tensor]] = []
+    for param in () if group is None else group.fsdp_params:
+        if id(param.sharded_param) in shards and hasattr(param, "_unsharded_param"):
+            found = (param.unsharded_accumulated_grad, param._unsharded_param.grad)
+            pending += [(param.sharded_param, gradient) for gradient in found if gradient is not None]
+    drop_local_gradients(ref, shards)
+    return pending
+
+
 def gathered_now(ref: weakref.ref[Any]) -> list[tuple[Any, Any]]:
     """List the parameters of a group, each with its shard, if they are gathered now; all versions."""
     group = ref()

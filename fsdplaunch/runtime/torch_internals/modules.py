@@ -20,6 +20,10 @@ __all__ = ["BatchNorm", "IncompatibleKeys"]
 """Torch's own, under plain names; all versions."""
 SEND_STATES = (utils, "_sync_module_states")
 """What sends rank 0's parameters and buffers to the others, but those it is told to ignore; all versions."""
+BUILTIN_HOOK = "_register_builtin_comm_hook"
+"""The method of DistributedDataParallel that has C++ average gradients, by a kind of hook; all versions."""
+IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
+"""The attribute of a module that names what DistributedDataParallel is to leave alone; all versions."""
 MOVE_METHOD = "_apply"
 """The method of a module that `to`, `cuda` and `half` end in; all versions."""
 CALL_METHOD = "_call_impl"

@@ -13,6 +13,8 @@ import torch
 from torch.nn.functional import pad
 
 _ATEN: Any = torch.ops.aten
+FUNCTIONAL_COLLECTIVES: Any = torch.ops._c10d_functional
+"""The operators that exchange tensors of ranks and return the result; all versions."""
 _ON_CPU = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ALIGNED = 8
 """What the width of a head must be a multiple of: torch pads others before it calls the kernels of GPUs."""

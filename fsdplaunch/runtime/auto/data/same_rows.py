@@ -38,14 +38,22 @@ class SameRows:
         ranks = self.hook_context.size
         extremes = torch.tensor([own, -own], dtype=torch.float64, device=self.hook_context.device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-        kind = self.hook_context.batches.read_by
-        why, instead = "no DataLoader divides them", "a DataLoader over the tensors (TensorDataset)"
-        if kind:
-            why, instead = kind, "torch's DataLoader, in batches that can be divided"
-        until = "" if self.hook_context.keeps_batch else _UNTIL
+        why, instead = self._cause()
+        scripts = self.hook_context.keeps_batch or self.hook_context.ownership.ranked
+        until = "" if scripts else _UNTIL
         if extremes[0] == -extremes[1]:
             messages.say(
                 f"{script_line()}: all {ranks} ranks compute the same rows, for {why}: "
                 f"this is the training of one process, and as slow{until}\n"
                 f"  try  read batches from {instead}"
             )
+
+    def _cause(self) -> tuple[str, str]:
+        """Return why the rows are the same, and from what to read them instead."""
+        if self.hook_context.ownership.ranked:
+            instead = "DataLoader(dataset, sampler=DistributedSampler(dataset)), or take rows by rank"
+            return "the script divides them by no DistributedSampler", instead
+        kind = self.hook_context.batches.read_by
+        if kind:
+            return kind, "torch's DataLoader, in batches that can be divided"
+        return "no DataLoader divides them", "a DataLoader over the tensors (TensorDataset)"

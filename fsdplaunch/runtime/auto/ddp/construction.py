@@ -15,13 +15,21 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.ddp.forward import Forward, clearing_local_gradients
+from fsdplaunch.runtime.auto.ddp.comm_hooks import leaving_out_comm_hooks
+from fsdplaunch.runtime.auto.ddp.forward import (
+    Forward,
+    averaging_local_gradients,
+    clearing_local_gradients,
+)
+from fsdplaunch.runtime.auto.ddp.joining import joining_alike
+from fsdplaunch.runtime.auto.ddp.sent_buffers import keeping_unsent_buffers, sends_buffers, sent_buffers
 from fsdplaunch.runtime.auto.ddp.unused_parameters import agree_on_unused
 from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model
 from fsdplaunch.runtime.auto.detect.optimizers import regroup
@@ -31,18 +39,8 @@ from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.inspection.units import has_shards, is_sharded, is_unit
 from fsdplaunch.runtime.sharding.gradient_hooks import hook_local_gradients
 from fsdplaunch.runtime.sharding.optimizer_params import waits_for_shards
-from fsdplaunch.runtime.torch_internals.modules import SEND_STATES
+from fsdplaunch.runtime.torch_internals.modules import IGNORED_NAMES, SEND_STATES
 
-_LOSSLESS = (
-    "allreduce_hook",
-    "fp16_compress_hook",
-    "bf16_compress_hook",
-    "powerSGD_hook",
-    "batched_powerSGD_hook",
-)
-"""Torch's hooks for communication: they make it cheaper, and mean to compute the same."""
-_WRAPPING = ("fp16_compress_wrapper_hook", "bf16_compress_wrapper_hook")
-"""What its wrappers of such a hook are called."""
 _IGNORED = "params_and_buffers_to_ignore"
 """The argument by which what sends rank 0's state leaves tensors out."""
 
@@ -68,9 +66,10 @@ def sharding_replicas(hook_context: HookContext) -> Iterator[None]:
     with (
         replaced(DistributedDataParallel, "__init__", build),
         replaced(DistributedDataParallel, "forward", _forward),
-        replaced(DistributedDataParallel, "join", _join),
+        joining_alike(),
         clearing_local_gradients(),
-        replaced(DistributedDataParallel, "register_comm_hook", _register_comm_hook),
+        averaging_local_gradients(),
+        leaving_out_comm_hooks(),
         replaced(*SEND_STATES, _send_all_but_shards),
     ):
         yield
@@ -85,11 +84,13 @@ def _shard(module: nn.Module, given: dict[str, Any], hook_context: HookContext) 
     if not hook_context.ownership.claim_replicas(what):
         return sharded  # and stays so
     _check(given["process_group"], name, hook_context)
+    _check_complete(module, name)
     hook_context.ownership.ranked = True
     hook_context.streams.scripts = True
     if not sharded:
         loose = bool(given["find_unused_parameters"])
-        adopt_model(model, hook_context, what=what, one_unit=loose)
+        with keeping_unsent_buffers(module, given):
+            adopt_model(model, hook_context, what=what, one_unit=loose)
         if loose:
             messages.say(
                 f"find_unused_parameters: ranks may use different parts of {name}, so it is gathered at once"
@@ -125,9 +126,27 @@ def _check(group: dist.ProcessGroup | None, name: str, hook_context: HookContext
         raise ShardingError(msg, hint=hint)
 
 
+def _check_complete(module: nn.Module, name: str) -> None:
+    """Refuse parameters that the script has torch's wrapper leave alone.
+
+    Raises:
+        ShardingError: There are some, of which each rank would train its own.
+    """
+    ignored = getattr(module, IGNORED_NAMES, ())
+    alone = next(
+        (each for each, param in module.named_parameters() if each in ignored and param.requires_grad), None
+    )
+    if alone is not None:
+        msg = (
+            f"{script_line()} leaves {alone} of {name} out of DistributedDataParallel, to be trained by each rank"
+        )
+        raise ShardingError(msg, hint="launch with --shard off, which leaves all to the script")
+
+
 def _fill(ddp: Any, given: dict[str, Any]) -> None:
     """Give a wrapper the attributes that scripts read, and what its forward needs."""
     nn.Module.__init__(ddp)
+    Joinable.__init__(ddp)
     ddp.module = given["module"]
     first = next(given["module"].parameters(), None)
     ddp.dim, ddp.device_ids, ddp.output_device = given["dim"], given["device_ids"], given["output_device"]
@@ -135,14 +154,14 @@ def _fill(ddp: Any, given: dict[str, Any]) -> None:
     ddp.device_type = None if first is None else first.device.type
     ddp.is_multi_device_module = False
     ddp.process_group = given["process_group"] or dist.group.WORLD
-    sends = _sends_buffers(given)
-    ddp.__dict__["forward_sync_buffers"] = ddp.__dict__["broadcast_buffers"] = sends
+    ddp.__dict__["forward_sync_buffers"] = ddp.__dict__["broadcast_buffers"] = sends_buffers(given)
     for name in ("find_unused_parameters", "gradient_as_bucket_view", "static_graph"):
         ddp.__dict__[name] = given.get(name)
     ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
     ddp.mixed_precision, ddp.parameters_to_ignore = given.get("mixed_precision"), set()
+    buffers = [*sent_buffers(ddp.module, given).values()]
     ddp.reducer = ddp.logger = _NOTHING
-    ddp.__dict__["fsdplaunch_forward"] = Forward(unwrapped(ddp.module), buffers=sends)
+    ddp.__dict__["fsdplaunch_forward"] = Forward(unwrapped(ddp.module), buffers=buffers)
     ddp.__dict__["__reduce_ex__"] = _reducer(weakref.ref(ddp), given)
     if given["find_unused_parameters"]:
         agree_on_unused(unwrapped(ddp.module))
@@ -173,12 +192,6 @@ def _send_all_but_shards(original: Any) -> Any:
     return send
 
 
-def _sends_buffers(given: dict[str, Any]) -> bool:
-    """Return whether passes begin with rank 0's buffers: set under a newer name, an older one, or not at all."""
-    values = [given.get(name) for name in ("forward_sync_buffers", "broadcast_buffers")]
-    return bool(next((each for each in values if each is not None), True))
-
-
 class _Nothing:
     """Stands where torch has its reducer and logger, which scripts tell the graph and ask for timings."""
 
@@ -202,39 +215,3 @@ def _forward(original: Any) -> Any:
         return output
 
     return forward
-
-
-def _join(original: Any) -> Any:
-    def join(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ours: Forward | None = self.__dict__.get("fsdplaunch_forward")
-        if ours is None:
-            return original(self, *args, **kwargs)
-        enable = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("enable", True)
-        return ours.joining(enable=bool(enable))
-
-    return join
-
-
-def _only_compresses(hook: Any) -> bool:
-    """Return whether a hook for communication is torch's and means to compute the same; also in a wrapper."""
-    name, torchs = getattr(hook, "__name__", ""), str(getattr(hook, "__module__", "")).startswith("torch.")
-    if torchs and name in _WRAPPING:
-        return _only_compresses(inspect.getclosurevars(hook).nonlocals.get("hook"))
-    return torchs and name in _LOSSLESS
-
-
-def _register_comm_hook(original: Any) -> Any:
-    def register_comm_hook(self: Any, state: Any, hook: Any) -> None:
-        if "fsdplaunch_forward" not in self.__dict__:
-            original(self, state, hook)
-            return
-        name = getattr(hook, "__name__", type(hook).__name__)
-        if not _only_compresses(hook):
-            msg = f"{script_line()} registers {name}, which changes how gradients are averaged"
-            hint = "leave it out; precision.reduce sets the dtype that gradients are averaged in"
-            raise ShardingError(msg, hint=hint)
-        messages.say(
-            f"{script_line()}: {name} has no effect: FSDP averages the gradients, in the dtype of precision.reduce"
-        )
-
-    return register_comm_hook

@@ -5,22 +5,25 @@ As torch's wrapper does: gradients are averaged or only added up, decided when a
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.api.gradients import set_gradient_sync
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.rank0.passes import turns_on_all_ranks
 from fsdplaunch.runtime.inspection.units import is_unit
-from fsdplaunch.runtime.torch_internals.fsdp2 import drop_local_gradients, group_refs
+from fsdplaunch.runtime.torch_internals.fsdp2 import drop_local_gradients, group_refs, take_local_gradients
 from fsdplaunch.runtime.torch_internals.tensors import overwriting_uncounted
 from fsdplaunch.runtime.torch_internals.wrappers import untraced
 
@@ -30,14 +33,14 @@ class Forward:
 
     Args:
         model: Sharded.
-        buffers: Whether every pass begins with rank 0's buffers.
+        buffers: Those that are rank 0's when a pass begins.
     """
 
-    def __init__(self, model: nn.Module, *, buffers: bool) -> None:
+    def __init__(self, model: nn.Module, *, buffers: Sequence[torch.Tensor]) -> None:
         self.model = model
         self.syncs = True
-        self.buffers = [each for each in model.buffers() if each.numel()] if buffers else []
-        self.joins = self.accumulates = self.is_alone = False
+        self.buffers = buffers
+        self.joins = self.told = self.is_alone = False
         self.groups = [ref for unit in model.modules() if is_unit(unit) for ref in group_refs(unit)]
         _forwards.add(self)
         self.before, self.after = untraced(self.begin), untraced(self.end)  # made once: that takes long
@@ -52,7 +55,7 @@ class Forward:
             _check_all_go_on(going_on=True)
         if ddp.require_backward_grad_sync != self.syncs:
             self.syncs = bool(ddp.require_backward_grad_sync)
-            self.accumulates = True
+            _accumulating.add(self)
             set_gradient_sync(self.model, on=self.syncs)
         self.is_alone = False
         if ddp.require_forward_param_sync and self.buffers:
@@ -82,15 +85,12 @@ class Forward:
                     buffer.copy_(part.view_as(buffer))
 
     @contextmanager
-    def joining(self, *, enable: bool) -> Iterator[None]:
+    def joining(self) -> Iterator[None]:
         """Let a loop run in which ranks may have unequal numbers of batches: where they do, it is an error.
 
         Raises:
             ShardingError: Some ranks have come to their end and others have not; on all of them.
         """
-        if not enable:
-            yield
-            return
         self.joins = True
         try:
             yield
@@ -100,6 +100,8 @@ class Forward:
 
 
 _forwards: "weakref.WeakSet[Forward]" = weakref.WeakSet()
+_accumulating: "weakref.WeakSet[Forward]" = weakref.WeakSet()
+"""Those that have ever made a pass that averages nothing."""
 
 
 @contextmanager
@@ -129,11 +131,72 @@ def clearing_local_gradients() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def averaging_local_gradients() -> Iterator[None]:
+    """Average before an optimizer's step what no pass has averaged: shards know nothing of it."""
+
+    def average(optimizer: Optimizer, *_: Any) -> None:
+        if _accumulating:
+            average_local_gradients(param for group in optimizer.param_groups for param in group["params"])
+
+    handle = register_optimizer_step_pre_hook(average)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+_OF_NONE = (
+    "'NoneType' object has no attribute",
+    "expects a non-empty TensorList",
+    "'NoneType' and",
+    "and 'NoneType'",
+)
+"""What Python and torch say where a script takes gradients for tensors that are None."""
+
+
+def missing_gradients_note(error: str) -> str | None:
+    """Return what to say of the error of a script that looks for the gradients of a pass inside of `no_sync`."""
+    if all(each.syncs for each in _forwards) or not any(message in error for message in _OF_NONE):
+        return None
+    return (
+        "fsdplaunch: the last pass was inside of no_sync(), whose gradients are no parameter's .grad until they"
+        " are averaged.\nTake the pass out of no_sync() to have them; weights that ranks change by gradients of"
+        " their own (SAM) cannot be sharded"
+    )
+
+
+@torch.no_grad()
+def average_local_gradients(params: Iterable[Any]) -> None:
+    """Average what passes inside of `no_sync` have added up for shards and no pass has averaged. Collective.
+
+    Torch's wrapper would let each rank step with its own, so that they train apart from there on.
+    """
+    shards = {id(param) for param in params} if _accumulating else set()
+    for forward in list(_accumulating):
+        pending = [found for ref in forward.groups for found in take_local_gradients(ref, shards)]
+        for shard, gradient in pending:
+            averaged = _averaged(gradient, shard)
+            shard.grad = averaged if shard.grad is None else shard.grad + averaged
+        if pending and not forward.told:
+            forward.told = True
+            messages.say(
+                f"{script_line()}: no pass outside of no_sync() has averaged these gradients: they are averaged"
+                " here, where each rank would step with its own under DistributedDataParallel"
+            )
+
+
+def _averaged(gradient: torch.Tensor, shard: Any) -> Any:
+    """Return the shard of the mean of all ranks' full gradients."""
+    mesh = shard.device_mesh
+    summed: Any = DTensor.from_local(gradient.to(shard.dtype), mesh, [Partial()] * mesh.ndim, run_check=False)
+    return summed.redistribute(placements=shard.placements) / mesh.size()
+
+
 def _clear(params: Iterable[Any]) -> None:
     """Clear what was added up for these shards by models that have ever added up."""
-    accumulating = [each for each in _forwards if each.accumulates]
-    shards = {id(param) for param in params} if accumulating else set()
-    for forward in accumulating:
+    shards = {id(param) for param in params} if _accumulating else set()
+    for forward in list(_accumulating):
         for ref in forward.groups:
             drop_local_gradients(ref, shards)
 

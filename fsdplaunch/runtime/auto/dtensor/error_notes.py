@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from traceback import walk_tb
 
+from fsdplaunch.runtime.late_modules import MISSING_GRADIENTS_NOTE, call_if_imported
+
 _TORCH_MESSAGES = (
     "got mixed torch.Tensor and DTensor",
     "does not have a sharding strategy registered",
@@ -64,7 +66,7 @@ def explaining_mixtures() -> Iterator[None]:
     """Add a note to torch's error, below the traceback that names the script's line."""
     try:
         yield
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         known = any(message in str(error) for message in _TORCH_MESSAGES)
         if known or (_SHAPE in str(error) and _is_of_shards(error)):
             error.add_note(
@@ -75,6 +77,8 @@ def explaining_mixtures() -> Iterator[None]:
         for message, note in _NOTES.items():
             if message in str(error):
                 error.add_note(note)
+        if (note := call_if_imported(MISSING_GRADIENTS_NOTE, str(error))) is not None:
+            error.add_note(note)
         raise
 
 

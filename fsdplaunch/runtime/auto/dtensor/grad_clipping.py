@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad
 
 from fsdplaunch.runtime.api import gradients
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.ddp.forward import average_local_gradients
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.compat.import_hook import once_imported
 
@@ -56,6 +57,7 @@ def _clip_norm(ours: Ours, original: Any) -> Any:
         params = gradients.listed(parameters)
         if not ours(params):
             return original(params, max_norm, norm_type, error_if_nonfinite, foreach)
+        average_local_gradients(params)
         norm = gradients.clip_grad_norm_(params, max_norm, norm_type)
         return _finite(norm, norm_type) if error_if_nonfinite else norm
 
@@ -68,6 +70,7 @@ def _clip_value(ours: Ours, original: Any) -> Any:
     def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
         params = gradients.listed(parameters)
         if ours(params):
+            average_local_gradients(params)
             gradients.clip_grad_value_(params, clip_value)
         else:
             original(params, clip_value, foreach)

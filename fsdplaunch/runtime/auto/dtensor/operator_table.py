@@ -15,7 +15,7 @@ from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor import mixtures, shard_parts, shard_writes
 from fsdplaunch.runtime.auto.dtensor import shard_handlers as handlers
 from fsdplaunch.runtime.auto.dtensor.optimizer_steps import stepping_without_handlers
-from fsdplaunch.runtime.auto.dtensor.own_collectives import ALIKE, COLLECTIVES, refuse_collective
+from fsdplaunch.runtime.auto.dtensor.own_collectives import ALIKE, COLLECTIVES, FUNCTIONAL, refusing
 from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0
 from fsdplaunch.runtime.auto.dtensor.unknown_operators import UnknownOperators
 from fsdplaunch.runtime.auto.dtensor.updates import WrappedUpdates
@@ -26,6 +26,7 @@ from fsdplaunch.runtime.torch_internals.dtensor import (
     knows_operator,
     operator_handlers,
 )
+from fsdplaunch.runtime.torch_internals.operators import FUNCTIONAL_COLLECTIVES
 
 Handler = handlers.Handler
 
@@ -62,7 +63,9 @@ class OperatorTable:
         """Install the handlers."""
         mixing, namer = _overloads(_MIXING), Namer(hook_context)
         self._put({op: namer.naming(each) if op in mixing else each for op, each in self._own.items()})
-        self._table.update(dict.fromkeys(_overloads(COLLECTIVES, torch.ops.c10d), refuse_collective))
+        functional = _overloads(FUNCTIONAL, FUNCTIONAL_COLLECTIVES)
+        exchanging = (*_overloads(COLLECTIVES, torch.ops.c10d), *functional)
+        self._table.update(dict.fromkeys(exchanging, refusing(self.ownership)))
         for name, exchange in ALIKE.items():
             self._put(dict.fromkeys(_overloads([name], torch.ops.c10d), exchange))
         views = shard_writes.view_operators()

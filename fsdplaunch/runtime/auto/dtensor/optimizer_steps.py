@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fsdplaunch.runtime.auto.dtensor.row_loops import put_kept_rows
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import cuts
+from fsdplaunch.runtime.state_dict.split_like import split_like
 from fsdplaunch.runtime.torch_internals.dtensor import operator_handlers, placements_of, use_operator_handlers
 
 _BY_ELEMENT = frozenset(
@@ -38,6 +39,7 @@ def stepping_without_handlers(operators: Iterable[Any], wrap: Callable[[], None]
         put_kept_rows()
         if (len(args) > 1 or kwargs) and any(each is not None for each in (*args[1:], *kwargs.values())):
             return
+        _cut_plain_gradients(optimizer)
         seen = steps.look_at(optimizer)
         if seen.by_element:
             handlers.take_out()
@@ -52,6 +54,16 @@ def stepping_without_handlers(operators: Iterable[Any], wrap: Callable[[], None]
         stack.callback(register_optimizer_step_pre_hook(begin).remove)
         stack.callback(register_optimizer_step_post_hook(end).remove)
         yield
+
+
+def _cut_plain_gradients(optimizer: Optimizer) -> None:
+    """Cut gradients that the script has set to plain tensors (`p.grad = torch.from_numpy(g)`), which are full."""
+    for group in optimizer.param_groups:
+        params: list[Any] = group["params"]
+        for param in params:
+            gradient = param.grad
+            if gradient is not None and isinstance(param, DTensor) and not isinstance(gradient, DTensor):
+                param.grad = split_like(gradient, param)
 
 
 class _Handlers:

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.rank0.copies import copied_from
 from fsdplaunch.runtime.auto.state.rank0.shard_names import changes
@@ -21,19 +22,36 @@ COLLECTIVES = (
     *("reduce_scatter_", "_reduce_scatter_base_", "scatter_", "alltoall_"),
 )
 """The operators by which torch.distributed exchanges tensors."""
+FUNCTIONAL = (
+    *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "broadcast", "broadcast_"),
+    *("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_to_all_single"),
+    *("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"),
+)
+"""Those that return what they have exchanged."""
 
 
-def refuse_collective(_op: Any, _args: Any, _kwargs: Any) -> Any:
-    """Refuse the script's own collectives: ranks' gradients are averaged already.
+def refusing(ownership: Ownership) -> Any:
+    """Return what refuses the script's own collectives: ranks' gradients are averaged already."""
 
-    Raises:
-        ShardingError: Always.
-    """
+    def refuse(_op: Any, _args: Any, _kwargs: Any) -> Any:
+        raise _refusal(_INSTEAD_OF_REPLICAS if ownership.ranked else _WITHOUT_REPLICAS)
+
+    return refuse
+
+
+def _refusal(ways: str) -> ShardingError:
     msg = f"{script_line()} exchanges parameters or gradients of a sharded model: they are averaged already"
-    hint = (
-        "give the model to DistributedDataParallel; or launch with --hide-ranks, if the script then trains in one"
-    )
-    raise ShardingError(msg, hint=f"{hint} process, or with --shard off, which leaves all to the script")
+    return ShardingError(msg, hint=f"{ways}, or with --shard off, which leaves all to the script")
+
+
+_WITHOUT_REPLICAS = (
+    "give the model to DistributedDataParallel; or launch with --hide-ranks, if the script then trains in"
+    " one process"
+)
+_INSTEAD_OF_REPLICAS = (
+    "leave the exchange out: what is given to DistributedDataParallel has the same parameters and gradients on all"
+    " ranks; or launch with --hide-ranks, if the script then trains in one process"
+)
 
 
 def _broadcast(op: Any, args: Any, kwargs: Any) -> Any:
@@ -59,7 +77,7 @@ def _gather(op: Any, args: Any, kwargs: Any) -> Any:
     """
     outputs, tensors, *rest = args
     if any(not isinstance(tensor, DTensor) for tensor in tensors):  # into shards: nothing that a script means
-        return refuse_collective(op, args, kwargs)
+        raise _refusal(_INSTEAD_OF_REPLICAS)
     mine = _counts(tensors)
     found = [[torch.empty_like(mine) for _ in places] for places in outputs[:1]]
     _, work = op(found, [mine], *rest, **kwargs)

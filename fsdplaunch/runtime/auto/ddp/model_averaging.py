@@ -1,0 +1,60 @@
+"""Let torch's model averagers leave shards as they are: ranks have no models of their own to average.
+
+Needed because they flatten what each rank holds, and write the average of all ranks into it.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.compat.import_hook import once_imported
+
+
+@contextmanager
+def averaging_replicas_only(hook_context: HookContext) -> Iterator[None]:
+    """Take shards out of what `PeriodicModelAverager` and its siblings average."""
+    with ExitStack() as hooks:
+        running = [True]
+
+        def build(original: Any) -> Any:
+            def average_parameters(params: Any, process_group: Any) -> None:
+                given = list(params)
+                replicas = [param for param in given if not isinstance(param, DTensor)]
+                if len(replicas) < len(given):
+                    _tell(hook_context)
+                if replicas or not given:
+                    original(iter(replicas), process_group)
+
+            return average_parameters
+
+        def adapt(module: Any) -> None:
+            if running:
+                hooks.enter_context(replaced(module, "average_parameters", build))
+
+        once_imported("torch.distributed.algorithms.model_averaging.utils", adapt)
+        yield
+        running.clear()
+
+
+def _tell(hook_context: HookContext) -> None:
+    """Print once that there is nothing to average.
+
+    Raises:
+        ShardingError: No DistributedDataParallel would have kept the models equal: they were to be trained apart.
+    """
+    if not hook_context.ownership.ranked:
+        msg = f"{script_line()} averages models that ranks were to train apart, and the launch shards one model"
+        hint = "launch with --shard off, which leaves all to the script; or leave the averaging out, to train one"
+        raise ShardingError(msg, hint=hint)
+    if "averages" not in hook_context.printed:
+        hook_context.printed.add("averages")
+        messages.say(
+            f"{script_line()}: averaging a sharded model has no effect: its gradients are averaged at each step"
+        )
