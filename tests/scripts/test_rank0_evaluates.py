@@ -134,3 +134,42 @@ def test_rank_0_alone_evaluates_as_all_ranks_do(forks: Forks, tmp_path: Path, pr
     assert done.err[0].count(told) == 1, done.err[0]
     for name, value in ends[False][0].items():
         assert torch.equal(state[name], value), name
+
+
+COMPILED = """
+import os
+import torch, torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = torch.compile(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), backend="eager")
+model = nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+def evaluate():
+    model.eval()
+    with torch.no_grad():
+        found = model(torch.ones(3, 4))
+    model.train()
+    return found
+for number in range(2):
+    alone = evaluate() if dist.get_rank() == 0 else None
+    together = evaluate()
+    if alone is not None:
+        print(number, torch.allclose(alone, together))
+    model(torch.randn(2, 4)).pow(2).mean().backward()
+    optimizer.step()
+if dist.get_rank() == 0:
+    net.eval()
+    net(torch.ones(3, 4))
+"""
+
+
+def test_rank_0_alone_evaluates_a_compiled_model_by_its_wrapper_only(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(COMPILED)
+    done = forks.run(script, tmp_path / "run", ranks=2, timeout=120)
+    assert done.out[0] == "0 True\n1 True\n", done.err
+    line = COMPILED.count("\n")
+    assert done.codes[0] == 1
+    assert f"train.py:{line} calls Sequential in evaluation on rank 0 only" in done.err[0]
+    assert "that is not compiled" in done.err[0]

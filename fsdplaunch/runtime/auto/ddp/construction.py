@@ -210,7 +210,7 @@ def _forward(original: Any) -> Any:
         if ours is None:
             return original(self, *inputs, **kwargs)
         ours.before(self)
-        output = self.module(*inputs, **kwargs)
+        output = ours.computing(self.module)(*inputs, **kwargs)
         ours.after(self)
         return output
 

@@ -21,11 +21,11 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.api.gradients import set_gradient_sync
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
-from fsdplaunch.runtime.auto.state.rank0.passes import turns_on_all_ranks
+from fsdplaunch.runtime.auto.state.rank0.passes import is_alone_without_compiling, turns_on_all_ranks
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.torch_internals.fsdp2 import drop_local_gradients, group_refs, take_local_gradients
 from fsdplaunch.runtime.torch_internals.tensors import overwriting_uncounted
-from fsdplaunch.runtime.torch_internals.wrappers import untraced
+from fsdplaunch.runtime.torch_internals.wrappers import compiled_module, untraced
 
 
 class Forward:
@@ -62,6 +62,13 @@ class Forward:
             self.is_alone = not turns_on_all_ranks(self.model)
             if not self.is_alone:
                 self._send_buffers()
+
+    def computing(self, module: nn.Module) -> nn.Module:
+        """Return what computes a pass: the model itself, not compiled, where rank 0 makes it alone."""
+        if module is self.model or compiled_module(module) is not self.model:
+            return module
+        trains = self.model.training and torch.is_grad_enabled()
+        return self.model if not trains and is_alone_without_compiling(self.model) else module
 
     def end(self, ddp: Any) -> None:
         """Note whether the next pass is to begin with rank 0's buffers: after one that averages, as torch does."""

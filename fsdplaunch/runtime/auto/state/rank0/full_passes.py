@@ -30,11 +30,15 @@ class FullPasses:
     Args:
         name: The model's class.
         hook_context: This worker's.
+
+    Attributes:
+        eager: Whether the next pass is not compiled, for who calls the model has seen that rank 0 makes it alone.
     """
 
     def __init__(self, name: str, hook_context: HookContext) -> None:
         self.name = name
         self.hook_context = hook_context
+        self.eager = False
         self._full: dict[int, torch.Tensor] = {}
         self._values: list[int] = []
         self._undo: list[Callable[[], Any]] = []
@@ -51,7 +55,7 @@ class FullPasses:
             and is_unit(model)
             and context.data.size == context.size
             and all(map(is_over_all_ranks, _shards(model)))
-            and not computes_compiled(model, context.module_registry.alive())
+            and (self.eager or not computes_compiled(model, context.module_registry.alive()))
         )
 
     def begin(self, model: nn.Module, saves: Rank0Saves) -> "FullPasses":
@@ -84,6 +88,7 @@ class FullPasses:
 
     def end(self, model: nn.Module, output: Any = None) -> Any:
         """Give the modules their shards back; return the output in the dtype that mixed precision has it in."""
+        self.eager = False
         while self._undo:
             self._undo.pop()()
         return cast_output(model, output)

@@ -49,7 +49,7 @@ class Passes:
             ShardingError: Only rank 0 makes it, and it trains, or cannot be made by one rank.
             CheckpointError: Only other ranks make it.
         """
-        if not (self.turn(model) and self._evaluates_further(model)):
+        if self._is_alone(model):
             saves = rank0_saves()
             if saves is None:
                 raise AssertionError
@@ -57,6 +57,15 @@ class Passes:
         self.full.forget()
         self.position.begin_pass()
         return None
+
+    def is_alone_without_compiling(self, model: nn.Module) -> bool:
+        """Return whether rank 0 makes the next pass alone, not compiled then; errors as `begin`. Collective."""
+        self.full.eager = True
+        self.full.eager = self._is_alone(model)
+        return self.full.eager
+
+    def _is_alone(self, model: nn.Module) -> bool:
+        return not (self.turn(model) and self._evaluates_further(model))
 
     def _evaluates_further(self, model: nn.Module) -> bool:
         """Return whether all ranks make a further pass of an evaluation; a teacher makes one in each step."""
@@ -124,6 +133,11 @@ def note_passes(model: nn.Module, passes: Passes) -> None:
 def turns_on_all_ranks(model: nn.Module) -> bool:
     """Do what a model's next pass begins with, before something else that all ranks do; see `Passes.turn`."""
     return model not in _passes or _passes[model].turn(model)
+
+
+def is_alone_without_compiling(model: nn.Module) -> bool:
+    """Return whether rank 0 makes a model's next pass alone, for which the compiled one is not to be called."""
+    return model in _passes and _passes[model].is_alone_without_compiling(model)
 
 
 def check_all_ranks(call: str, hint: str = _HINT) -> None:
