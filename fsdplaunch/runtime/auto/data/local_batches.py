@@ -30,6 +30,7 @@ class LocalBatches:
         single: Numbers drawn one by one since the last backward, by the script's line.
         numbered: Recorded calls that have counted a share's rows since the last backward.
         noted: Sums of what was computed of rows beside a loss's graph and is still to be compared, by what it is.
+        lengths: How long rows were that a script's own collate function has padded, by the line that reads them.
         complete: Whether the loader that was read last gave all ranks the same rows, to evaluate by.
         divided: Whether a loader gave this rank its share of something.
         read_by: Why what was read was not divided, where a loader read it.
@@ -51,6 +52,7 @@ class LocalBatches:
     single: dict[str, int] = field(default_factory=dict)
     numbered: set[int] = field(default_factory=set)
     noted: dict[str, float] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
     complete: bool = False
     divided: bool = False
     read_by: str = ""

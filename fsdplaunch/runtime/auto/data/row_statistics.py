@@ -14,6 +14,7 @@ import torch
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.data.padded_rows import tell_padding
 from fsdplaunch.runtime.auto.data.row_order import is_between_reads
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
@@ -59,8 +60,10 @@ def tell_noted(hook_context: HookContext) -> None:
     batches = hook_context.batches
     if batches.backwards + 1 not in _COMPARED:
         return
-    ranks: list[dict[str, float]] = from_all(batches.noted)
-    batches.noted = {}
+    facts = from_all((batches.noted, batches.lengths))
+    ranks: list[dict[str, float]] = [noted for noted, _ in facts]
+    batches.noted, batches.lengths = {}, {}
+    tell_padding([lengths for _, lengths in facts], hook_context)
     for text in dict.fromkeys(text for each in ranks for text in each):
         if not _are_alike([each.get(text, math.inf) for each in ranks]) and text not in hook_context.printed:
             hook_context.printed.add(text)
