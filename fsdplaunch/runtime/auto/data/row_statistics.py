@@ -110,7 +110,7 @@ def _noting(hook_context: HookContext, look: Callable[..., Found], sentence: str
 
 
 def _reporting(context: HookContext, text: str, result: Any) -> Any:
-    """Return what a function has returned, and remember the call where that is one number that may be only read."""
+    """Return what a function has returned, and remember the call if that is one number, which may be printed."""
     if text in context.batches.reported:
         number = isinstance(result, torch.Tensor) and result.numel() == 1 and result.is_floating_point()
         context.batches.reported[text].append(context.recorder.call_of(result) if number else None)
