@@ -136,6 +136,10 @@ optimizer.step()
 """
 
 
+def test_noise_of_parameters_is_not_taken_for_that_of_rows(runs: Callable[[str], tuple[Run, Run]]) -> None:
+    assert "buffer noise" not in runs("randomness")[1].err[0]
+
+
 def test_transforms_of_models_are_taken_for_their_outputs(runs: Callable[[str], tuple[Run, Run]]) -> None:
     told = runs("penalties")[1].err[0]
     program = (EQUAL / "penalties.py").read_text()

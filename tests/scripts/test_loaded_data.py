@@ -47,6 +47,43 @@ def test_data_that_ranks_have_of_their_own_are_told_when_they_are_first_read(
     assert many.err[0].count(f"train.py:16: ranks hold different data ({items} items)") == 1
 
 
+PADDED = """
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+torch.manual_seed(0)
+rows = [torch.randn(2 + (number * 7) % 9, 4) for number in range(32)]
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def padded(items):
+    return pad_sequence(items)
+def masked(items):
+    return pad_sequence(items, True), pad_sequence([torch.ones(len(each)) for each in items], True)
+def counted(items):
+    return pad_sequence(items, True), [len(each) for each in items]
+def cut(items):
+    return torch.stack([each[:2] for each in items])
+for collate in (padded, masked, counted, cut):
+    for x in DataLoader(rows, batch_size=8, collate_fn=collate):
+        x = x if collate in (padded, cut) else x[0]
+        model(x).square().mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("first", ["padded", "masked", "counted", "cut"])
+def test_rows_that_each_rank_pads_to_its_longest_are_told_unless_there_is_a_mask(
+    forks: Forks, tmp_path: Path, first: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PADDED.replace("in (padded, masked, counted, cut)", f"in ({first},)"))
+    many = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
+    assert many.codes == [0] * RANKS, many.err
+    told = "train.py:19: rows are padded to the longest of each rank's own"
+    assert many.err[0].count(told) == (first == "padded")
+
+
 ENDLESS = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset

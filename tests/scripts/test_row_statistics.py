@@ -13,7 +13,7 @@ data = TensorDataset(torch.arange(32), torch.randn(32, 5))
 model = nn.Linear(5, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 bank, queue, slots, alike = torch.zeros(32, 3), torch.ones(6, 3), torch.zeros(3, 12), torch.randn(4, 3)
-table = torch.zeros(32, 3)
+table, log = torch.zeros(32, 3), []
 for index, x in DataLoader(data, batch_size=4 * RANKS, shuffle=True):
     out = model(x)
     losses = out.pow(2).sum(1)
@@ -28,6 +28,9 @@ for index, x in DataLoader(data, batch_size=4 * RANKS, shuffle=True):
         slots[:, 3:7] = out.t()  # written
         table.index_copy_(0, index, out)  # written
         queue = torch.cat([out, queue])[:6]  # joined
+    log.append((losses.detach().quantile(0.9).item(), float(losses.median()), losses.detach().std().item()))
+    limit = losses.detach().quantile(0.2).item()  # ranked
+    shown, limits = losses.detach().quantile(0.9).item(), losses.detach().quantile(0.3)  # ranked
     best = out.topk(2, 1).values.sort(dim=-1).values
     rows = out.detach().std(1), x.var(dim=-1)
     joined = torch.cat([out, out.flip(1)]), torch.cat([x, x[:, :2]], 1)
@@ -38,7 +41,7 @@ for index, x in DataLoader(data, batch_size=4 * RANKS, shuffle=True):
     words, places = torch.arange(4).sort(descending=True)
     same = alike.std(), alike.median(), torch.cat([alike, bank[:2] * 0])
     bank[0] = alike[0]
-    (losses * scores).mean().backward()
+    (losses * scores * (losses > limit) * (losses > limits)).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 model.eval()

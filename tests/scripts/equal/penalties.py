@@ -109,7 +109,13 @@ def by_names(model, x):
     return vmap(jacrev(lambda row: functional_call(model, params, (row,))))(x).square().mean()
 
 
-for term in (squared_jacobian, pulled_back, forces, curved, pushed, by_names):
+def regularised(model, x):
+    scores = model(x.requires_grad_())
+    (gradient,) = autograd.grad(scores.sum(), x, create_graph=True)
+    return 0.5 * gradient.square().sum(1).mean() * 16 + 0 * scores[0, 0]  # so that all parameters have gradients
+
+
+for term in (squared_jacobian, pulled_back, forces, curved, pushed, by_names, regularised):
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)).to("cpu")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)

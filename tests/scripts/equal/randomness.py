@@ -15,6 +15,25 @@ torch.manual_seed(0)
 inputs, wanted = torch.randn(32, 5, 8), torch.randn(32, 4)
 
 
+class Noisy(nn.Module):
+    """Noise of parameters, as in Rainbow's networks."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+        self.sigma = nn.Parameter(torch.full((size,), 0.3))
+        self.register_buffer("noise", torch.zeros(size))
+
+    def drawn(self, size):
+        noise = torch.randn(size)
+        return noise.sign() * noise.abs().sqrt()
+
+    def forward(self, h):
+        if self.training:
+            self.noise.copy_(self.drawn(self.size) + torch.randn(self.size))
+        return h + self.sigma * self.noise
+
+
 class Net(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -24,7 +43,7 @@ class Net(nn.Module):
         self.recurrent = nn.LSTM(8, 8, 2, dropout=0.4)
         self.rows_first = nn.GRU(8, 8, 2, dropout=0.4, batch_first=True)
         self.channels = nn.Sequential(nn.Conv1d(5, 5, 1), nn.Dropout1d(0.3))
-        self.drop = nn.Dropout(0.5)
+        self.drop, self.with_noise = nn.Dropout(0.5), Noisy(8)
 
     def forward(self, x):
         hidden = self.drop(self.embed(x))
@@ -82,6 +101,9 @@ class Net(nn.Module):
 
     def shapes(self, h):
         return h
+
+    def noisy(self, h):
+        return self.with_noise(h)
 
     def several(self, h):
         return h
@@ -194,13 +216,14 @@ KINDS = (
     "decisions",
     "shapes",
     "several",
+    "noisy",
     "views",
 )
 ranks = int(sys.argv[1])
 BATCHES = dict.fromkeys(KINDS, 8) | {
     "decisions of 1": ranks,
     # A rank has as many rows as there are features, or positions.
-    **{f"{kind} of 8": 8 * ranks for kind in ("batch first", "time first", "attention", "flat", "lstm")},
+    **{f"{kind} of 8": 8 * ranks for kind in ("batch first", "time first", "attention", "flat", "lstm", "noisy")},
     **{
         f"{kind} of 5": 5 * ranks
         for kind in ("batch first", "gru", "attention", "flat", "conv", "vae", "recomputed")

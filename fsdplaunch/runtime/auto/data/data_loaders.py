@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.early_lengths import EarlyLengths
 from fsdplaunch.runtime.auto.data.fitted_samplers import fit
 from fsdplaunch.runtime.auto.data.made_batches import read_made_batches
+from fsdplaunch.runtime.auto.data.padded_rows import note_padding
 from fsdplaunch.runtime.auto.data.same_data import tell_other_data
 from fsdplaunch.runtime.auto.data.samplers import RankTurns, tell_undivided
 from fsdplaunch.runtime.auto.patch import replaced
@@ -185,12 +186,15 @@ def _read_with_own_draws(loader: Any, iterate: Any, hook_context: HookContext) -
     finally:
         set_attributes(loader, worker_init_fn=kept)
     next_data, reset = iterator_methods(iterator)
+    collates = loader.collate_fn is not default_collate
 
     def next_with_own_draws(iterator: Any = iterator) -> Any:
         hook_context.batches.complete = False
         own_stream = streams.own() if draws is None else nullcontext()
         with own_stream, drawing_items(hook_context), hook_context.recorder.paused():
             batch = next_data(iterator)
+            if collates:
+                note_padding(batch, hook_context)
         hook_context.recorder.begin()
         if "own draws" not in hook_context.printed:
             seen = streams.own_drawn or own.drew() if draws is None else draws.seen()

@@ -28,8 +28,11 @@ class LocalBatches:
         joined: Of what the script made of several shares since one was drawn, by its rows: those of each share.
         flat: How many were drawn since as one row of several numbers per row, those of each side by side.
         single: Numbers drawn one by one since the last backward, by the script's line.
+        reported: The calls that computed what was noted since the last backward, by what it is; None for one that
+            is not recorded, or gives more than a number.
         numbered: Recorded calls that have counted a share's rows since the last backward.
         noted: Sums of what was computed of rows beside a loss's graph and is still to be compared, by what it is.
+        lengths: How long rows were that a script's own collate function has padded, by the line that reads them.
         complete: Whether the loader that was read last gave all ranks the same rows, to evaluate by.
         divided: Whether a loader gave this rank its share of something.
         read_by: Why what was read was not divided, where a loader read it.
@@ -49,8 +52,10 @@ class LocalBatches:
     joined: dict[int, tuple[int, ...]] = field(default_factory=dict)
     flat: set[int] = field(default_factory=set)
     single: dict[str, int] = field(default_factory=dict)
+    reported: dict[str, list[Any]] = field(default_factory=dict)
     numbered: set[int] = field(default_factory=set)
     noted: dict[str, float] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
     complete: bool = False
     divided: bool = False
     read_by: str = ""

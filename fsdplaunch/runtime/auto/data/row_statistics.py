@@ -14,7 +14,9 @@ import torch
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.data.padded_rows import tell_padding
 from fsdplaunch.runtime.auto.data.row_order import is_between_reads
+from fsdplaunch.runtime.auto.losses.first_batches.program import is_used
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.collectives.rank_group import from_all
@@ -57,14 +59,27 @@ def telling_row_statistics(hook_context: HookContext) -> Iterator[None]:
 def tell_noted(hook_context: HookContext) -> None:
     """Print what ranks have noted that is not the same on all of them. Collective, before some backward passes."""
     batches = hook_context.batches
+    _leave_out_reported(hook_context)
     if batches.backwards + 1 not in _COMPARED:
         return
-    ranks: list[dict[str, float]] = from_all(batches.noted)
-    batches.noted = {}
+    facts = from_all((batches.noted, batches.lengths))
+    ranks: list[dict[str, float]] = [noted for noted, _ in facts]
+    batches.noted, batches.lengths = {}, {}
+    tell_padding([lengths for _, lengths in facts], hook_context)
     for text in dict.fromkeys(text for each in ranks for text in each):
         if not _are_alike([each.get(text, math.inf) for each in ranks]) and text not in hook_context.printed:
             hook_context.printed.add(text)
             messages.say_unequal(f"{text}, which is not what one process computes")
+
+
+def _leave_out_reported(hook_context: HookContext) -> None:
+    """Forget, for good, numbers of the rows that nothing is computed with: a quantile that is printed."""
+    batches, calls = hook_context.batches, hook_context.recorder.calls
+    for text, made_by in batches.reported.items():
+        if not any(call is None or is_used(call, calls) for call in made_by):
+            batches.noted.pop(text, None)
+            hook_context.printed.add(text)
+    batches.reported.clear()
 
 
 def _are_alike(values: list[float]) -> bool:
@@ -85,11 +100,21 @@ def _noting(hook_context: HookContext, look: Callable[..., Found], sentence: str
                 text = f"{script_line()}: {sentence}"
                 if text not in batches.noted and text not in hook_context.printed:
                     batches.noted[text] = float(found.detach().double().nan_to_num().sum())
+                    batches.reported[text] = []
+                return _reporting(hook_context, text, original(*args, **kwargs))
             return original(*args, **kwargs)
 
         return call
 
     return make
+
+
+def _reporting(context: HookContext, text: str, result: Any) -> Any:
+    """Return what a function has returned, and remember the call if that is one number, which may be printed."""
+    if text in context.batches.reported:
+        number = isinstance(result, torch.Tensor) and result.numel() == 1 and result.is_floating_point()
+        context.batches.reported[text].append(context.recorder.call_of(result) if number else None)
+    return result
 
 
 def _trains(context: HookContext) -> bool:

@@ -102,7 +102,9 @@ class _Search:
                 more = scales if factor is None else (*scales, factor)
                 waiting += [(below, more) for below, _ in node.next_functions]
             elif not is_of_parameters(node):
-                yield self._reduction(node, name, scales)
+                found = self._reduction(node, name, scales)
+                if found.kind != "unknown" or all(factor.value != 0 for factor in scales):
+                    yield found  # `0 * scores[0]` lets all parameters have gradients, whatever it is
 
     def _is_of_one(self, node: Any) -> bool:
         """Return whether a sum or a mean is of one number that was reduced before, which it does not change.

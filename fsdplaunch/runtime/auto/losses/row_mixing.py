@@ -172,7 +172,7 @@ def _reaches_other_rows(loss: torch.Tensor, reduction: Any, at: int, rows: int, 
         return False
     with ExitStack() as stack:
         for node in below:
-            stack.callback(node.register_prehook(_keep_one(at, reduced_shape(reduction)[0])).remove)
+            stack.callback(node.register_prehook(_keep_one(at, reduced_shape(reduction), rows)).remove)
         for node in {edge.node for edge, _ in others}:
             stack.callback(node.register_prehook(_nothing).remove)  # what one output is made of is its model's own
         edges = [edge for edge, _ in others]
@@ -181,22 +181,25 @@ def _reaches_other_rows(loss: torch.Tensor, reduction: Any, at: int, rows: int, 
     return any(grad is not None and _is_spread(grad, tuple(shape), rows) for grad, (_, shape) in pairs)
 
 
-def _keep_one(at: int, length: int) -> Callable[[Any], Any]:
-    """Return a hook that keeps one element of gradients along their first dimension."""
+def _keep_one(at: int, shape: Sequence[int], rows: int) -> Callable[[Any], Any]:
+    """Return a hook that keeps one element of gradients along the dimension of the rows; the first by default."""
+    dim = shape.index(rows) if rows in shape else 0
 
     def keep(gradients: Any) -> Any:
-        return tuple(_one(gradient, at) if _is_along(gradient, length) else gradient for gradient in gradients)
+        return tuple(
+            _one(gradient, at, dim) if _is_along(gradient, shape[dim], dim) else gradient for gradient in gradients
+        )
 
     return keep
 
 
-def _is_along(gradient: Any, length: int) -> bool:
-    return isinstance(gradient, torch.Tensor) and gradient.dim() > 0 and gradient.size(0) == length
+def _is_along(gradient: Any, length: int, dim: int) -> bool:
+    return isinstance(gradient, torch.Tensor) and gradient.dim() > dim and gradient.size(dim) == length
 
 
-def _one(gradient: torch.Tensor, at: int) -> torch.Tensor:
+def _one(gradient: torch.Tensor, at: int, dim: int) -> torch.Tensor:
     kept = torch.zeros_like(gradient)
-    kept[at] = gradient[at]
+    kept.select(dim, at).copy_(gradient.select(dim, at))
     return kept
 
 

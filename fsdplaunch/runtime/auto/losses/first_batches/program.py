@@ -9,6 +9,9 @@ import torch
 
 from fsdplaunch.runtime.torch_internals.tensors import change_count
 
+READING = ("item", "__float__", "__int__", "__index__")
+"""What returns a number of a tensor."""
+
 
 class Made(NamedTuple):
     """In the place of a tensor among arguments: what an earlier call returned.
@@ -194,3 +197,22 @@ def sliced(calls: Sequence[Call], result: Made) -> Program:
         below = marks(calls[number].args, calls[number].kwargs)
         waiting += [each.call for each in below if isinstance(each, Made | Read)]
     return Program({number: calls[number] for number in sorted(needed)}, result)
+
+
+def is_used(call: Call, calls: Sequence[Call]) -> bool:
+    """Return whether anything was computed with what a call returned, or it is not among the calls any more.
+
+    Args:
+        call: Which.
+        calls: All that were recorded, with those that read a number of a tensor: such a number may be printed.
+    """
+    places = [place for place, each in enumerate(calls) if each is call]
+    reads = set[int]()
+    for place, each in enumerate(calls[places[0] + 1 :], places[0] + 1) if places else ():
+        given = {mark.call for mark in marks(each.args, each.kwargs) if isinstance(mark, Made | Read)}
+        if given.isdisjoint({*places, *reads}):
+            continue
+        if name_of(each.function) not in READING:
+            return True
+        reads.add(place)
+    return not places

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdplaunch.runtime.auto.losses.first_batches.numbers import may_be_read
 from fsdplaunch.runtime.auto.losses.first_batches.program import (
+    READING,
     Call,
     Given,
     Input,
@@ -42,7 +43,6 @@ MOST_CALLS, LOOKS, MOST_BACKWARDS = 5000, 4, 64
 """Calls of a recording, backward passes after the last new loss, and all of them."""
 _OPAQUE = ("batch_norm", "instance_norm", "backward", "grad", "register_hook", "checkpoint")
 """What changes more than it returns, or stands for a pass of its own."""
-_READING = ("item", "__float__", "__int__", "__index__")
 
 
 class Recorder(TorchFunctionMode):
@@ -156,7 +156,7 @@ class Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         if call is None or not torch.equal(drawn, torch.get_rng_state()):
             self._forget_results(result)
-        elif name in _READING:
+        elif name in READING:
             self._note_read(call, result)
         else:
             self._note_made(call, name, result, args)
@@ -209,6 +209,11 @@ class Recorder(TorchFunctionMode):
         for each in results_of(result):
             if isinstance(each, torch.Tensor):
                 self._marks.pop(each, None)
+
+    def call_of(self, tensor: torch.Tensor) -> Call | None:
+        """Return the call that has made a tensor; None where none was recorded."""
+        made = self._marks.get(tensor)
+        return self.calls[made.call] if isinstance(made, Made) and self.is_on else None
 
     def program_of(self, loss: torch.Tensor) -> Program | None:
         """Return the calls that a loss was computed by; None where they were not recorded."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fsdplaunch.runtime.auto.data.local_batches import LocalBatches
-from fsdplaunch.runtime.auto.rng.drawing_code import is_literal_call
+from fsdplaunch.runtime.auto.rng.size_code import is_fixed_call
 
 WORDS = torch.zeros(5, 8, dtype=torch.long)
 """(times, rows)"""
@@ -85,7 +85,7 @@ def test_dimension_of_rows_where_the_time_came_first(shape: tuple[int, ...], dim
 
 def test_sizes_that_are_written_as_numbers() -> None:
     def drawn(*_: object, **__: object) -> bool:
-        return is_literal_call(sys._getframe(1))
+        return is_fixed_call(sys._getframe(1))
 
     class Tensor:
         uniform_ = drawn
