@@ -230,6 +230,19 @@ for each in (kept, partly):
 """
 
 
+SKIPS = """
+import threading
+from fsdplaunch.runtime.collectives import crossed_waits, hang_detector
+crossed_waits.TELL_SECONDS, crossed_waits.AGAIN_SECONDS, hang_detector.STILL_SECONDS = 1.0, 0.3, 0.5
+threading.Timer(5, os._exit, [9]).start()
+for number in range(3):
+    loss = model(rows).pow(2).mean()
+    if rank == 1 and number == 1:
+        continue  # as where its own loss is not finite
+    loss.backward()
+"""
+
+
 def write(folder: Path, body: str) -> Path:
     script = folder / "train.py"
     script.write_text(HEAD + body)
@@ -254,6 +267,14 @@ def test_buffers_that_the_wrapper_does_not_send_stay_each_ranks_own(forks: Forks
     done = forks.run(write(tmp_path, UNSENT), tmp_path / "run", ranks=2)
     assert done.codes == [0, 0], done.err
     assert done.out == ["0.0 0.0\n0.0 0.0\n", "1.0 1.0\n1.0 0.0\n"]
+
+
+def test_ranks_that_wait_for_each_other_at_different_lines_are_told(forks: Forks, tmp_path: Path) -> None:
+    done = forks.run(write(tmp_path, SKIPS), tmp_path / "run", ranks=2)
+    assert done.codes == [9, 9]
+    at = (f"rank 0 at train.py:{line_of(SKIPS, 'backward')}", f"rank 1 at train.py:{line_of(SKIPS, 'pow')}")
+    told = f"the ranks wait for each other at different lines, and none goes on: {at[0]} (<module>); {at[1]}"
+    assert done.err[0].count(told) == 1
 
 
 def test_same_rows_on_all_ranks_are_told_with_the_sampler_that_divides_them(forks: Forks, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ code for some seconds does it write to the process group's store; a run that mak
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdplaunch.runtime.collectives.crossed_waits import CrossedWaits
 from fsdplaunch.runtime.late_modules import GROUP_IS_ABANDONED, call_if_imported
 from fsdplaunch.runtime.torch_internals.process_groups import default_store
 
@@ -26,6 +28,8 @@ MOVING = "-"
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[2])
+_CLOSED = (RuntimeError, ValueError, AssertionError)
+"""What torch raises of a closed store, a destroyed group, or none at all."""
 _watching: list[threading.Thread] = []
 _left: list[bool] = []
 """Not empty where a wait that was reported has ended with an error, and the script may go on."""
@@ -53,6 +57,7 @@ def _watch() -> None:
     main = threading.main_thread().ident or 0
     seen: tuple[int, int] | None = None
     since, reported = 0.0, False
+    crossed = CrossedWaits(store())
     while dist.is_initialized():
         time.sleep(PERIOD_SECONDS)
         frame = sys._current_frames().get(main)
@@ -62,8 +67,13 @@ def _watch() -> None:
             seen, since = mark, now
             reported = reported and not report_wait(MOVING)
             _forget_left()
+            with suppress(*_CLOSED):
+                crossed.go_on()
         elif not reported and now - since > STILL_SECONDS and in_torch(frame):
             reported = report_wait(user_line(frame))
+        elif reported:
+            with suppress(*_CLOSED):
+                crossed.stay(frame, user_line(frame), now - since)
         del frame
 
 
@@ -86,7 +96,7 @@ def report_wait(place: str | None = None) -> bool:
     """
     try:
         store().set(place_key(dist.get_rank()), place or user_line(sys._getframe(1)))
-    except (RuntimeError, ValueError, AssertionError):  # of a closed store, a destroyed group, none at all
+    except _CLOSED:
         return False
     return True
 

@@ -11,6 +11,7 @@ from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
@@ -33,7 +34,7 @@ def refusing_layers_divided_by_hand(hook_context: HookContext) -> Iterator[None]
     def watched(original: Any, what: str) -> Any:
         @wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if _may_divide(hook_context) and not _is_torchs(sys._getframe(1)):
+            if _may_divide(hook_context) and not _is_torchs(sys._getframe(1)) and not _of_shards(args):
                 _check(what, hook_context)
             return original(*args, **kwargs)
 
@@ -61,6 +62,12 @@ def _is_torchs(frame: Any) -> bool:
     """Return whether torch or this package calls, but for torch's collectives that have gradients."""
     name = str(frame.f_globals.get("__name__", ""))
     return name.partition(".")[0] in ("torch", "fsdplaunch") and not name.startswith("torch.distributed.nn")
+
+
+def _of_shards(args: Any) -> bool:
+    """Return whether shards are exchanged, such as gradients in a hook: refused for what they are."""
+    held = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else (arg,))]
+    return any(isinstance(each, DTensor) for each in held)
 
 
 def _check(what: str, hook_context: HookContext) -> None:
