@@ -92,7 +92,7 @@ for number in range(12):
         thread.start()
         thread.join()
         try:
-            torch.save({k: v.clone().mul_(0.5) for k, v in model.module.state_dict().items()}, "never.pt")
+            torch.save({k: v.tanh() for k, v in model.module.state_dict().items()}, "never.pt")
         except RuntimeError as error:
             print("refused:", "nor a copy that every rank made" in str(error))
     if rank == 0 and number == 11:
@@ -177,7 +177,7 @@ step()
 
 UNKNOWN = """
 step()
-best = copy.deepcopy(model.state_dict()) if rank == 0 else None
+best = {name: value.tanh() for name, value in model.state_dict().items()} if rank == 0 else None
 step()
 if rank == 0:
     torch.save(best, "never.pt")

@@ -36,6 +36,7 @@ class HookContext:
         module_registry: The modules that exist.
         streams: The random generators.
         models: The models sharded for the script, and the line where.
+        when_sharded: What to call when a model was sharded.
         complete: For each of them, what to call to check that no parameter was added since.
         printed: The messages that were printed and are not repeated.
         position: Where the script is.
@@ -61,7 +62,7 @@ class HookContext:
     module_registry: ModuleRegistry
     streams: RngStreams
     models: "weakref.WeakKeyDictionary[nn.Module, str]" = field(default_factory=weakref.WeakKeyDictionary)
-
+    when_sharded: list[Callable[[], None]] = field(default_factory=list)
     complete: "weakref.WeakKeyDictionary[nn.Module, Callable[[], None]]" = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -97,6 +98,8 @@ class HookContext:
         """Remember a model that was sharded, weakly, and the script's line where."""
         self.models[model] = line
         self.number_model(model)
+        for each in self.when_sharded:
+            each()
 
     def number_model(self, model: nn.Module) -> None:
         """Give a model a number, by which ranks ask each other for its shards; in the same order on all ranks."""

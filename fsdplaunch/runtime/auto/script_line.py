@@ -41,12 +41,16 @@ def calling_stack() -> str:
     """
     frame, lines = sys._getframe(1), []
     while frame is not None:
-        file = frame.f_code.co_filename
-        by_torch = str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
-        if not by_torch and (not file.startswith(_FOREIGN) or "-packages" in file):
-            lines.append(f"{file}:{frame.f_lineno}")
+        if _is_shown(frame.f_code.co_filename, frame.f_globals.get("__name__")):
+            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
         frame = frame.f_back  # type: ignore[assignment]
     return "\n".join(lines)
+
+
+@functools.cache
+def _is_shown(file: str, module: str | None) -> bool:
+    by_torch = str(module).partition(".")[0] == "torch"
+    return not by_torch and (not file.startswith(_FOREIGN) or "-packages" in file)
 
 
 def calling_library() -> str | None:

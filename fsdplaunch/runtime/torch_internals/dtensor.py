@@ -96,6 +96,12 @@ def written_arguments(operator: Any, args: Any, kwargs: Any) -> list[Any]:
     ]
 
 
+def writes(operator: Any) -> bool:
+    """Return whether an operator's schema says that it writes into what it is given; all versions."""
+    given = operator._schema.arguments
+    return any(each.alias_info is not None and each.alias_info.is_write for each in given)
+
+
 def changes_shape_of_given(operator: Any) -> bool:
     """Return whether an operator gives what it is given another shape or memory: `t_`, `set_`; all versions."""
     return torch.Tag.inplace_view in operator.tags
@@ -145,11 +151,16 @@ def refuse_mixture(operator: Any) -> None:
 
 
 @contextmanager
-def computing_unknown(compute: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
+def computing_unknown(
+    begin: Callable[[Any, Any, Any], Any], compute: Callable[[Any, Any, Any], Any]
+) -> Iterator[None]:
     """Let `compute` have the operators that DTensor has no rule for; all versions.
 
-    Where it returns `NotImplemented` torch's error is raised. No frame is left with that error: it would hold the
-    frame in turn, with what is returned, and 2.7's garbage collector then empties what a graph has saved of it.
+    Newer versions compute some of these by others. `begin` has an operator before torch, until it has a handler.
+
+    Where `begin` returns `NotImplemented` torch tries; where `compute` does, torch's error is raised. No frame is left
+    with that error: it would hold the frame in turn, with what is returned, and 2.7's garbage collector then
+    empties what a graph has saved of it.
     """
     dispatcher: Any = DTensor._op_dispatcher
     name = "dispatch" if hasattr(dispatcher, "dispatch") else "_propagate_op_sharding_dispatch_slow_path"
@@ -161,10 +172,13 @@ def computing_unknown(compute: Callable[[Any, Any, Any], Any]) -> Iterator[None]
     def dispatch(operator: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
         if operator in operator_handlers():
             return torchs(operator, args, kwargs, *rest)
+        begun = begin(operator, args, kwargs)
+        if begun is not NotImplemented:
+            return begun
         try:
             return torchs(operator, args, kwargs, *rest)
         except (NotImplementedError, RuntimeError, AssertionError) as error:
-            if _MIXED in str(error) or (operator in known_operators() and _MOVED not in str(error)):
+            if operator in known_operators() and _MOVED not in str(error):
                 raise
             refused = error
         try:

@@ -67,7 +67,8 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
     data: Any = torch.Tensor.data
     set_data = _handled(data.__set__, partial(handlers.assign_data, hook_context.models), ours)
     table = OperatorTable(ours)
-    cut_parts = PartsWithGradients(table.see_writes)
+    cut_parts = by_all_or_rank0(PartsWithGradients(table.see_writes))
+    take_shape = by_all_or_rank0(handlers.take_shape)
     with ExitStack() as stack:
         updates = WrappedUpdates(ours, stack)
         for name, handler in _mixing(FUNCTIONS, hook_context, {"add": handlers.add, "sub": handlers.add}).items():
@@ -82,18 +83,19 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
         reduce = by_all_or_rank0(handlers.reduce)
         for owner, name in _FUNCTIONS:
             stack.enter_context(replaced(owner, name, lambda function: _function(function, reduce, ours)))
-        draw_like = partial(handlers.draw_like, hook_context.streams)
+        draw_like = by_all_or_rank0(partial(handlers.draw_like, hook_context.streams))
         for name in _LIKE:
             stack.enter_context(replaced(torch, name, lambda function: _handled(function, draw_like, ours)))
         get_data = _handled(data.__get__, shard_parts.counted_data, ours)
         for name in _CUTS:
             taken = partial(_function, handler=cut_parts, ownership=ours)
             stack.enter_context(replaced(torch, name, taken))
-        shape = partial(_function, handler=handlers.take_shape, ownership=ours)
+        shape = partial(_function, handler=take_shape, ownership=ours)
         for name in _SHAPES:
             stack.enter_context(replaced(torch, name, shape))
         stack.enter_context(replaced(torch, "eye", lambda function: _function(function, make_into, ours)))
         stack.enter_context(replaced(DTensor, "data", lambda _: property(get_data, set_data)))
+        stack.enter_context(replaced(DTensor, "__deepcopy__", partial(_copied, ours)))
         stack.enter_context(replaced(DTensor, "full_tensor", partial(full_by_all_or_rank0, ours)))
         set_plain = _handled(data.__set__, handlers.full_data, ours)
         stack.enter_context(replaced(nn.Parameter, "data", lambda _: property(take_data, set_plain)))
@@ -109,12 +111,12 @@ def _methods(hook_context: HookContext, cut_parts: Handler) -> dict[str, Handler
         **dict.fromkeys(("numpy", "__array__"), read_only(read, hook_context)),
         **dict.fromkeys(("storage", "__dlpack__"), refuse_memory),
         **dict.fromkeys(_REDUCTIONS, shard_parts.fresh(by_all_or_rank0(handlers.reduce))),
-        **dict.fromkeys(_NEW, handlers.make_new),
+        **dict.fromkeys(_NEW, partial(handlers.make_new, by_all_or_rank0(handlers.make_shard))),
         **dict.fromkeys(_DRAWS, partial(handlers.draw, hook_context.streams)),
         **dict.fromkeys(
             ("apply_", "map_", "map2_"), shard_writes.write_full
         ),  # torch would read what is no storage
-        **dict.fromkeys(("view", *_SHAPES), handlers.take_shape),
+        **dict.fromkeys(("view", *_SHAPES), by_all_or_rank0(handlers.take_shape)),
         **dict.fromkeys(_CUTS, cut_parts),
         "__iter__": by_all_or_rank0(rows),
         "__getitem__": partial(_taken, read, cut_parts),
@@ -136,6 +138,11 @@ def _taken(read: Handler, cut_parts: Handler, func: Any, args: Any, kwargs: Any)
         return read(func, args, kwargs)
     rows = any(isinstance(each, int) for each in indices) and not knows_operator(torch.ops.aten.select.int)
     return cut_parts(func, args, {}) if rows else func(*args)
+
+
+def _copied(ownership: Ownership, deepcopy: Any) -> Any:
+    """Return a `__deepcopy__` by which rank 0 alone gets a plain copy: torch wants a shard's `clone` to be one."""
+    return _handled(deepcopy, by_all_or_rank0(lambda func, args, kwargs: func(*args, **kwargs)), ownership)
 
 
 def _handled(func: Any, handler: Handler, ownership: Ownership) -> Any:

@@ -16,8 +16,8 @@ from fsdplaunch.runtime.auto.dtensor import mixtures, shard_parts, shard_writes
 from fsdplaunch.runtime.auto.dtensor import shard_handlers as handlers
 from fsdplaunch.runtime.auto.dtensor.optimizer_steps import stepping_without_handlers
 from fsdplaunch.runtime.auto.dtensor.own_collectives import ALIKE, COLLECTIVES, FUNCTIONAL, refusing
-from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0
-from fsdplaunch.runtime.auto.dtensor.unknown_operators import UnknownOperators
+from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0, operator_by_all_or_rank0
+from fsdplaunch.runtime.auto.dtensor.unknown_operators import UnknownOperators, by_torch
 from fsdplaunch.runtime.auto.dtensor.updates import WrappedUpdates
 from fsdplaunch.runtime.auto.state.rank0.computed import Namer
 from fsdplaunch.runtime.torch_internals.dtensor import (
@@ -56,6 +56,8 @@ class OperatorTable:
         self._own = _operators(ownership)
         self._table = operator_handlers()
         self._kept = dict(self._table)
+        self._handled: set[Any] = set()
+        self._asking: set[Any] = set()
         self._sees_writes = False
 
     @contextmanager
@@ -71,17 +73,26 @@ class OperatorTable:
         views = shard_writes.view_operators()
         self._put(dict.fromkeys(views, partial(shard_parts.take_part, self.see_writes)))
         unknown = UnknownOperators(self.ownership, hook_context.streams, self._put, self.see_writes)
+        hook_context.when_sharded.append(self._ask_for_rank0)
         many = (*views, *shard_writes.writing_operators(), *shard_writes.filling_operators())
         try:
             with (
-                computing_unknown(unknown.meet),
+                computing_unknown(unknown.begin, unknown.meet),
                 finishing_results(lambda result: handlers.finish(result) if self.ownership.ours else result),
-                stepping_without_handlers([*_overloads((*_MIXING, *_UPDATING)), *many], updates.wrap),
+                stepping_without_handlers(
+                    [*_overloads((*_MIXING, *_UPDATING)), *many], self._asking, updates.wrap
+                ),
             ):
                 yield
         finally:
             self._table.clear()
             self._table.update(self._kept)
+
+    def _ask_for_rank0(self) -> None:
+        """Have the operators that have no handler look whether rank 0 alone computes, from the first model on."""
+        if not self._asking:
+            self._asking.update(op for op in shard_writes.computing_operators() if op not in self._handled)
+            self._put(dict.fromkeys(self._asking, by_torch))
 
     def see_writes(self) -> None:
         """Look from now on at the operators that write for what they write into: there are parts of shards.
@@ -96,8 +107,10 @@ class OperatorTable:
         self._put({op: shard_writes.seen_writing(handler) for op, handler in (known | own).items()})
 
     def _put(self, handlers_of: dict[Any, Handler]) -> None:
-        new = {op: _operator(each, self.ownership, self._kept.get(op)) for op, each in handlers_of.items()}
-        self._table.update(new)
+        self._handled |= handlers_of.keys()
+        for op, each in handlers_of.items():
+            handler = operator_by_all_or_rank0(each) if shard_writes.is_computing(op) else each
+            self._table[op] = _operator(handler, self.ownership, self._kept.get(op))
 
 
 def _operators(ownership: Ownership) -> dict[Any, Handler]:

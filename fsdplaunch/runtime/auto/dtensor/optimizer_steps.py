@@ -1,7 +1,7 @@
 """Let torch's own optimizers step without our handlers: they compute with shards alone, and often."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,16 +24,19 @@ _Table = dict[Any, Any]
 
 
 @contextmanager
-def stepping_without_handlers(operators: Iterable[Any], wrap: Callable[[], None]) -> Iterator[None]:
+def stepping_without_handlers(
+    operators: Iterable[Any], asking: Set[Any], wrap: Callable[[], None]
+) -> Iterator[None]:
     """Take handlers out of DTensor's table for the time of such a step.
 
     A step with a closure computes what the script does in it.
 
     Args:
         operators: Whose handlers no such step needs.
+        asking: Whose handlers no optimizer's step needs: they ask whether rank 0 computes alone.
         wrap: Wraps the methods that update shards: torch adds only what is placed alike to one of few rows.
     """
-    steps, handlers = _Steps(), _Handlers(frozenset(operators))
+    steps, handlers, asked = _Steps(), _Handlers([frozenset(operators), asking]), _Handlers([asking])
 
     def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         put_kept_rows()
@@ -41,16 +44,16 @@ def stepping_without_handlers(operators: Iterable[Any], wrap: Callable[[], None]
             return
         _cut_plain_gradients(optimizer)
         seen = steps.look_at(optimizer)
-        if seen.by_element:
-            handlers.take_out()
+        (handlers if seen.by_element else asked).take_out()
         if seen.small and (seen.replicates or any(map(_has_other_gradient, seen.small))):
             wrap()
 
     def end(*_: Any) -> None:
         handlers.put_back()
+        asked.put_back()
 
     with ExitStack() as stack:
-        stack.callback(handlers.put_back)  # a step that failed has not
+        stack.callback(end)  # a step that failed has not
         stack.callback(register_optimizer_step_pre_hook(begin).remove)
         stack.callback(register_optimizer_step_post_hook(end).remove)
         yield
@@ -69,7 +72,7 @@ def _cut_plain_gradients(optimizer: Optimizer) -> None:
 class _Handlers:
     """Two tables, of which DTensor has one at a time: to exchange entries touches hundreds of objects a step."""
 
-    def __init__(self, operators: frozenset[Any]) -> None:
+    def __init__(self, operators: Sequence[Set[Any]]) -> None:
         self._operators = operators
         self._full: _Table = {}
         self._rest: _Table = {}
@@ -81,7 +84,9 @@ class _Handlers:
             return
         if table is not self._full or len(table) != self._lengths[0]:  # something was put into it
             self._full = table
-            self._rest = {op: each for op, each in table.items() if op not in self._operators}
+            self._rest = {
+                op: each for op, each in table.items() if not any(op in each for each in self._operators)
+            }
             self._lengths = len(table), len(self._rest)
         use_operator_handlers(self._rest)
 

@@ -1,7 +1,9 @@
 """Reads of shards by the script: by all ranks, or by rank 0 alone, as in `if rank == 0: print(p.norm())`."""
 
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -13,10 +15,12 @@ from fsdplaunch.runtime.auto.dtensor.row_loops import put_kept_rows
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import averaged
 from fsdplaunch.runtime.auto.script_line import calling_lines, calling_stack, is_user_file
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer
+from fsdplaunch.runtime.auto.state.rank0.copies import in_optimizer_step
+from fsdplaunch.runtime.auto.state.rank0.fetching import COMPUTING
 from fsdplaunch.runtime.auto.state.rank0.position import Position
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
 from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
-from fsdplaunch.runtime.torch_internals.tensors import tree_map
+from fsdplaunch.runtime.torch_internals.tensors import tree_leaves, tree_map
 
 _together: set[str] = set()
 """The lines that all ranks were seen to reach together; asked once, as a read may stand in every step.
@@ -39,19 +43,84 @@ def by_all_or_rank0(compute: Callable[[Any, Any, Any], Any]) -> Callable[[Any, A
 
     def read(func: Any, args: Any, kwargs: Any) -> Any:
         put_kept_rows()
-        saves = None if torch.compiler.is_compiling() else rank0_saves()
-        if saves is None:
-            return compute(func, args, kwargs)
-        lines = calling_stack()
-        if lines in _together:
-            return compute(func, args, kwargs)
-        gathering = ShardGatherer(f"{func.__name__}() of a shard", keep=True, at=calling_lines())
-        if not _come_together(gathering, lines, saves.position):
-            return _alone(gathering, func, args, kwargs)
-        _together.add(lines)
-        return compute(func, args, kwargs)
+        return _computed(f"{func.__name__}() of a shard", compute, func, args, kwargs)
 
     return read
+
+
+def operator_by_all_or_rank0(compute: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """Return a handler of an operator of torch's that rank 0 alone computes of full tensors: it gets a plain one.
+
+    What it computes with next is plain, then: `if rank == 0: print(weight.t() @ weight, weight.topk(2).values)`.
+
+    Args:
+        compute: The handler for all ranks together, or for one of another thread.
+    """
+
+    def compute_operator(op: Any, args: Any, kwargs: Any) -> Any:
+        if rank0_saves() is None or _deciding.done or in_optimizer_step() or not _may_be_alone(args, kwargs):
+            return compute(op, args, kwargs)
+        return _computed(COMPUTING, compute, op, args, kwargs)
+
+    return compute_operator
+
+
+def _may_be_alone(args: Any, kwargs: Any) -> bool:
+    """Return whether rank 0 could have the others hand over what an operator is given."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    shards = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
+    return all(map(is_over_all_ranks, shards))
+
+
+def _computed(call: str, compute: Callable[[Any, Any, Any], Any], func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute by all ranks, or with full tensors by rank 0 alone.
+
+    Args:
+        call: What needs the full tensors, for errors.
+        compute: By all ranks.
+        func: The function, method or operator.
+        args: What it is given.
+        kwargs: What it is given by name.
+    """
+    alone = None if _deciding.done else _alone_at_this_line(call)
+    with _decided():
+        return compute(func, args, kwargs) if alone is None else _alone(alone, func, args, kwargs)
+
+
+@contextmanager
+def _decided() -> Iterator[None]:
+    """Have what is computed inside of a function's or an operator's handler not be looked at by itself."""
+    before, _deciding.done = _deciding.done, True
+    try:
+        yield
+    finally:
+        _deciding.done = before
+
+
+class _Deciding(threading.local):
+    done = False
+
+
+_deciding = _Deciding()
+
+
+def _alone_at_this_line(call: str) -> ShardGatherer | None:
+    """Return what fetches shards where rank 0 alone has come to the line that runs; None for all ranks.
+
+    Collective, at a line's first time.
+    """
+    saves = None if torch.compiler.is_compiling() else rank0_saves()
+    if saves is None:
+        return None
+    lines = calling_stack()
+    if lines in _together:
+        return None
+    gathering = ShardGatherer(call, keep=True, at=calling_lines())
+    if not _come_together(gathering, lines, saves.position):
+        return gathering
+    _together.add(lines)
+    return None
 
 
 def full_by_all_or_rank0(ownership: Ownership, gather: Callable[..., Any]) -> Callable[..., Any]:

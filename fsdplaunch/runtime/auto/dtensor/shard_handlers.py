@@ -80,15 +80,28 @@ def draw_like(streams: RngStreams, func: Any, args: Any, kwargs: Any) -> Any:
     return distribute_tensor(full, like.device_mesh, like.placements)
 
 
-def make_new(func: Any, args: Any, kwargs: Any) -> Any:
+def make_new(place: Handler, func: Any, args: Any, kwargs: Any) -> Any:
     """Make a plain tensor where a script takes dtype and device from a parameter; a shard where also its shape.
 
     Hidden states are made so, and so are the moments of optimizers, which meet gradients that are shards.
+
+    Args:
+        place: Makes the shard, by `make_shard`; collective.
+        func: The method.
+        args: What it was called with, the parameter first.
+        kwargs: What it was called with by name.
     """
     shard, *rest = args
     made = func(shard.to_local().detach(), *rest, **kwargs)
     if made.shape != shard.shape or not made.dim():
         return made
+    return place(func, args, kwargs)
+
+
+def make_shard(func: Any, args: Any, kwargs: Any) -> Any:
+    """Make a shard as one process makes a tensor like another. Collective."""
+    shard, *rest = args
+    made = func(shard.to_local().detach(), *rest, **kwargs)
     sharded = distribute_tensor(made, shard.device_mesh, shard.placements)
     return sharded.requires_grad_(made.requires_grad)
 

@@ -20,6 +20,7 @@ from fsdplaunch.runtime.torch_internals.dtensor import (
     known_operators,
     local_tensor,
     with_local_tensor,
+    writes,
 )
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves, tree_map
 
@@ -36,6 +37,12 @@ _MADE_OF_VIEWS = (
     *("dsplit", "unflatten", "expand_as", "view_as", "matrix_H", "mH", "mT"),
 )
 """What torch computes by other operators before it asks a DTensor, but for inference mode."""
+
+
+_COMPARING = ("allclose", "dist", "_cdist_forward", "isin", "searchsorted")
+"""What shards are compared with plain tensors by, and DTensor does not know."""
+_SHARING = ("detach", "alias", "lift_fresh", "is_same_size", "is_set_to", "record_stream", "is_pinned")
+"""What gives the same shard once more, or asks for its memory."""
 
 
 def view_operators() -> list[Any]:
@@ -57,6 +64,20 @@ def writing_operators() -> list[Any]:
 def is_writing(op: Any) -> bool:
     """Return whether an operator writes into what it is given first: `aten.add_.Tensor`."""
     return _opname(op).endswith("_")
+
+
+def is_computing(op: Any) -> bool:
+    """Return whether an operator computes something of what it is given, or takes a part, and writes nothing."""
+    library, name, overload = str(op).split(".")
+    computes = library in ("aten", "prims") and name not in _SHARING
+    return computes and not is_writing(op) and "out" not in overload and not writes(op)
+
+
+def computing_operators() -> list[Any]:
+    """Return the operators that compute, of those that DTensor knows or refuses to mix with plain tensors."""
+    packets = [getattr(torch.ops.aten, name) for name in _COMPARING]
+    comparing = [getattr(packet, each) for packet in packets for each in packet.overloads()]
+    return [op for op in [*known_operators(), *comparing] if is_computing(op)]
 
 
 def filling_operators() -> list[Any]:

@@ -12,7 +12,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler, is_partial
 from fsdplaunch.runtime.auto.dtensor.shard_parts import full_copy, refresh, take_part, written_back
+from fsdplaunch.runtime.auto.dtensor.shard_writes import is_computing
 from fsdplaunch.runtime.auto.rng.rng_streams import RngStreams
+from fsdplaunch.runtime.auto.state.rank0.copies import in_optimizer_step
+from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
 from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals.dtensor import (
@@ -22,11 +25,18 @@ from fsdplaunch.runtime.torch_internals.dtensor import (
     is_elementwise,
     is_random,
     local_tensor,
+    operator_handlers,
     placements_of,
     refuse_mixture,
     written_arguments,
 )
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves, tree_map
+
+
+def by_torch(op: Any, args: Any, kwargs: Any) -> Any:
+    """Compute an operator as torch does."""
+    return op(*args, **kwargs)
+
 
 _OF_MEMORY = ("is_set_to", "record_stream", "_has_same_storage_numel")
 """What asks for a tensor's memory: the full tensor's would be another."""
@@ -53,6 +63,16 @@ class UnknownOperators:
     ) -> None:
         self._ownership, self._streams, self._put, self._begin_parts = ownership, streams, put, begin_parts
         self._computing: set[Any] = set()
+        self._begun: set[Any] = set()
+
+    def begin(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Have an operator that torch may compute by others look whether rank 0 alone computes it, from now on."""
+        shared = self._ownership.ours and rank0_saves() is not None and not in_optimizer_step()
+        if not shared or op in self._begun or not is_computing(op):
+            return NotImplemented
+        self._begun.add(op)
+        self._put({op: by_torch})
+        return operator_handlers()[op](op, args, kwargs)
 
     def meet(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Compute an operator that torch has refused; `NotImplemented` where this package does not either."""
@@ -66,7 +86,7 @@ class UnknownOperators:
         ):
             return NotImplemented
         self._put({op: self._compute})
-        return self._compute(op, args, kwargs)
+        return operator_handlers()[op](op, args, kwargs)
 
     def _compute(self, op: Any, args: Any, kwargs: Any) -> Any:
         self._computing.add(op)

@@ -5,6 +5,7 @@ import copyreg
 import io
 import pickle
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -103,6 +104,9 @@ class ShardGatherer:
         return full.cpu()
 
     def _fetch(self, tensor: DTensor) -> torch.Tensor:
+        detached: Any = tensor.detach()
+        if all(placement.is_replicate() for placement in tensor.placements):
+            return detached.to_local()  # type: ignore[no-any-return]
         saves = rank0_saves()
         if saves is None:
             raise AssertionError
@@ -129,16 +133,11 @@ class ShardGatherer:
     @contextmanager
     def pickling(self) -> Iterator[None]:
         """Pickle sharded tensors as full ones, and sharded models as what they were before."""
-
-        def reduce_tensor(tensor: DTensor, protocol: int) -> Any:
-            return self.full(tensor).__reduce_ex__(protocol)
-
-        before, _open[:] = list(_open), [self]
+        before, _open.gatherer = _open.gatherer, self
         try:
-            with replaced(DTensor, "__reduce_ex__", lambda _: reduce_tensor):
-                yield
+            yield
         finally:
-            _open[:] = before
+            _open.gatherer = before
 
 
 @contextmanager
@@ -150,6 +149,8 @@ def pickling_full_tensors(hook_context: HookContext) -> Iterator[None]:
 
     def make(original: Any) -> Any:
         def reduce_ex(tensor: DTensor, protocol: Any) -> Any:
+            if _open.gatherer is not None:
+                return _open.gatherer.full(tensor).__reduce_ex__(protocol)
             if not hook_context.ownership.ours or _caller().startswith(_KEEP_SHARDS):
                 return original(tensor, protocol)
             gathering = ShardGatherer("pickle", keep=True)
@@ -171,8 +172,13 @@ def _caller() -> str:
     return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 
-_open: list[ShardGatherer] = []
-"""What gathers for the pickling that is going on."""
+class _Open(threading.local):
+    """What gathers for the pickling that is going on in this thread: others may save meanwhile."""
+
+    gatherer: ShardGatherer | None = None
+
+
+_open = _Open()
 
 
 def allow_pickling(model: nn.Module) -> None:
@@ -189,7 +195,7 @@ def _reducer(module: "weakref.ref[nn.Module]") -> Callable[[int], Any]:
     def reduce_ex(_protocol: int) -> Any:
         if sys._getframe(1).f_code is copy.copy.__code__:  # it has the parameters that the module has
             return copyreg.__newobj__, (type(module()),), dict(vars(module()))  # type: ignore[attr-defined]
-        full: Any = _itself if _open else ShardGatherer("pickle", keep=True).full_or_own
+        full: Any = _itself if _open.gatherer else ShardGatherer("pickle", keep=True).full_or_own
         model: Any = module()
         # Protocol 1 names the class in a way that need not be the pickled object's own.
         return unsharded_copy(model, full, tensors_of(model)).__reduce_ex__(1)

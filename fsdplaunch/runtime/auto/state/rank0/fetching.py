@@ -24,6 +24,11 @@ _KNOWN = (
 )
 
 
+_READING = "() of a shard at "
+COMPUTING = "computing with a shard"
+_COMPUTED = "compute it on all ranks, before `if rank == 0:`, and let rank 0 print or save it"
+
+
 class OtherShardError(Exception):
     """A rank has no such shard, or one of another moment.
 
@@ -94,7 +99,14 @@ def unknown_tensor(shape: torch.Size, call: str) -> CheckpointError:
     known = "is neither a parameter nor optimizer state as they are now, nor a copy that every rank made"
     what = f"a tensor of shape {tuple(shape)} in it {known}"
     msg = f"{call} was called on rank 0 only, and {what}: other ranks cannot tell their shard"
-    return CheckpointError(msg, hint=_KNOWN)
+    return CheckpointError(msg, hint=_COMPUTED if call.startswith(COMPUTING) or _READING in call else _KNOWN)
+
+
+def other_gradient(name: str, call: str) -> CheckpointError:
+    """Return the error of a gradient: other ranks drop theirs before they come to where they wait for rank 0."""
+    msg = f"{call} was called on rank 0 only, and needs the gradient of {name}, which other ranks need not keep"
+    hint = "; torch.nn.utils.clip_grad_norm_, called by all ranks, returns the norm of all gradients"
+    return CheckpointError(msg, hint=_COMPUTED + hint)
 
 
 def before_backward(call: str) -> CheckpointError:

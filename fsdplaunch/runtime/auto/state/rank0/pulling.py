@@ -17,6 +17,7 @@ from fsdplaunch.runtime.auto.state.rank0.fetching import (
     before_backward,
     changed_shard,
     fetch,
+    other_gradient,
     unknown_tensor,
 )
 from fsdplaunch.runtime.auto.state.rank0.flat_shards import FlatShard
@@ -27,12 +28,14 @@ from fsdplaunch.runtime.auto.state.rank0.shard_names import (
     identity,
     is_copy,
     named_shards,
+    parameter_with_gradient,
     shard_ranks,
 )
 from fsdplaunch.runtime.auto.state.saving_threads import await_main_thread
 from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier, name_ranks
 from fsdplaunch.runtime.torch_internals.process_groups import default_timeout
 
+_AHEAD_HINT = "make this call after optimizer.step(); or on all ranks, if it needs gradients"
 _ALONE_HINT = "save what state_dict() returned before anything that all ranks do"
 
 
@@ -95,7 +98,8 @@ class Rank0Saves:
                     f"{call}: rank {rank} has made {answer['steps']} optimizer steps (it is at {answer['where']})"
                     f" and rank 0 {self.position.steps}, so their shards are not of one step"
                 )
-                raise CheckpointError(msg, hint=hint)
+                ahead = answer["steps"] > self.position.steps  # rank 0 is between its backward and its step
+                raise CheckpointError(msg, hint=_AHEAD_HINT if ahead else hint)
         self._note_alone(answers)
         return False
 
@@ -134,7 +138,8 @@ class Rank0Saves:
         copy = self._copy_of_now(tensor)
         name, shard = self.names.get(identity(tensor if copy is None else copy.source), (None, None))
         if name is None or shard is None:
-            raise unknown_tensor(tensor.shape, call)
+            of = parameter_with_gradient(tensor, self.hook_context)
+            raise unknown_tensor(tensor.shape, call) if of is None else other_gradient(of, call)
         full = self._pull(name, shard, call)
         return full if copy is None else copy.again(full)
 

@@ -33,6 +33,13 @@ def named_shards(hook_context: HookContext) -> Iterator[tuple[ShardName, DTensor
                     yield json.dumps(["state", number, index, key]), value
 
 
+def parameter_with_gradient(tensor: DTensor, hook_context: HookContext) -> str | None:
+    """Return the name of the parameter of which a tensor is the gradient."""
+    params = (each for model in list(hook_context.numbers) for each in named_parameters(model))
+    gradients = ((name, param.grad) for name, param in params if isinstance(param.grad, DTensor))
+    return next((name for name, gradient in gradients if identity(gradient) == identity(tensor)), None)
+
+
 _OF_SCRIPTS = {"made": "a tensor made like a parameter", "computed": "a tensor computed from shards"}
 
 
@@ -58,9 +65,9 @@ def readable(name: ShardName) -> str:
 
 
 def identity(tensor: Any) -> tuple[Any, ...]:
-    """Return what two tensors share if they are the same shard."""
+    """Return what two tensors share if they are the same shard; a transposed one of a square is another."""
     local = local_tensor(tensor)
-    return storage_identity(local), local.storage_offset(), tuple(tensor.shape), tensor.dtype
+    return storage_identity(local), local.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def changes(tensor: Any) -> int:

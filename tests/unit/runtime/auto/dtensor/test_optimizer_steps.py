@@ -34,7 +34,7 @@ def param_with_gradient() -> torch.nn.Parameter:
 
 def test_handlers_are_out_of_the_table_in_steps_of_torchs_optimizers_alone(seen: list[set[Any]]) -> None:
     param, wrapped, table = param_with_gradient(), [], operator_handlers()
-    with stepping_without_handlers(["mul"], lambda: wrapped.append(True)):
+    with stepping_without_handlers(["mul"], set(), lambda: wrapped.append(True)):
         torch.optim.SGD([param]).step()
         assert operator_handlers() is table
         table["unscale"] = 3  # by another part of the package
@@ -52,7 +52,7 @@ def test_what_is_put_into_the_table_in_a_step_stays_and_a_step_that_fails_puts_a
     param, table = param_with_gradient(), operator_handlers()
     optimizer = torch.optim.SGD([param])
     optimizer.register_step_pre_hook(lambda *_: operator_handlers().update(unscale=3))
-    with stepping_without_handlers(["mul"], lambda: None):
+    with stepping_without_handlers(["mul"], set(), lambda: None):
         optimizer.step()
         assert operator_handlers() is table
         assert set(table) == {"mul", "std", "unscale"}
