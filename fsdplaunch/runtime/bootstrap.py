@@ -29,6 +29,7 @@ from fsdplaunch.runtime.late_modules import (
     PROCESSES_END,
     RANK0_SAVES_END,
     REPORT_END,
+    THREADS_END,
     call_if_imported,
 )
 from fsdplaunch.runtime.rank import hide_ranks, rank, world_size
@@ -87,6 +88,7 @@ def _work(config: Config, target: ScriptTarget) -> None:
     call_if_imported(PROCESSES_END)
     call_if_imported(FINISH_RECORD)
     call_if_imported(FINISH_MEASUREMENT)
+    call_if_imported(THREADS_END)
     call_if_imported(FINISH_SAVES)  # a run whose last save failed has failed
     call_if_imported(REPORT_END)
     call_if_imported(RANK0_SAVES_END)

@@ -13,6 +13,7 @@ RANK0_SAVES_OPEN = "fsdplaunch.runtime.auto.state.rank0.pulling.is_open"
 RANK0_SAVES_END = "fsdplaunch.runtime.auto.state.rank0.pulling.note_end"
 RANK0_SAVES_CLOSE = "fsdplaunch.runtime.auto.state.rank0.pulling.close"
 WAIT_FOR_COPIES = "fsdplaunch.runtime.saving.background.background_save.wait_for_copies"
+THREADS_END = "fsdplaunch.runtime.auto.state.saving_threads.raise_failed"
 FINISH_SAVES = "fsdplaunch.runtime.saving.background.background_save.finish_saves"
 
 XLA_TO_SAVE = "fsdplaunch.runtime.xla.saving.to_save"

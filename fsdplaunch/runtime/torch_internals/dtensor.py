@@ -158,8 +158,8 @@ def computing_unknown(
 
     Newer versions compute some of these by others. `begin` has an operator before torch, until it has a handler.
 
-    Where `begin` returns `NotImplemented` torch tries; where `compute` does, torch's error is raised. No frame is left
-    with that error: it would hold the frame in turn, with what is returned, and 2.7's garbage collector then
+    Where `begin` returns `NotImplemented` torch tries; where `compute` does, torch's error is raised. No frame is
+    left with that error: it would hold the frame in turn, with what is returned, and 2.7's garbage collector then
     empties what a graph has saved of it.
     """
     dispatcher: Any = DTensor._op_dispatcher

@@ -13,13 +13,14 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor.row_loops import put_kept_rows
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import averaged
-from fsdplaunch.runtime.auto.script_line import calling_lines, calling_stack, is_user_file
+from fsdplaunch.runtime.auto.script_line import calling_lines, calling_stack, is_user_file, script_line
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer
 from fsdplaunch.runtime.auto.state.rank0.copies import in_optimizer_step
 from fsdplaunch.runtime.auto.state.rank0.fetching import COMPUTING
 from fsdplaunch.runtime.auto.state.rank0.position import Position
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
 from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
+from fsdplaunch.runtime.auto.state.saving_threads import await_main_thread, in_thread_of_torch
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves, tree_map
 
 _together: set[str] = set()
@@ -54,7 +55,7 @@ def operator_by_all_or_rank0(compute: Callable[[Any, Any, Any], Any]) -> Callabl
     What it computes with next is plain, then: `if rank == 0: print(weight.t() @ weight, weight.topk(2).values)`.
 
     Args:
-        compute: The handler for all ranks together, or for one of another thread.
+        compute: The handler for all ranks together.
     """
 
     def compute_operator(op: Any, args: Any, kwargs: Any) -> Any:
@@ -67,7 +68,7 @@ def operator_by_all_or_rank0(compute: Callable[[Any, Any, Any], Any]) -> Callabl
 
 def _may_be_alone(args: Any, kwargs: Any) -> bool:
     """Return whether rank 0 could have the others hand over what an operator is given."""
-    if threading.current_thread() is not threading.main_thread():
+    if in_thread_of_torch():
         return False
     shards = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
     return all(map(is_over_all_ranks, shards))
@@ -113,6 +114,7 @@ def _alone_at_this_line(call: str) -> ShardGatherer | None:
     saves = None if torch.compiler.is_compiling() else rank0_saves()
     if saves is None:
         return None
+    await_main_thread(f"{call} at {script_line()}")
     lines = calling_stack()
     if lines in _together:
         return None

@@ -12,19 +12,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor.row_loops import put_kept_rows
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.late_storages import SMALLEST, LateStorages
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
+from fsdplaunch.runtime.auto.state.saved_paths import named_by_rank
 from fsdplaunch.runtime.auto.state.saving_threads import await_main_thread
 from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
 from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier
-from fsdplaunch.runtime.collectives.rank_group import raise_on_all_ranks
+from fsdplaunch.runtime.collectives.rank_group import from_all, raise_on_all_ranks
 from fsdplaunch.runtime.torch_internals.tensors import storage_identity
 
 _TOGETHER = "let all ranks make this call; rank 0 alone can, from the first step of the model's optimizer on"
@@ -42,6 +45,7 @@ class ShardGatherer:
         together: Whether all ranks make the call; otherwise rank 0 alone does, and fetches what others hold.
         call: The script's, which all workers must make.
         count: How many were gathered.
+        by_rank: Whether each rank writes a file of its own.
         late: What gathers them when they are needed; None where they are wanted at once.
     """
 
@@ -51,6 +55,7 @@ class ShardGatherer:
         self.call = f"{call} at {at or script_line()}"
         self.count = 0
         self.together = True
+        self.by_rank = False
         self.late: LateStorages | None = None
         self._met = False
         self._full: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -64,6 +69,21 @@ class ShardGatherer:
         if not self._met:
             self._met = True
             self.together = _meet(self.call)
+
+    def keep_by_rank(self, path: str | None, ownership: Ownership) -> None:
+        """Keep the full tensors on each rank where all of them save, each to a file with its number in the name.
+
+        Collective where the script has ranks.
+
+        Args:
+            path: This rank's.
+            ownership: Says whether the script has ranks: files of different names are each rank's own then.
+        """
+        if path is None or not ownership.ranked or not dist.is_initialized():
+            return
+        self.meet()
+        if self.together and named_by_rank(from_all(path)):
+            self.keep = self.by_rank = True
 
     def full(self, tensor: DTensor) -> torch.Tensor:
         """Return the full tensor in host memory, or what stands for it, or an empty one where it is not wanted.

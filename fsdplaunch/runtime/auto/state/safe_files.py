@@ -52,6 +52,7 @@ def _save_file(save: Any, hook_context: HookContext) -> Any:
         if _sharded(tensors):  # whoever sharded them: safetensors itself cannot write one
             metadata = args[0] if args else kwargs.get("metadata")
             gathering = ShardGatherer("save_file", keep=hook_context.rank == 0)
+            gathering.keep_by_rank(path_of(filename), hook_context.ownership)
             _write(tensors, filename, metadata, gathering, save)
             _note(filename, gathering, hook_context)
         elif not hook_context.ownership.ours or hook_context.rank == 0 or hook_context.ownership.ranked:
@@ -81,6 +82,7 @@ def _save_model(save: Any, save_file: Any, hook_context: HookContext) -> Any:
         kept, aliases = _without_duplicates(state)
         noted = (metadata or {}) | {name: first for name, first in aliases.items() if name not in (metadata or {})}
         gathering = ShardGatherer("save_model", keep=hook_context.rank == 0)
+        gathering.keep_by_rank(path_of(filename), hook_context.ownership)
         _write(kept, filename, noted or None, gathering, save_file)
         _note(filename, gathering, hook_context)
 
@@ -88,7 +90,7 @@ def _save_model(save: Any, save_file: Any, hook_context: HookContext) -> Any:
 
 
 def _note(filename: Any, gathering: ShardGatherer, hook_context: HookContext) -> None:
-    if gathering.together and hook_context.ownership.ours:
+    if gathering.together and not gathering.by_rank and hook_context.ownership.ours:
         note_saved(hook_context.saved, path_of(filename))
 
 

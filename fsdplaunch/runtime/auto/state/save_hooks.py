@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.atomic_file import atomic_file
@@ -39,6 +40,7 @@ from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
 from fsdplaunch.runtime.auto.state.safe_files import saving_safetensors
 from fsdplaunch.runtime.auto.state.saved_paths import note_saved, path_of
 from fsdplaunch.runtime.auto.state.saving_threads import beside_training
+from fsdplaunch.runtime.inspection.units import has_shards
 
 _SPOOLED_BYTES = 64 << 20
 """What is held in memory before it goes to a temporary file."""
@@ -66,7 +68,7 @@ def _torch_save(save: Any, hook_context: HookContext) -> Any:
             return
         everywhere = isinstance(f, io.BytesIO)  # the script goes on with the bytes
         write = _writer(save, obj, f, args, kwargs)
-        gathering = alone or ShardGatherer("torch.save", keep=everywhere or hook_context.rank == 0)
+        gathering = alone or _gatherer(obj, f, hook_context)
         if kwargs.get("_use_new_zipfile_serialization", True):
             gathering.late = LateStorages()
         failure = _write_or_walk(write, obj, gathering)
@@ -83,6 +85,15 @@ def _torch_save(save: Any, hook_context: HookContext) -> Any:
             _write_if_missing(save, obj, Path(os.fspath(f)), args, kwargs)
 
     return save_once
+
+
+def _gatherer(obj: Any, f: Any, hook_context: HookContext) -> ShardGatherer:
+    """Return what gathers for rank 0, or for each rank where each goes on with bytes or has a file of its own."""
+    everywhere = isinstance(f, io.BytesIO)
+    gathering = ShardGatherer("torch.save", keep=everywhere or hook_context.rank == 0)
+    if not everywhere and _has_shards(obj, of_models=True):
+        gathering.keep_by_rank(path_of(f), hook_context.ownership)
+    return gathering
 
 
 def _saving_alone(obj: Any) -> ShardGatherer | None:
@@ -127,7 +138,7 @@ def _finish(
     with gathering.finish("write what torch.save was given"):
         if failure is not None:
             raise failure
-    if gathering.together:
+    if gathering.together and not gathering.by_rank:
         note_saved(hook_context.saved, path)
 
 
@@ -200,11 +211,19 @@ def _tell_of_shards(obj: Any, hook_context: HookContext) -> None:
         )
 
 
-def _has_shards(obj: Any, depth: int = 5) -> bool:
-    """Return whether there is a tensor of which every rank has a part, in nested mappings and lists."""
+def _has_shards(obj: Any, depth: int = 5, *, of_models: bool = False) -> bool:
+    """Return whether there is a tensor of which every rank has a part, in nested mappings and lists.
+
+    Args:
+        obj: What is saved.
+        depth: How deep they are looked into.
+        of_models: Look at modules, too.
+    """
     if depth and isinstance(obj, Mapping | list | tuple):
         values = obj.values() if isinstance(obj, Mapping) else obj
-        return any(_has_shards(value, depth - 1) for value in values)
+        return any(_has_shards(value, depth - 1, of_models=of_models) for value in values)
+    if of_models and isinstance(obj, nn.Module):
+        return has_shards(obj)
     return isinstance(obj, DTensor) and is_over_all_ranks(obj)
 
 

@@ -1,6 +1,7 @@
 """Paths at which a saving call of all ranks has written a file: rank 0 wrote it, for all of them."""
 
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path, PurePath
@@ -75,6 +76,23 @@ class SavedPaths:
         gone = os.path.abspath(path)  # noqa: PTH100
         for known in [known for known in self._same if _is_in(known, gone)]:
             del self._same[known]
+
+
+def named_by_rank(names: Sequence[str | None]) -> bool:
+    """Return whether ranks call their files alike but for each one's own number: `rank0.pt` and `rank1.pt`.
+
+    Args:
+        names: Each rank's, in the order of ranks.
+    """
+    words = [re.findall(r"\d+|\D+", name or "") for name in names]
+    if len({len(each) for each in words}) > 1 or len(set(names)) < len(names):
+        return False
+    places = zip(*words, strict=True)
+    return all(len(set(place)) == 1 or _are_ranks(place) for place in places)
+
+
+def _are_ranks(words: Sequence[str]) -> bool:
+    return all(word.isdigit() and int(word) == rank for rank, word in enumerate(words))
 
 
 def note_saved(saved: SavedPaths, path: str | None) -> None:

@@ -21,6 +21,24 @@ _WAITING = {"join", "result", "select", "shutdown"}
 _QUEUES = ("/queue.py", "/connection.py")
 
 
+_failed: list[CheckpointError] = []
+
+
+def in_thread_of_torch() -> bool:
+    """Return whether this is a thread that Python has not started, such as those of backward passes on a GPU."""
+    return threading.current_thread().name.startswith("Dummy-")
+
+
+def raise_failed() -> None:
+    """Raise in the main thread what another one could not do: the script may never look at that one's error.
+
+    Raises:
+        CheckpointError: That.
+    """
+    if _failed and threading.current_thread() is threading.main_thread():
+        raise _failed.pop()
+
+
 def beside_training() -> bool:
     """Return whether this is another thread than the main one, and that one goes on."""
     return threading.current_thread() is not threading.main_thread() and not _main_waits()
@@ -45,6 +63,7 @@ def await_main_thread(call: str) -> None:
                 "join the thread before the next step; or gather on all ranks before it starts, by"
                 " {name: value.full_tensor().cpu() for ...}, and let it write these"
             )
+            _failed.append(CheckpointError(msg, hint=hint))
             raise CheckpointError(msg, hint=hint)
         time.sleep(_LOOK_SECONDS)
 

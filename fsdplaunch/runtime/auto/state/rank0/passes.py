@@ -15,6 +15,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.script_line import calling_lines, script_line
 from fsdplaunch.runtime.auto.state.rank0.full_passes import FullPasses
 from fsdplaunch.runtime.auto.state.rank0.pulling import Rank0Saves, rank0_saves
+from fsdplaunch.runtime.auto.state.saving_threads import failed, raise_failed
 
 _HINT = (
     "call the model on all ranks: take the evaluation out of `if rank == 0:`, give all ranks as many batches, and"
@@ -49,6 +50,8 @@ class Passes:
             ShardingError: Only rank 0 makes it, and it trains, or cannot be made by one rank.
             CheckpointError: Only other ranks make it.
         """
+        if failed:  # in another thread
+            raise_failed()
         if self._is_alone(model):
             saves = rank0_saves()
             if saves is None:

@@ -39,6 +39,7 @@ def _hooked() -> Iterator[None]:
         ownership=SimpleNamespace(ours=True),
         batches=rows,
         models=[],
+        when_sharded=[],
         printed=set(),
     )
     messages.unequal.clear()
