@@ -1,14 +1,20 @@
-"""Rank 0 alone computes with shards, and keeps copies: torch would gather them of ranks that are elsewhere."""
+"""Rank 0 alone computes with shards and keeps copies; threads save; ranks that save a file each get their file."""
 
 from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file
+
 from tests.scripts.conftest import Forks
 
-SCRIPT = """
-import copy, os, threading
-import torch, torch.distributed as dist
+HEAD = """
+import copy, os, sys, threading, time
+import numpy, torch, torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from safetensors.torch import save_file
 dist.init_process_group("gloo")
 rank = int(os.environ["RANK"])
 torch.manual_seed(0)
@@ -16,47 +22,110 @@ model = DDP(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 def step():
+    optimizer.zero_grad()
     model(torch.randn(4, 8)).pow(2).mean().backward()
     optimizer.step()
-    optimizer.zero_grad()
 
 def full_state():
     return {name: value.full_tensor() for name, value in model.module.named_parameters()}
+"""
 
+COMPUTES = (
+    HEAD
+    + """
 COMPUTED = {
     "row": lambda w: w[0],
     "rows": lambda w: w[:2].sum(),
     "element": lambda w: w.flatten()[3],
-    "first": lambda w: w.view(-1)[:5],
+    "elements": lambda w: w.view(-1)[:5],
+    "some rows": lambda w: w[[0, 2]],
+    "masked": lambda w: w[w > 0],
     "square transposed": lambda w: w.t()[0],
     "transposed": lambda w: w.detach().t().numpy(),
     "where largest": lambda w: w.argmax(),
+    "largest": lambda w: w.topk(2).values,
+    "sorted": lambda w: w.sort().values,
+    "median": lambda w: w.median(),
+    "row norms": lambda w: w.norm(dim=1).max(),
     "histogram": lambda w: torch.histc(w.detach(), 5),
-    "singular values": lambda w: torch.linalg.svdvals(w.detach()),
+    "quantile": lambda w: torch.quantile(w.detach(), 0.5),
+    "unique": lambda w: w.unique(),
     "size": lambda w: w.abs().mean(),
     "zeros": lambda w: (w == 0).sum(),
-    "numbers": lambda w: torch.isnan(w).any(),
+    "small": lambda w: (w.abs() < 0.1).float().mean(),
+    "numbers": lambda w: torch.isfinite(w).all(),
     "energy": lambda w: (w**2).sum(),
     "similarity": lambda w: torch.cosine_similarity(w[0], w[1], dim=0),
     "together": lambda w: torch.cat([w.reshape(-1), w.flatten()]).mean(),
+    "product": lambda w: w.t() @ w,
+    "linear": lambda w: F.linear(torch.ones(1, 8), w),
+    "softmax": lambda w: F.softmax(w, dim=0),
+    "trace": lambda w: torch.trace(w),
+    "equal": lambda w: torch.tensor(torch.equal(w, w)),
+    "close": lambda w: torch.tensor(torch.allclose(w, w.clone())),
+    "cut": lambda w: w.chunk(2)[1],
+    "cut unequally": lambda w: w.split(3)[1],
+    "made like it": lambda w: w.new_ones(w.shape) + torch.zeros_like(w) + w,
+    "vector": lambda w: nn.utils.parameters_to_vector([w]),
+    "array": lambda w: numpy.asarray(w.detach()),
+    "copied": lambda w: copy.deepcopy(w),
+    "iterated": lambda w: torch.stack([row.sum() for row in w]),
 }
 
 def plain(value):
     return torch.tensor(value.tolist())
 
-step()
-if rank == 0:
-    found = {name: plain(compute(model.module[0].weight)) for name, compute in COMPUTED.items()}
-    try:
-        model.module[0].weight.topk(2).values.sum()
-    except RuntimeError as error:
-        print("refused", "rank 0 only" in str(error), "numpy()" in error.hint)
+for _ in range(2):
+    step()
+weight, alone = model.module[0].weight, rank == 0 and sys.argv[1] == "alone"
+if alone:
+    found = {name: plain(compute(weight)) for name, compute in COMPUTED.items()}
+    moments = optimizer.state[weight]
+    ratio = (moments["exp_avg"] / moments["exp_avg_sq"].sqrt()).norm()
+    for name, compute in {"norm": lambda p: p.grad.norm(), "row": lambda p: p.grad[0]}.items():
+        try:
+            compute(weight)
+        except RuntimeError as error:
+            print("refused", name, "needs the gradient of 0.weight" in str(error), "on all ranks" in error.hint)
+before = {name: value.full_tensor() for name, value in optimizer.state[weight].items() if value.dim()}
+before |= full_state()
+for _ in range(2):
+    step()
 full = full_state()
-if rank == 0:
+if alone:
     for name, compute in COMPUTED.items():
-        torch.testing.assert_close(found[name], plain(compute(full["0.weight"])), msg=name)
+        assert torch.equal(found[name], plain(compute(before["0.weight"]))), name
+    assert torch.equal(ratio, (before["exp_avg"] / before["exp_avg_sq"].sqrt()).norm())
+    print("compared")
+if rank == 0:
+    torch.save(full, f"{sys.argv[1]}.pt")
+"""
+)
 
-kept = threads = None
+
+def run(forks: Forks, folder: Path, body: str, *arguments: str) -> tuple[list[int], list[str], list[str]]:
+    script = folder / "train.py"
+    script.write_text(body)
+    done = forks.run(script, folder / "run", *arguments, ranks=2, timeout=60)
+    return done.codes, done.out, done.err
+
+
+def test_rank_0_alone_computes_what_the_full_tensor_gives_and_training_goes_on(
+    forks: Forks, tmp_path: Path
+) -> None:
+    refused = ["refused norm True True", "refused row True True"]
+    for way, said in (("together", []), ("alone", [*refused, "compared"])):
+        codes, out, err = run(forks, tmp_path, COMPUTES, way)
+        assert codes == [0, 0], "\n".join(err)
+        assert out[0].splitlines() == said
+    together, alone = (torch.load(tmp_path / "run" / f"{way}.pt") for way in ("together", "alone"))
+    assert all(torch.equal(together[name], value) for name, value in alone.items())
+
+
+KEPT = (
+    HEAD
+    + """
+threads = []
 for number in range(4):
     step()
     before = full_state()
@@ -64,17 +133,14 @@ for number in range(4):
     moment = state["exp_avg"].full_tensor()
     if rank == 0:
         now = model.module.state_dict()
-        if kept is None:
-            average = {name: value.clone() for name, value in now.items()}
-            expected = dict(before)
-            threads = []
+        if number == 0:
+            average, expected = {name: value.clone() for name, value in now.items()}, dict(before)
         average = {name: 0.5 * average[name].mul_(0.5).add_(value, alpha=0.5) for name, value in now.items()}
         expected = {name: 0.25 * expected[name] + 0.25 * value for name, value in before.items()}
         if number == 1:
-            weights = {name: value.cpu().clone() for name, value in now.items()}
-            kept = weights, copy.deepcopy(optimizer.state_dict())
+            kept = {name: value.cpu().clone() for name, value in now.items()}
+            kept_state = copy.deepcopy(optimizer.state_dict())
             best, best_moment = before, moment
-        kept = kept or True
         halves = {name: value.detach().half() for name, value in now.items()}
         threads.append(threading.Thread(target=torch.save, args=(halves, f"half-{number}.pt")))
         threads[-1].start()
@@ -84,20 +150,115 @@ for number in range(4):
             assert torch.equal(torch.load(f"both-{number}.pt")[0][name], value.half()), name
 
 if rank == 0:
-    torch.save({"best": kept[0], "optimizer": kept[1]}, "best.pt")
+    torch.save({"best": kept, "optimizer": kept_state}, "best.pt")
     saved = torch.load("best.pt")
     assert all(torch.equal(saved["best"][name], value) for name, value in best.items())
     assert torch.equal(saved["optimizer"]["state"][0]["exp_avg"], best_moment)
     for number, thread in enumerate(threads):
         thread.join()
         assert all(type(value) is torch.Tensor for value in torch.load(f"half-{number}.pt").values())
-    print("compared")
+    state = model.module.state_dict()
+    saves = [(torch.save, (state, f"at-once-{number}.pt")) for number in range(3)]
+    saves += [(torch.save, (optimizer.state_dict(), "optimizer.pt")), (save_file, (state, "file.safetensors"))]
+    threads = [threading.Thread(target=save, args=args) for save, args in saves]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+step()
+if rank == 0:
+    torch.save(before, "expected.pt")
+"""
+)
+
+
+def test_rank_0_alone_keeps_copies_and_its_threads_save_them_and_shards(forks: Forks, tmp_path: Path) -> None:
+    codes, _, err = run(forks, tmp_path, KEPT)
+    assert codes == [0, 0], "\n".join(err)
+    folder = tmp_path / "run"
+    expected = torch.load(folder / "expected.pt")
+    files = [*(torch.load(folder / f"at-once-{number}.pt") for number in range(3))]
+    for saved in (*files, load_file(folder / "file.safetensors")):
+        assert all(torch.equal(saved[name], value) for name, value in expected.items())
+    assert torch.load(folder / "optimizer.pt")["state"][0]["exp_avg"].shape == (8, 8)
+
+
+EACH = (
+    HEAD
+    + """
+step()
+state = model.module.state_dict()
+torch.save({"rank": rank, "model": state}, f"state-00{rank}-of-002.pt")
+save_file(state, f"r{rank}.safetensors")
+os.makedirs(f"d{rank}", exist_ok=True)
+torch.save(model.module, f"d{rank}/whole.pt")
+torch.save(state, f"{rank}.part")
+os.replace(f"{rank}.part", f"moved{rank}.pt")
+torch.save(state, "same.pt")
+"""
+)
+
+
+def test_each_rank_of_a_script_that_saves_a_file_per_rank_writes_its_own(forks: Forks, tmp_path: Path) -> None:
+    codes, _, err = run(forks, tmp_path, EACH)
+    assert codes == [0, 0], "\n".join(err)
+    folder = tmp_path / "run"
+    expected = torch.load(folder / "same.pt")
+    for rank in range(2):
+        saved = torch.load(folder / f"state-00{rank}-of-002.pt")
+        assert saved["rank"] == rank
+        whole = torch.load(folder / f"d{rank}" / "whole.pt", weights_only=False).state_dict()
+        moved, file = torch.load(folder / f"moved{rank}.pt"), load_file(folder / f"r{rank}.safetensors")
+        for found in (saved["model"], whole, moved, file):
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+    names = {"same.pt", *(f"{name}{rank}{end}" for rank in range(2) for name, end in NAMES)}
+    assert {path.name for path in folder.iterdir()} == names
+
+
+NAMES = (("state-00", "-of-002.pt"), ("r", ".safetensors"), ("d", ""), ("moved", ".pt"))
+
+GRADIENT = """
+if rank == 0:
+    model(torch.randn(4, 8)).pow(2).mean().backward()
+    print(model.module[0].weight.grad.norm())
+else:
+    step()
+"""
+THREAD = """
+from fsdplaunch.runtime.auto.state import saving_threads
+saving_threads.PATIENCE_SECONDS = 0.3
+thread = threading.Thread(target=lambda: print(sum(p.abs().sum() for p in model.module.state_dict().values())))
+if rank == 0 or sys.argv[1] == "all":
+    thread.start()
+for _ in range(500):
+    step()
+    time.sleep(0.01)
+"""
+SEVERAL = """
+threads = [threading.Thread(target=torch.save, args=(model.state_dict(), f"{n}.pt")) for n in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+step()
 """
 
 
-def test_rank_0_alone_computes_with_shards_and_keeps_copies_of_them(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    done = forks.run(script, tmp_path / "run", ranks=2, timeout=60)
-    assert done.codes == [0, 0], "\n".join(done.err)
-    assert done.out[0].splitlines() == ["refused True True", "compared"]
+@pytest.mark.parametrize(
+    ("body", "argument", "says", "hint"),
+    [
+        (GRADIENT, "", "so their shards are not of one step", "on all ranks, if it needs gradients"),
+        (THREAD, "rank 0", "gathers shards in another thread, while the main thread goes on", "join the thread"),
+        (THREAD, "all", "gathers shards in another thread, while the main thread goes on", "join the thread"),
+        (SEVERAL, "", "on all ranks in several threads at once", "save on rank 0 alone"),
+    ],
+    ids=["gradient before the step", "thread of rank 0", "threads of all ranks", "threads at once"],
+)
+def test_what_cannot_be_gathered_ends_the_run_with_what_to_do(
+    forks: Forks, tmp_path: Path, body: str, argument: str, says: str, hint: str
+) -> None:
+    codes, _, err = run(forks, tmp_path, HEAD + "step()\n" + body, argument)
+    assert 1 in codes, err
+    failed = next(text for text, code in zip(err, codes, strict=True) if code == 1)
+    assert says in failed
+    assert hint in failed

@@ -85,6 +85,7 @@ for number in range(12):
         torch.save({k: v.detach().to(torch.float64) for k, v in ema.state_dict().items()}, f"ema-{number}.pt")
         save_file(model.module.state_dict(), f"file-{number}.safetensors")
         save_model(model.module, f"model-{number}.safetensors")
+    bent = {k: v.tanh() for k, v in model.module.state_dict().items()}
     if rank == 0 and number == 8:
         torch.save({"best": best, "shadow": shadow}, "kept.pt")
         torch.save(model, "wrapper.pt")
@@ -92,7 +93,7 @@ for number in range(12):
         thread.start()
         thread.join()
         try:
-            torch.save({k: v.tanh() for k, v in model.module.state_dict().items()}, "never.pt")
+            torch.save(bent, "never.pt")
         except RuntimeError as error:
             print("refused:", "nor a copy that every rank made" in str(error))
     if rank == 0 and number == 11:
@@ -177,7 +178,7 @@ step()
 
 UNKNOWN = """
 step()
-best = {name: value.tanh() for name, value in model.state_dict().items()} if rank == 0 else None
+best = {name: value.tanh() for name, value in model.state_dict().items()}
 step()
 if rank == 0:
     torch.save(best, "never.pt")

@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor.row_loops import put_kept_rows
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import averaged
-from fsdplaunch.runtime.auto.script_line import calling_lines, calling_stack, is_user_file, script_line
+from fsdplaunch.runtime.auto.script_line import calling_lines, calling_stack, is_user_file
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer
 from fsdplaunch.runtime.auto.state.rank0.copies import in_optimizer_step
 from fsdplaunch.runtime.auto.state.rank0.fetching import COMPUTING
 from fsdplaunch.runtime.auto.state.rank0.position import Position
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
 from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
-from fsdplaunch.runtime.auto.state.saving_threads import await_main_thread, in_thread_of_torch
+from fsdplaunch.runtime.auto.state.saving_threads import in_thread_of_torch, in_turn
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves, tree_map
 
 _together: set[str] = set()
@@ -84,8 +84,10 @@ def _computed(call: str, compute: Callable[[Any, Any, Any], Any], func: Any, arg
         args: What it is given.
         kwargs: What it is given by name.
     """
-    alone = None if _deciding.done else _alone_at_this_line(call)
-    with _decided():
+    if _deciding.done or torch.compiler.is_compiling() or rank0_saves() is None:
+        return compute(func, args, kwargs)
+    with in_turn(call), _decided():
+        alone = _alone_at_this_line(call)
         return compute(func, args, kwargs) if alone is None else _alone(alone, func, args, kwargs)
 
 
@@ -111,12 +113,9 @@ def _alone_at_this_line(call: str) -> ShardGatherer | None:
 
     Collective, at a line's first time.
     """
-    saves = None if torch.compiler.is_compiling() else rank0_saves()
-    if saves is None:
-        return None
-    await_main_thread(f"{call} at {script_line()}")
+    saves = rank0_saves()
     lines = calling_stack()
-    if lines in _together:
+    if saves is None or lines in _together:
         return None
     gathering = ShardGatherer(call, keep=True, at=calling_lines())
     if not _come_together(gathering, lines, saves.position):

@@ -2,8 +2,6 @@
 
 import copy
 import copyreg
-import io
-import pickle
 import sys
 import threading
 import weakref
@@ -24,7 +22,7 @@ from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.late_storages import SMALLEST, LateStorages
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
 from fsdplaunch.runtime.auto.state.saved_paths import named_by_rank
-from fsdplaunch.runtime.auto.state.saving_threads import await_main_thread
+from fsdplaunch.runtime.auto.state.saving_threads import await_main_thread, refuse_several
 from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
 from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier
 from fsdplaunch.runtime.collectives.rank_group import from_all, raise_on_all_ranks
@@ -69,6 +67,8 @@ class ShardGatherer:
         if not self._met:
             self._met = True
             self.together = _meet(self.call)
+            if self.together:
+                refuse_several(self.call)
 
     def keep_by_rank(self, path: str | None, ownership: Ownership) -> None:
         """Keep the full tensors on each rank where all of them save, each to a file with its number in the name.
@@ -249,22 +249,6 @@ def _itself(param: nn.Parameter) -> Any:
 def tensors_of(model: nn.Module) -> dict[int, Any]:
     """Return a memo for copying a model without its buffers."""
     return {id(buffer): buffer for buffer in model.buffers()}
-
-
-class PickleWalk(pickle.Pickler):
-    """Goes through an object as torch.save does, in the same order, and writes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(_Nowhere(), protocol=2)
-
-    def persistent_id(self, obj: Any) -> Any:
-        """Pass over storages, as torch.save does."""
-        return "storage" if isinstance(obj, torch.storage.TypedStorage | torch.UntypedStorage) else None
-
-
-class _Nowhere(io.RawIOBase):
-    def write(self, data: Any) -> int:
-        return len(data)
 
 
 def gathered(tensors: Mapping[str, Any], gathering: ShardGatherer) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer, gathered
 from fsdplaunch.runtime.auto.state.late_files import streaming
 from fsdplaunch.runtime.auto.state.saved_paths import note_saved, path_of
+from fsdplaunch.runtime.auto.state.saving_threads import in_turn
 from fsdplaunch.runtime.auto.state.tensor_files import file_entries, one_by_one, storage_of, write_file
 from fsdplaunch.runtime.inspection.units import has_shards
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
@@ -51,10 +52,11 @@ def _save_file(save: Any, hook_context: HookContext) -> Any:
     def save_file_once(tensors: Mapping[str, Any], filename: Any, *args: Any, **kwargs: Any) -> None:
         if _sharded(tensors):  # whoever sharded them: safetensors itself cannot write one
             metadata = args[0] if args else kwargs.get("metadata")
-            gathering = ShardGatherer("save_file", keep=hook_context.rank == 0)
-            gathering.keep_by_rank(path_of(filename), hook_context.ownership)
-            _write(tensors, filename, metadata, gathering, save)
-            _note(filename, gathering, hook_context)
+            with in_turn("save_file"):
+                gathering = ShardGatherer("save_file", keep=hook_context.rank == 0)
+                gathering.keep_by_rank(path_of(filename), hook_context.ownership)
+                _write(tensors, filename, metadata, gathering, save)
+                _note(filename, gathering, hook_context)
         elif not hook_context.ownership.ours or hook_context.rank == 0 or hook_context.ownership.ranked:
             streaming(save)(tensors, filename, *args, **kwargs)
 
@@ -81,10 +83,11 @@ def _save_model(save: Any, save_file: Any, hook_context: HookContext) -> Any:
             return
         kept, aliases = _without_duplicates(state)
         noted = (metadata or {}) | {name: first for name, first in aliases.items() if name not in (metadata or {})}
-        gathering = ShardGatherer("save_model", keep=hook_context.rank == 0)
-        gathering.keep_by_rank(path_of(filename), hook_context.ownership)
-        _write(kept, filename, noted or None, gathering, save_file)
-        _note(filename, gathering, hook_context)
+        with in_turn("save_model"):
+            gathering = ShardGatherer("save_model", keep=hook_context.rank == 0)
+            gathering.keep_by_rank(path_of(filename), hook_context.ownership)
+            _write(kept, filename, noted or None, gathering, save_file)
+            _note(filename, gathering, hook_context)
 
     return save_model_once
 

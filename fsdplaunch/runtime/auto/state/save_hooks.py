@@ -10,10 +10,11 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,14 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import is_user_file, script_line
 from fsdplaunch.runtime.auto.state.files.opened_files import write_in_turn
-from fsdplaunch.runtime.auto.state.gather import (
-    PickleWalk,
-    ShardGatherer,
-    pickling_full_tensors,
-)
+from fsdplaunch.runtime.auto.state.gather import ShardGatherer, pickling_full_tensors
 from fsdplaunch.runtime.auto.state.late_storages import LateStorages
 from fsdplaunch.runtime.auto.state.late_tensors import writing_standing
+from fsdplaunch.runtime.auto.state.pickle_walk import PickleWalk
 from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
 from fsdplaunch.runtime.auto.state.safe_files import saving_safetensors
 from fsdplaunch.runtime.auto.state.saved_paths import note_saved, path_of
-from fsdplaunch.runtime.auto.state.saving_threads import beside_training
+from fsdplaunch.runtime.auto.state.saving_threads import beside_training, in_turn
 from fsdplaunch.runtime.inspection.units import has_shards
 
 _SPOOLED_BYTES = 64 << 20
@@ -60,31 +58,45 @@ def saving_full_tensors(hook_context: HookContext) -> Iterator[None]:
 def _torch_save(save: Any, hook_context: HookContext) -> Any:
     def save_once(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         by_torch = not _called_for_the_script()
-        alone = None if by_torch or hook_context.ownership.ours else _saving_alone(obj)
-        if by_torch or (alone is None and not hook_context.ownership.ours):
-            _tell_of_shards(obj, hook_context)
-            with writing_standing():
-                save(obj, f, *args, **kwargs)
-            return
-        everywhere = isinstance(f, io.BytesIO)  # the script goes on with the bytes
-        write = _writer(save, obj, f, args, kwargs)
-        gathering = alone or _gatherer(obj, f, hook_context)
-        if kwargs.get("_use_new_zipfile_serialization", True):
-            gathering.late = LateStorages()
-        failure = _write_or_walk(write, obj, gathering)
-        if gathering.count:
-            _hint(hook_context)
-            _finish(gathering, failure, path_of(f), hook_context)
-        elif failure is not None:
-            raise failure
-        elif not gathering.keep and hook_context.ownership.ranked:
-            save(obj, f, *args, **kwargs)  # a file of this rank's own
-        elif hook_context.size > 1 and not everywhere and not _is_path(f):
-            write_in_turn(lambda: save(obj, f, *args, **kwargs), f, rank=hook_context.rank)
-        elif not gathering.keep and _is_path(f):
-            _write_if_missing(save, obj, Path(os.fspath(f)), args, kwargs)
+        with nullcontext() if by_torch else _turn(obj, hook_context):
+            alone = None if by_torch or hook_context.ownership.ours else _saving_alone(obj)
+            if by_torch or (alone is None and not hook_context.ownership.ours):
+                _tell_of_shards(obj, hook_context)
+                with writing_standing():
+                    save(obj, f, *args, **kwargs)
+            else:
+                _save_full(save, obj, f, args, kwargs, alone or _gatherer(obj, f, hook_context), hook_context)
 
     return save_once
+
+
+def _turn(obj: Any, hook_context: HookContext) -> Any:
+    """Return what lets one of the script's threads after the other save shards, where these are gathered."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main or not _has_shards(obj, of_models=True) or (not hook_context.ownership.ours and beside_training()):
+        return nullcontext()
+    return in_turn("torch.save")
+
+
+def _save_full(
+    save: Any, obj: Any, f: Any, args: Any, kwargs: Any, gathering: ShardGatherer, hook_context: HookContext
+) -> None:
+    """Write full tensors by the rank that keeps them; what holds no shards by the ranks that would without us."""
+    everywhere = isinstance(f, io.BytesIO)  # the script goes on with the bytes
+    if kwargs.get("_use_new_zipfile_serialization", True):
+        gathering.late = LateStorages()
+    failure = _write_or_walk(_writer(save, obj, f, args, kwargs), obj, gathering)
+    if gathering.count:
+        _hint(hook_context)
+        _finish(gathering, failure, path_of(f), hook_context)
+    elif failure is not None:
+        raise failure
+    elif not gathering.keep and hook_context.ownership.ranked:
+        save(obj, f, *args, **kwargs)  # a file of this rank's own
+    elif hook_context.size > 1 and not everywhere and not _is_path(f):
+        write_in_turn(lambda: save(obj, f, *args, **kwargs), f, rank=hook_context.rank)
+    elif not gathering.keep and _is_path(f):
+        _write_if_missing(save, obj, Path(os.fspath(f)), args, kwargs)
 
 
 def _gatherer(obj: Any, f: Any, hook_context: HookContext) -> ShardGatherer:

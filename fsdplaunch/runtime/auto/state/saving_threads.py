@@ -8,9 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.collectives.hang_detector import in_torch
 
 PATIENCE_SECONDS = 5.0
@@ -22,6 +24,49 @@ _QUEUES = ("/queue.py", "/connection.py")
 
 
 _failed: list[CheckpointError] = []
+_turn = threading.RLock()
+_gathering: set[threading.Thread] = set()
+"""Those of the script's threads that gather, or wait until another one has."""
+
+
+@contextmanager
+def in_turn(call: str) -> Iterator[None]:
+    """Let one thread of the script's gather at a time, and each only while the main thread waits for it.
+
+    Args:
+        call: The script's, for errors.
+
+    Raises:
+        CheckpointError: The main thread goes on.
+    """
+    thread = threading.current_thread()
+    if thread is threading.main_thread() or thread in _gathering:
+        yield
+        return
+    await_main_thread(f"{call} at {script_line()}")
+    _gathering.add(thread)
+    try:
+        with _turn:
+            yield
+    finally:
+        _gathering.discard(thread)
+
+
+def refuse_several(call: str) -> None:
+    """Refuse to gather by all ranks in several threads at once: they may come in another order on each.
+
+    Raises:
+        CheckpointError: There are several.
+    """
+    if threading.current_thread() is not threading.main_thread() and len(_gathering) > 1:
+        msg = f"{call} gathers shards on all ranks in several threads at once, whose order may differ by rank"
+        raise noted(CheckpointError(msg, hint="save on rank 0 alone, or one after the other in one thread"))
+
+
+def noted(error: CheckpointError) -> CheckpointError:
+    """Return an error of another thread than the main one, which is to end, too."""
+    _failed.append(error)
+    return error
 
 
 def in_thread_of_torch() -> bool:
@@ -63,8 +108,7 @@ def await_main_thread(call: str) -> None:
                 "join the thread before the next step; or gather on all ranks before it starts, by"
                 " {name: value.full_tensor().cpu() for ...}, and let it write these"
             )
-            _failed.append(CheckpointError(msg, hint=hint))
-            raise CheckpointError(msg, hint=hint)
+            raise noted(CheckpointError(msg, hint=hint))
         time.sleep(_LOOK_SECONDS)
 
 
