@@ -88,7 +88,7 @@ if alone:
         except RuntimeError as error:
             print("refused", name, "needs the gradient of 0.weight" in str(error), "on all ranks" in error.hint)
 before = {name: value.full_tensor() for name, value in optimizer.state[weight].items() if value.dim()}
-before |= full_state()
+before |= {name: value.detach() for name, value in full_state().items()}
 for _ in range(2):
     step()
 full = full_state()
