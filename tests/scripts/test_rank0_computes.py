@@ -259,6 +259,5 @@ def test_what_cannot_be_gathered_ends_the_run_with_what_to_do(
 ) -> None:
     codes, _, err = run(forks, tmp_path, HEAD + "step()\n" + body, argument)
     assert 1 in codes, err
-    failed = next(text for text, code in zip(err, codes, strict=True) if code == 1)
-    assert says in failed
-    assert hint in failed
+    failed = next((text for text in err if says in text), "")  # another rank may fail by its end
+    assert hint in failed, err

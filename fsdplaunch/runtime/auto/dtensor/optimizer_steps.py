@@ -49,8 +49,9 @@ def stepping_without_handlers(
             wrap()
 
     def end(*_: Any) -> None:
-        handlers.put_back()
-        asked.put_back()
+        for each in (handlers, asked):
+            if each.are_out:
+                each.put_back()
 
     with ExitStack() as stack:
         stack.callback(end)  # a step that failed has not
@@ -77,9 +78,11 @@ class _Handlers:
         self._full: _Table = {}
         self._rest: _Table = {}
         self._lengths = (0, 0)
+        self.are_out = False
 
     def take_out(self) -> None:
         table = operator_handlers()
+        self.are_out = True
         if table is self._rest:
             return
         if table is not self._full or len(table) != self._lengths[0]:  # something was put into it
@@ -91,6 +94,7 @@ class _Handlers:
         use_operator_handlers(self._rest)
 
     def put_back(self) -> None:
+        self.are_out = False
         if operator_handlers() is self._rest:
             if len(self._rest) != self._lengths[1]:  # something was put into it meanwhile
                 self._full |= self._rest

@@ -37,7 +37,7 @@ from fsdplaunch.runtime.auto.state.pickle_walk import PickleWalk
 from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
 from fsdplaunch.runtime.auto.state.safe_files import saving_safetensors
 from fsdplaunch.runtime.auto.state.saved_paths import note_saved, path_of
-from fsdplaunch.runtime.auto.state.saving_threads import beside_training, in_turn
+from fsdplaunch.runtime.auto.state.saving_threads import beside_training, failed, in_turn
 from fsdplaunch.runtime.inspection.units import has_shards
 
 _SPOOLED_BYTES = 64 << 20
@@ -47,6 +47,7 @@ _SPOOLED_BYTES = 64 << 20
 @contextmanager
 def saving_full_tensors(hook_context: HookContext) -> Iterator[None]:
     """Let the script's own saving calls write once, and full tensors."""
+    failed.clear()
     with (
         replaced(torch, "save", lambda save: _torch_save(save, hook_context)),
         saving_safetensors(hook_context),

@@ -23,7 +23,8 @@ _WAITING = {"join", "result", "select", "shutdown"}
 _QUEUES = ("/queue.py", "/connection.py")
 
 
-_failed: list[CheckpointError] = []
+failed: list[CheckpointError] = []
+"""What other threads than the main one could not do."""
 _turn = threading.RLock()
 _gathering: set[threading.Thread] = set()
 """Those of the script's threads that gather, or wait until another one has."""
@@ -65,7 +66,7 @@ def refuse_several(call: str) -> None:
 
 def noted(error: CheckpointError) -> CheckpointError:
     """Return an error of another thread than the main one, which is to end, too."""
-    _failed.append(error)
+    failed.append(error)
     return error
 
 
@@ -80,8 +81,8 @@ def raise_failed() -> None:
     Raises:
         CheckpointError: That.
     """
-    if _failed and threading.current_thread() is threading.main_thread():
-        raise _failed.pop()
+    if failed and threading.current_thread() is threading.main_thread():
+        raise failed.pop()
 
 
 def beside_training() -> bool:
