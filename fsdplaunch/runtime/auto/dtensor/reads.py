@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor.row_loops import put_kept_rows
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import averaged
+from fsdplaunch.runtime.auto.dtensor.shard_parts import outside_of_inference_mode
 from fsdplaunch.runtime.auto.script_line import calling_lines, calling_stack, is_user_file
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer
 from fsdplaunch.runtime.auto.state.rank0.copies import in_optimizer_step
@@ -169,6 +170,7 @@ def _alone(gathering: ShardGatherer, func: Any, args: Any, kwargs: Any) -> Any:
             return value
         return gathering.gather(value).to(value.device).requires_grad_(value.requires_grad)
 
-    with gathering.finish("read a shard"):
-        args, kwargs = tree_map(full, (args, kwargs))
-    return func(*args, **kwargs)
+    with outside_of_inference_mode():
+        with gathering.finish("read a shard"):
+            args, kwargs = tree_map(full, (args, kwargs))
+        return func(*args, **kwargs)

@@ -36,7 +36,7 @@ def take_part(begun: Callable[[], None], op: Any, args: Any, kwargs: Any) -> Any
         kwargs: What it was called with by name.
     """
     source, *rest = args
-    with _outside_of_inference_mode(source):
+    with outside_of_inference_mode(source):
         result = _taken_by(op, source, rest, kwargs)
     if not torch.compiler.is_compiling() and (is_part(source) or source.grad_fn is None):
 
@@ -49,12 +49,15 @@ def take_part(begun: Callable[[], None], op: Any, args: Any, kwargs: Any) -> Any
 
 
 @contextmanager
-def _outside_of_inference_mode(source: Any) -> Iterator[None]:
+def outside_of_inference_mode(source: Any = None) -> Iterator[None]:
     """Make views of a shard as they are elsewhere: torch's, made in inference mode, have no count of changes.
 
     `Cannot set version_counter for inference tensor` it says then, for it shares the count of the shard.
+
+    Args:
+        source: Of which a view is made; one that was made in inference mode stays as it is.
     """
-    if not torch.is_inference_mode_enabled() or source.is_inference():
+    if not torch.is_inference_mode_enabled() or (source is not None and source.is_inference()):
         yield
         return
     with torch.inference_mode(mode=False), torch.no_grad():
@@ -65,7 +68,7 @@ def compute_plainly(op: Any, args: Any, kwargs: Any) -> Any:
     """Run torch's operator, of which no view can be had in inference mode, whoever has sharded the tensor."""
     if not torch.is_inference_mode_enabled() or not gives_view(op):
         return op(*args, **kwargs)
-    with _outside_of_inference_mode(args[0]):
+    with outside_of_inference_mode(args[0]):
         return op(*args, **kwargs)
 
 

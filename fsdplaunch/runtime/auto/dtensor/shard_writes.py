@@ -39,8 +39,11 @@ _MADE_OF_VIEWS = (
 """What torch computes by other operators before it asks a DTensor, but for inference mode."""
 
 
-_COMPARING = ("allclose", "dist", "_cdist_forward", "isin", "searchsorted")
-"""What shards are compared with plain tensors by, and DTensor does not know."""
+_WITH_PLAIN = (
+    *("allclose", "dist", "_cdist_forward", "isin", "searchsorted"),
+    *("linear", "matmul", "where", "broadcast_tensors", "cosine_similarity"),  # in inference mode
+)
+"""What shards are computed with plain tensors by, and DTensor does not know."""
 _SHARING = ("detach", "alias", "lift_fresh", "is_same_size", "is_set_to", "record_stream", "is_pinned")
 """What gives the same shard once more, or asks for its memory."""
 
@@ -75,9 +78,9 @@ def is_computing(op: Any) -> bool:
 
 def computing_operators() -> list[Any]:
     """Return the operators that compute, of those that DTensor knows or refuses to mix with plain tensors."""
-    packets = [getattr(torch.ops.aten, name) for name in _COMPARING]
-    comparing = [getattr(packet, each) for packet in packets for each in packet.overloads()]
-    return [op for op in [*known_operators(), *comparing] if is_computing(op)]
+    packets = [getattr(torch.ops.aten, name) for name in _WITH_PLAIN]
+    mixing = [getattr(packet, each) for packet in packets for each in packet.overloads()]
+    return [op for op in [*known_operators(), *mixing] if is_computing(op)]
 
 
 def filling_operators() -> list[Any]:
