@@ -80,6 +80,8 @@ for _ in range(2):
 weight, alone = model.module[0].weight, rank == 0 and sys.argv[1] == "alone"
 if alone:
     found = {name: plain(compute(weight)) for name, compute in COMPUTED.items()}
+    with torch.inference_mode():
+        inferred = {name: plain(compute(weight)) for name, compute in COMPUTED.items()}
     moments = optimizer.state[weight]
     ratio = (moments["exp_avg"] / moments["exp_avg_sq"].sqrt()).norm()
     for name, compute in {"norm": lambda p: p.grad.norm(), "row": lambda p: p.grad[0]}.items():
@@ -94,7 +96,8 @@ for _ in range(2):
 full = full_state()
 if alone:
     for name, compute in COMPUTED.items():
-        assert torch.equal(found[name], plain(compute(before["0.weight"]))), name
+        expected = plain(compute(before["0.weight"]))
+        assert torch.equal(found[name], expected) and torch.equal(inferred[name], expected), name
     assert torch.equal(ratio, (before["exp_avg"] / before["exp_avg_sq"].sqrt()).norm())
     print("compared")
 if rank == 0:
