@@ -210,7 +210,8 @@ def _forward(original: Any) -> Any:
         if ours is None:
             return original(self, *inputs, **kwargs)
         ours.before(self)
-        output = ours.computing(self.module)(*inputs, **kwargs)
+        module = self.module
+        output = (module if module is ours.model else ours.computing(module))(*inputs, **kwargs)
         ours.after(self)
         return output
 

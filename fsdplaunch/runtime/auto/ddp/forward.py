@@ -65,7 +65,7 @@ class Forward:
 
     def computing(self, module: nn.Module) -> nn.Module:
         """Return what computes a pass: the model itself, not compiled, where rank 0 makes it alone."""
-        if module is self.model or compiled_module(module) is not self.model:
+        if compiled_module(module) is not self.model:
             return module
         trains = self.model.training and torch.is_grad_enabled()
         return self.model if not trains and is_alone_without_compiling(self.model) else module

@@ -32,6 +32,7 @@ class FullPasses:
         hook_context: This worker's.
 
     Attributes:
+        fetched: Full parameters by the ids of shards, kept until all ranks go on.
         eager: Whether the next pass is not compiled, for who calls the model has seen that rank 0 makes it alone.
     """
 
@@ -39,7 +40,7 @@ class FullPasses:
         self.name = name
         self.hook_context = hook_context
         self.eager = False
-        self._full: dict[int, torch.Tensor] = {}
+        self.fetched: dict[int, torch.Tensor] = {}
         self._values: list[int] = []
         self._undo: list[Callable[[], Any]] = []
 
@@ -68,13 +69,13 @@ class FullPasses:
         """
         shards = _shards(model)
         values = [changes(shard) for shard in shards]
-        if not self._full or values != self._values:
+        if not self.fetched or values != self._values:
             self._fetch(model, shards, saves)
             self._values = values
         for module in model.modules():
             for name, param in list(own_parameters(module)):
                 if isinstance(param, DTensor):
-                    put_tensor(module, name, self._full[id(param)])
+                    put_tensor(module, name, self.fetched[id(param)])
                     self._undo.append(partial(put_tensor, module, name, param))
             if is_unit(module):
                 self._undo.append(suspend_unit(module))
@@ -95,7 +96,7 @@ class FullPasses:
 
     def forget(self) -> None:
         """Give the memory of full parameters back: all ranks go on."""
-        self._full, self._values = {}, []
+        self.fetched, self._values = {}, []
 
     def _fetch(self, model: nn.Module, shards: list[DTensor], saves: Rank0Saves) -> None:
         self.forget()
@@ -106,10 +107,10 @@ class FullPasses:
             with torch.inference_mode(mode=False):  # a later pass may have gradients of what it is given
                 for shard in shards:
                     full = saves.full(shard, call).to(device, dtypes.get(id(shard)))
-                    self._full[id(shard)] = nn.Parameter(full, requires_grad=False)
+                    self.fetched[id(shard)] = nn.Parameter(full, requires_grad=False)
         finally:
             saves.done()
-        size = sum(each.nbytes for each in self._full.values()) / 1e9
+        size = sum(each.nbytes for each in self.fetched.values()) / 1e9
         message = (
             f"{line}: rank 0 alone calls {self.name}: it gets the full parameters for that ({size:.1f} GB), and"
             " the other ranks wait"

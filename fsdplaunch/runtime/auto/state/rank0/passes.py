@@ -52,27 +52,26 @@ class Passes:
         """
         if failed:  # in another thread
             raise_failed()
-        if self._is_alone(model):
+        trains = model.training and torch.is_grad_enabled()
+        if not self.turn(model) or not (trains or self._evaluates_further(model)):
             saves = rank0_saves()
             if saves is None:
                 raise AssertionError
             return self.full.begin(model, saves)
-        self.full.forget()
+        if self.full.fetched:
+            self.full.forget()
         self.position.begin_pass()
         return None
 
     def is_alone_without_compiling(self, model: nn.Module) -> bool:
         """Return whether rank 0 makes the next pass alone, not compiled then; errors as `begin`. Collective."""
         self.full.eager = True
-        self.full.eager = self._is_alone(model)
+        self.full.eager = not (self.turn(model) and self._evaluates_further(model))
         return self.full.eager
-
-    def _is_alone(self, model: nn.Module) -> bool:
-        return not (self.turn(model) and self._evaluates_further(model))
 
     def _evaluates_further(self, model: nn.Module) -> bool:
         """Return whether all ranks make a further pass of an evaluation; a teacher makes one in each step."""
-        if not self.ownership.ranked or (model.training and torch.is_grad_enabled()):
+        if not self.ownership.ranked:
             return True
         if self.evaluated_at == self.position.steps and not self._made_by_all(model, "in evaluation"):
             return False
