@@ -230,13 +230,15 @@ else:
 THREAD = """
 from fsdplaunch.runtime.auto.state import saving_threads
 saving_threads.PATIENCE_SECONDS = 0.3
-thread = threading.Thread(target=lambda: print(sum(p.abs().sum() for p in model.module.state_dict().values())))
+state = model.module.state_dict()
+thread = threading.Thread(target=lambda: print(sum(each.abs().sum() for each in tuple(state.values()))))
 if rank == 0 or sys.argv[1] == "all":
     thread.start()
 for _ in range(500):
     step()
     time.sleep(0.01)
 """
+STATE = THREAD.replace("state.values()", "model.module.state_dict().values()")
 SEVERAL = """
 threads = [threading.Thread(target=torch.save, args=(model.state_dict(), f"{n}.pt")) for n in range(4)]
 for thread in threads:
@@ -253,9 +255,16 @@ step()
         (GRADIENT, "", "so their shards are not of one step", "on all ranks, if it needs gradients"),
         (THREAD, "rank 0", "gathers shards in another thread, while the main thread goes on", "join the thread"),
         (THREAD, "all", "gathers shards in another thread, while the main thread goes on", "join the thread"),
+        (STATE, "rank 0", "state_dict() at train.py:", "copy what it writes before it starts"),
         (SEVERAL, "", "on all ranks in several threads at once", "save on rank 0 alone"),
     ],
-    ids=["gradient before the step", "thread of rank 0", "threads of all ranks", "threads at once"],
+    ids=[
+        "gradient before the step",
+        "thread of rank 0",
+        "threads of all ranks",
+        "state in a thread",
+        "threads at once",
+    ],
 )
 def test_what_cannot_be_gathered_ends_the_run_with_what_to_do(
     forks: Forks, tmp_path: Path, body: str, argument: str, says: str, hint: str

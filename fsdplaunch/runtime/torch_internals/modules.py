@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +42,13 @@ HOOK_TABLES = (
 """A module's tables of hooks; all versions."""
 SHARDING_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "__composable_api_state_key")
 """What the names of sharding's notes on a module begin with; all versions."""
+
+
+def before_state_dict(module: nn.Module, function: Callable[[], None]) -> None:
+    """Call a function before a module's `state_dict` does anything, torch's own hooks included; all versions."""
+    handle = module.register_state_dict_pre_hook(lambda *_: function())
+    hooks: Any = module._state_dict_pre_hooks
+    hooks.move_to_end(handle.id, last=False)
 
 
 def with_parameters(module: nn.Module, params: dict[str, torch.Tensor]) -> AbstractContextManager[None]:

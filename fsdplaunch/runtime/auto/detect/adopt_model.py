@@ -1,6 +1,7 @@
 """Shard one model of the script: what the hooks found, given to `prepare`."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +25,15 @@ from fsdplaunch.runtime.auto.state.rank0.passes import Passes, note_passes
 from fsdplaunch.runtime.auto.state.rank0.pulling import open_once
 from fsdplaunch.runtime.auto.state.rank0.rank_paths import note_gradients, note_paths
 from fsdplaunch.runtime.auto.state.save_pretrained import save_full
+from fsdplaunch.runtime.auto.state.saving_threads import await_main_thread_here
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
-from fsdplaunch.runtime.inspection.units import is_sharded, restore_classes
+from fsdplaunch.runtime.inspection.units import is_sharded, is_unit, restore_classes
 from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin, ambient_plugin
 from fsdplaunch.runtime.sharding.blocks import class_name, find_blocks, runs
 from fsdplaunch.runtime.sharding.optimizer_params import sharded_home
 from fsdplaunch.runtime.sharding.root_unit import misses_most
 from fsdplaunch.runtime.sharding.wrap import without_shared
+from fsdplaunch.runtime.torch_internals.modules import before_state_dict
 from fsdplaunch.runtime.torch_internals.wrappers import untraced
 
 
@@ -101,6 +104,8 @@ def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None
         hook_context.recorder.watch(model)
     if hook_context.size > 1:
         note_paths(model, original_name(model))
+    for unit in filter(is_unit, model.modules()):
+        before_state_dict(unit, partial(await_main_thread_here, "state_dict()"))  # torch reshards the unit in it
     keep_written(model)
     allow_pickling(model)
     restore_classes(model)

@@ -18,6 +18,7 @@ from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer
+from fsdplaunch.runtime.auto.state.saving_threads import await_main_thread_here
 from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.inspection.units import reshard
@@ -64,8 +65,14 @@ def _method(module: "weakref.ref[nn.Module]", copy_one: Callable[..., nn.Module]
 
 def _full_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a copy of a module of the model, which is one of plain torch. Collective."""
-    reshard(module)
+    _reshard(module)
     return _plain(module, memo, ShardGatherer("copy.deepcopy", keep=True))
+
+
+def _reshard(module: nn.Module) -> None:
+    """Have the shards in their place; not while the main thread computes with full parameters."""
+    await_main_thread_here("copy.deepcopy")
+    reshard(module)
 
 
 def _plain(module: nn.Module, memo: dict[int, Any], gathering: ShardGatherer) -> nn.Module:
@@ -80,7 +87,7 @@ def _plain(module: nn.Module, memo: dict[int, Any], gathering: ShardGatherer) ->
 def _copied(model: Any, memo: dict[int, Any], attach: Callable[[nn.Module, nn.Module], None]) -> nn.Module:
     """Return another model with the same values, sharded in the same way; of plain torch where rank 0 is alone."""
     prepared = registered(model)
-    reshard(model)
+    _reshard(model)
     gathering = ShardGatherer("copy.deepcopy", keep=True)
     gathering.meet()
     if not gathering.together:

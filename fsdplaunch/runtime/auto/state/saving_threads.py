@@ -44,7 +44,7 @@ def in_turn(call: str) -> Iterator[None]:
     if thread is threading.main_thread() or thread in _gathering:
         yield
         return
-    await_main_thread(f"{call} at {script_line()}")
+    await_main_thread_here(call)
     _gathering.add(thread)
     try:
         with _turn:
@@ -106,11 +106,17 @@ def await_main_thread(call: str) -> None:
         if time.monotonic() > deadline:
             msg = f"{call} gathers shards in another thread, while the main thread goes on"
             hint = (
-                "join the thread before the next step; or gather on all ranks before it starts, by"
-                " {name: value.full_tensor().cpu() for ...}, and let it write these"
+                "join the thread before the next step; or copy what it writes before it starts, by"
+                " {name: value.full_tensor().cpu() for ...} on all ranks, or by value.clone() on rank 0 alone"
             )
             raise noted(CheckpointError(msg, hint=hint))
         time.sleep(_LOOK_SECONDS)
+
+
+def await_main_thread_here(call: str) -> None:
+    """Do so, and tell the script's line with the call; errors as `await_main_thread`."""
+    if threading.current_thread() is not threading.main_thread():
+        await_main_thread(f"{call} at {script_line()}")
 
 
 def _main_waits() -> bool:
