@@ -306,11 +306,15 @@ def test_same_rows_on_all_ranks_are_told_with_the_sampler_that_divides_them(fork
             " leaves 0.0.weight of Sequential out of DistributedDataParallel, to be trained by each rank",
         ),
         (
+            "from torch.distributed._composable.replicate import replicate\nreplicate(torch.nn.Linear(4, 1))\n",
+            " calls replicate for Linear, which leaves no model to shard",
+        ),
+        (
             "with model.no_sync():\n    model(rows).mean().backward()\nmodel.module[0][0].weight.grad.norm()\n",
             "AttributeError: 'NoneType' object has no attribute 'norm'\n[rank0]: fsdplaunch: the last pass",
         ),
     ],
-    ids=["join", "overlap", "exchange", "ignored", "local gradients"],
+    ids=["join", "overlap", "exchange", "ignored", "replicate", "local gradients"],
 )
 def test_what_cannot_be_done_with_shards_is_refused_at_its_line(
     forks: Forks, tmp_path: Path, body: str, message: str

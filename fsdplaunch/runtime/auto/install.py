@@ -10,6 +10,7 @@ from fsdplaunch.runtime.auto.data.library_metrics import counting_rows_once
 from fsdplaunch.runtime.auto.data.numbered_rows import noting_numbered_rows
 from fsdplaunch.runtime.auto.data.row_order import telling_row_orders
 from fsdplaunch.runtime.auto.data.row_statistics import telling_row_statistics
+from fsdplaunch.runtime.auto.ddp.composable import refusing_replicate
 from fsdplaunch.runtime.auto.ddp.construction import sharding_replicas
 from fsdplaunch.runtime.auto.ddp.model_averaging import averaging_replicas_only
 from fsdplaunch.runtime.auto.ddp.spawned_ranks import running_spawned_ranks
@@ -78,6 +79,7 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         sharding_replicas(hook_context),
         stepping_shards_plainly(hook_context.ownership),
         averaging_replicas_only(hook_context),
+        refusing_replicate(hook_context.ownership),
         running_spawned_ranks(),
         dividing_loaders(hook_context),
         counting_rows_once(hook_context),

@@ -1,10 +1,11 @@
 """Exchange one attribute of an object that is not ours for as long as a context lasts."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from fsdplaunch.runtime.compat.import_hook import once_imported
 from fsdplaunch.runtime.torch_internals.tensors import known_to_scripts, not_scripted, scripted_as
 
 _PACKAGE = str(Path(__file__).parents[2])
@@ -36,6 +37,30 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
             delattr(owner, name)
         else:
             setattr(owner, name, own)
+
+
+@contextmanager
+def replaced_once_imported(module: str, path: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Do what `replaced` does from when a module is imported on, which this does not import.
+
+    Args:
+        module: Its name.
+        path: Of what is in it: `function`, or `Class.method`.
+        make: As for `replaced`.
+    """
+    owner, _, name = path.rpartition(".")
+    with ExitStack() as hooks:
+        running = [True]
+
+        def adapt(imported: Any) -> None:
+            if running:
+                hooks.enter_context(replaced(getattr(imported, owner) if owner else imported, name, make))
+
+        once_imported(module, adapt)
+        try:
+            yield
+        finally:
+            running.clear()
 
 
 def original_of(function: Any) -> Any:

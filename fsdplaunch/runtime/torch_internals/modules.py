@@ -22,6 +22,8 @@ SEND_STATES = (utils, "_sync_module_states")
 """What sends rank 0's parameters and buffers to the others, but those it is told to ignore; all versions."""
 BUILTIN_HOOK = "_register_builtin_comm_hook"
 """The method of DistributedDataParallel that has C++ average gradients, by a kind of hook; all versions."""
+REPLICATE = "torch.distributed._composable.replicate"
+"""The module of the function that replicates a model without wrapping it; all versions."""
 IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
 """The attribute of a module that names what DistributedDataParallel is to leave alone; all versions."""
 MOVE_METHOD = "_apply"

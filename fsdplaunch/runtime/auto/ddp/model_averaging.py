@@ -4,7 +4,7 @@ Needed because they flatten what each rank holds, and write the average of all r
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.tensor import DTensor
@@ -12,35 +12,29 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.patch import replaced_once_imported
 from fsdplaunch.runtime.auto.script_line import script_line
-from fsdplaunch.runtime.compat.import_hook import once_imported
 
 
 @contextmanager
 def averaging_replicas_only(hook_context: HookContext) -> Iterator[None]:
     """Take shards out of what `PeriodicModelAverager` and its siblings average."""
-    with ExitStack() as hooks:
-        running = [True]
 
-        def build(original: Any) -> Any:
-            def average_parameters(params: Any, process_group: Any) -> None:
-                given = list(params)
-                replicas = [param for param in given if not isinstance(param, DTensor)]
-                if len(replicas) < len(given):
-                    _tell(hook_context)
-                if replicas or not given:
-                    original(iter(replicas), process_group)
+    def build(original: Any) -> Any:
+        def average_parameters(params: Any, process_group: Any) -> None:
+            given = list(params)
+            ours = hook_context.ownership.ours
+            replicas = [param for param in given if not (ours and isinstance(param, DTensor))]
+            if len(replicas) < len(given):
+                _tell(hook_context)
+            if replicas or not given:
+                original(iter(replicas), process_group)
 
-            return average_parameters
+        return average_parameters
 
-        def adapt(module: Any) -> None:
-            if running:
-                hooks.enter_context(replaced(module, "average_parameters", build))
-
-        once_imported("torch.distributed.algorithms.model_averaging.utils", adapt)
+    module = "torch.distributed.algorithms.model_averaging.utils"
+    with replaced_once_imported(module, "average_parameters", build):
         yield
-        running.clear()
 
 
 def _tell(hook_context: HookContext) -> None:

@@ -5,7 +5,7 @@ parameter instead, and its optimizer the state of that shard: nothing is left to
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
-from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.auto.patch import replaced_once_imported
 from fsdplaunch.runtime.auto.script_line import script_line
-from fsdplaunch.runtime.compat.import_hook import once_imported
 
 _PLAIN = ("step", "state_dict", "load_state_dict", "add_param_group")
 """The methods that divide work over ranks; those of the optimizer's class stand in their place."""
@@ -24,16 +23,9 @@ _PLAIN = ("step", "state_dict", "load_state_dict", "add_param_group")
 @contextmanager
 def stepping_shards_plainly(ownership: Ownership) -> Iterator[None]:
     """Exchange the class of each ZeroRedundancyOptimizer that is built, unless the script shards by itself."""
-    with ExitStack() as hooks:
-        running = [True]
-
-        def adapt(module: Any) -> None:
-            if running:
-                hooks.enter_context(replaced(module.ZeroRedundancyOptimizer, "__init__", _building(ownership)))
-
-        once_imported("torch.distributed.optim.zero_redundancy_optimizer", adapt)
+    module = "torch.distributed.optim.zero_redundancy_optimizer"
+    with replaced_once_imported(module, "ZeroRedundancyOptimizer.__init__", _building(ownership)):
         yield
-        running.clear()
 
 
 def _building(ownership: Ownership) -> Any:
