@@ -20,7 +20,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor import shard_handlers as handlers
 from fsdplaunch.runtime.auto.dtensor import shard_parts, shard_writes
-from fsdplaunch.runtime.auto.dtensor.cut_parts import PartsWithGradients
+from fsdplaunch.runtime.auto.dtensor.cut_parts import PartsWithGradients, detached
 from fsdplaunch.runtime.auto.dtensor.full_mixtures import FUNCTIONS, METHODS, compute_full, with_plain, with_shards
 from fsdplaunch.runtime.auto.dtensor.operator_table import EXTREMES, OperatorTable
 from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0, full_by_all_or_rank0
@@ -89,7 +89,7 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
         for name in _CUTS:
             taken = partial(_function, handler=cut_parts, ownership=ours)
             stack.enter_context(replaced(torch, name, taken))
-        shape = partial(_function, handler=handlers.take_shape, ownership=ours)
+        shape = partial(_function, handler=cut_parts.shape, ownership=ours)
         for name in _SHAPES:
             stack.enter_context(replaced(torch, name, shape))
         stack.enter_context(replaced(torch, "eye", lambda function: _function(function, make_into, ours)))
@@ -101,7 +101,7 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
         yield
 
 
-def _methods(hook_context: HookContext, cut_parts: Handler) -> dict[str, Handler]:
+def _methods(hook_context: HookContext, cut_parts: PartsWithGradients) -> dict[str, Handler]:
     """Return the handler of each method of a shard that needs one."""
     read = shard_parts.fresh(by_all_or_rank0(handlers.gather))
     return {
@@ -114,7 +114,8 @@ def _methods(hook_context: HookContext, cut_parts: Handler) -> dict[str, Handler
         **dict.fromkeys(
             ("apply_", "map_", "map2_"), shard_writes.write_full
         ),  # torch would read what is no storage
-        **dict.fromkeys(("view", *_SHAPES), handlers.take_shape),
+        **dict.fromkeys(("view", *_SHAPES), cut_parts.shape),
+        "detach": detached,
         **dict.fromkeys(_CUTS, cut_parts),
         "__iter__": by_all_or_rank0(rows),
         "__getitem__": partial(_taken, read, cut_parts),
