@@ -28,6 +28,16 @@ def with_local_tensor(tensor: Any, local: torch.Tensor) -> Any:
     return type(tensor)(local, tensor._spec, requires_grad=False)
 
 
+def detached_view(tensor: Any) -> Any:
+    """Return a view of a DTensor without its gradient, over the same shard; None for what is none; all versions.
+
+    Where what it is a view of was changed, torch looks for the view's gradient anew, and ends in an assertion.
+    """
+    if not tensor.requires_grad or not tensor._is_view() or torch.compiler.is_compiling():
+        return None
+    return with_local_tensor(tensor, tensor._local_tensor.detach())
+
+
 def shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of a DTensor's shard and where in the full tensor it begins; all versions."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -168,6 +168,23 @@ print(
 )
 print(f"row: {' '.join(f'{row.sum().item():.6f}' for row in weight)} {len(weight)}.0")
 print(f"shape: {' '.join(f'{size}.0' for size in weight.shape)} {weight.numel()}.0 {weight.size(0)}.0")
+w = model[0].weight
+views = {
+    "turned": w.t(),
+    "row": w[0],
+    "column": w[:, 2],
+    "flat": w.view(-1),
+    "other": w.reshape(5, 3),
+    "same": w[None],
+}
+w.data.mul_(1.5)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+model(x).square().mean().backward()
+optimizer.step()
+for kind, view in views.items():
+    print(
+        f"view {kind}: {view.detach().norm().item():.6f} {view.norm().item():.6f} {view.detach()[0].sum().item():.6f}"
+    )
 with torch._C.DisableTorchFunctionSubclass():
     held = torch.Tensor.numel(weight)  # of the reference itself
 if "RANK" in os.environ:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -85,14 +86,10 @@ class LocalBatches:
         """
         if rows in self.sizes or rows == shape[0] or not rows:
             return
-        merged = next((end for end in range(2, len(shape) + 1) if math.prod(shape[:end]) == rows), 0)
         known = self.joined.get(shape[0], ()) if shape[0] not in self.sizes else ()
-        at = next((dim for dim in range(merged) if shape[dim] in (self.latest, self.current) and shape[dim]), None)
-        if merged and known:
-            self.joined[rows] = tuple(part * (rows // shape[0]) for part in known)
-        elif merged and at is not None:
-            parts = math.prod(shape[:at])
-            self.joined[rows] = (rows // parts,) * parts
+        parts = _merged(tuple(shape), rows, self.latest, self.current, known)
+        if parts:
+            self.joined[rows] = parts
 
     @contextmanager
     def keeping_joined(self) -> Iterator[None]:
@@ -172,6 +169,21 @@ class LocalBatches:
         """Note that a backward has begun, which the passes so far belong to."""
         self.shared_passes = self.alike_passes = 0
         self.backwards += 1
+
+
+@lru_cache(maxsize=4096)  # models come here with the same shapes in every pass
+def _merged(
+    shape: tuple[int, ...], rows: int, latest: int, current: int, known: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return of how many rows each are the shares in a dimension that several were merged to; () for none."""
+    merged = next((end for end in range(2, len(shape) + 1) if math.prod(shape[:end]) == rows), 0)
+    if merged and known:
+        return tuple(part * (rows // shape[0]) for part in known)
+    at = next((dim for dim in range(merged) if shape[dim] in (latest, current) and shape[dim]), None)
+    if at is None:
+        return ()
+    shares = math.prod(shape[:at])
+    return (rows // shares,) * shares
 
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:

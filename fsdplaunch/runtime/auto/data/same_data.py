@@ -4,7 +4,8 @@ Needed because every rank is to have all rows: a script that takes `data[rank::w
 `random.SystemRandom` or a seed of the time, trains on a part of a part, or on other rows on each rank.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import islice
 from pathlib import PurePath
@@ -20,7 +21,7 @@ from fsdplaunch.runtime.collectives.rank_group import from_all
 
 _LOOKED_AT = 32
 """Values of a tensor or a list, evenly spaced, by which it is compared."""
-_DEEPEST = 3
+_MOST_OBJECTS = 2000
 _VALUES = (int, float, str, PurePath)
 
 
@@ -52,39 +53,38 @@ def _length(data: Any) -> int:
 
 
 def _fingerprint(data: Any) -> str:
-    found = blake2b(digest_size=8)
-    for part in _parts(data, _DEEPEST):
-        found.update(part)
+    """Return what is the same for data that hold the same values; nothing that differs by process counts."""
+    found, waiting, kept = blake2b(digest_size=8), deque([data]), dict[int, Any]()
+    while waiting and len(kept) < _MOST_OBJECTS:
+        each = waiting.popleft()
+        if id(each) not in kept:
+            kept[id(each)] = each  # or its id may become another's
+            values, inside = _look(each)
+            found.update(repr(values).encode())
+            waiting += [held for held in inside if not isinstance(held, _VALUES)]
     return found.hexdigest()
 
 
-def _parts(value: Any, depth: int) -> Iterator[bytes]:
-    """Yield something of each value that a dataset holds: of tensors, arrays, and lists of numbers or texts."""
+def _look(value: Any) -> tuple[Any, Sequence[Any]]:
+    """Return what can be compared of a value, and what it holds: tensors, arrays, lists of numbers or texts."""
     if isinstance(value, torch.Tensor):
-        if value.dim() and len(value) and value.device.type == "cpu" and not value.is_sparse:
-            yield repr((tuple(value.shape), float(value[:: _step(value)].double().sum()))).encode()
-    elif isinstance(value, np.ndarray):
-        if value.ndim and len(value):
-            yield repr((value.shape, value[:: _step(value)].tolist())).encode()
-    elif isinstance(value, list | tuple | range):
-        if len(value) > 1:
-            yield repr(
-                (len(value), [each for each in value[:: _step(value)] if isinstance(each, _VALUES)])
-            ).encode()
-        yield from _inside(value[:: _step(value)], depth) if not isinstance(value, range) else ()
-    elif isinstance(value, dict):
-        yield repr(
-            (len(value), [each for each in islice(value, _LOOKED_AT) if isinstance(each, _VALUES)])
-        ).encode()
-        yield from _inside(islice(value.values(), _LOOKED_AT), depth)
-    elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-        yield from _inside(vars(value).values(), depth)
+        plain = value.device.type == "cpu" and value.layout == torch.strided and not value.is_complex()
+        return (_of_array(value, lambda rows: float(rows.double().sum())) if plain else ()), ()
+    if isinstance(value, np.ndarray) and value.dtype.kind != "O":
+        numbers = value.dtype.kind in "biuf"
+        return _of_array(value, lambda rows: float(rows.sum(dtype=float)) if numbers else rows.tolist()), ()
+    if isinstance(value, list | tuple | range | np.ndarray):
+        some = list(value[:: _step(value)]) if isinstance(value, Sequence) or value.ndim else []
+        return ((len(value), [each for each in some if isinstance(each, _VALUES)]) if len(some) > 1 else ()), some
+    if isinstance(value, dict):
+        keys = [each for each in islice(value, _LOOKED_AT) if isinstance(each, _VALUES)]
+        return (len(value), keys), list(islice(value.values(), _LOOKED_AT))
+    held = hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value)
+    return (), list(vars(value).values()) if held else []
 
 
-def _inside(values: Any, depth: int) -> Iterator[bytes]:
-    if depth:
-        for each in values:
-            yield from _parts(each, depth - 1)
+def _of_array(value: Any, of_rows: Callable[[Any], Any]) -> Any:
+    return (tuple(value.shape), of_rows(value[:: _step(value)])) if value.ndim and len(value) else ()
 
 
 def _step(value: Any) -> int:

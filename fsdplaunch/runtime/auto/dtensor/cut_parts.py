@@ -12,7 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import replicated
-from fsdplaunch.runtime.auto.dtensor.shard_parts import remember_parts, taken_of
+from fsdplaunch.runtime.auto.dtensor.shard_parts import is_part, remember_parts, taken_of
+from fsdplaunch.runtime.torch_internals.dtensor import detached_view
 
 _JOINED = {"unbind": torch.stack}
 """How parts are put together again; all others are cut and concatenated."""
@@ -43,6 +44,27 @@ class PartsWithGradients:
         remember_parts(result, shard, take)
         self.begun()
         return result
+
+    def shape(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Give a parameter another shape in a loss; torch cannot where ranks have unequal numbers of its rows."""
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            shard = args[0]
+            if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and shard.requires_grad):
+                raise
+        return self(func, args, kwargs)
+
+
+def detached(func: Any, args: Any, kwargs: Any) -> Any:
+    """Detach a view of a parameter that was changed since, of which torch fails to find the gradient."""
+    (view,) = args
+    result = detached_view(view)
+    if result is None:
+        return func(view, **kwargs)
+    if is_part(view):
+        remember_parts(result, view, torch.Tensor.detach)
+    return result
 
 
 class _Cut(torch.autograd.Function):

@@ -20,7 +20,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor import shard_handlers as handlers
 from fsdplaunch.runtime.auto.dtensor import shard_parts, shard_writes
-from fsdplaunch.runtime.auto.dtensor.cut_parts import PartsWithGradients
+from fsdplaunch.runtime.auto.dtensor.cut_parts import PartsWithGradients, detached
 from fsdplaunch.runtime.auto.dtensor.full_mixtures import FUNCTIONS, METHODS, compute_full, with_plain, with_shards
 from fsdplaunch.runtime.auto.dtensor.operator_table import EXTREMES, OperatorTable
 from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0, full_by_all_or_rank0
@@ -67,8 +67,8 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
     data: Any = torch.Tensor.data
     set_data = _handled(data.__set__, partial(handlers.assign_data, hook_context.models), ours)
     table = OperatorTable(ours)
-    cut_parts = by_all_or_rank0(PartsWithGradients(table.see_writes))
-    take_shape = by_all_or_rank0(handlers.take_shape)
+    parts = PartsWithGradients(table.see_writes)
+    cut_parts, take_shape = by_all_or_rank0(parts), by_all_or_rank0(parts.shape)
     with ExitStack() as stack:
         updates = WrappedUpdates(ours, stack)
         for name, handler in _mixing(FUNCTIONS, hook_context, {"add": handlers.add, "sub": handlers.add}).items():
@@ -77,7 +77,7 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
         for name, handler in _mixing(METHODS, hook_context, dict.fromkeys(_ADDITIONS, handlers.add)).items():
             method = with_plain(getattr(torch.Tensor, name), handler, ours)
             stack.enter_context(replaced(DTensor, name, lambda _, method=method: method))  # type: ignore[misc]
-        for name, handler in _methods(hook_context, cut_parts).items():
+        for name, handler in _methods(hook_context, cut_parts, take_shape).items():
             method = _handled(getattr(torch.Tensor, name), handler, ours)
             stack.enter_context(replaced(DTensor, name, lambda _, method=method: method))  # type: ignore[misc]
         reduce = by_all_or_rank0(handlers.reduce)
@@ -103,7 +103,7 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
         yield
 
 
-def _methods(hook_context: HookContext, cut_parts: Handler) -> dict[str, Handler]:
+def _methods(hook_context: HookContext, cut_parts: Handler, take_shape: Handler) -> dict[str, Handler]:
     """Return the handler of each method of a shard that needs one."""
     read = shard_parts.fresh(by_all_or_rank0(handlers.gather))
     return {
@@ -116,7 +116,8 @@ def _methods(hook_context: HookContext, cut_parts: Handler) -> dict[str, Handler
         **dict.fromkeys(
             ("apply_", "map_", "map2_"), shard_writes.write_full
         ),  # torch would read what is no storage
-        **dict.fromkeys(("view", *_SHAPES), by_all_or_rank0(handlers.take_shape)),
+        **dict.fromkeys(("view", *_SHAPES), take_shape),
+        "detach": detached,
         **dict.fromkeys(_CUTS, cut_parts),
         "__iter__": by_all_or_rank0(rows),
         "__getitem__": partial(_taken, read, cut_parts),

@@ -213,17 +213,6 @@ def _replicated(value: Any) -> Any:
     return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
 
 
-def take_shape(func: Any, args: Any, kwargs: Any) -> Any:
-    """Give a parameter another shape in a loss; torch cannot where ranks have unequal numbers of its rows."""
-    try:
-        return func(*args, **kwargs)
-    except RuntimeError:
-        shard, *shape = args
-        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and shard.requires_grad):
-            raise
-    return func(replicated(shard), *shape, **kwargs)
-
-
 def is_replicated(value: DTensor) -> bool:
     """Return whether every rank has all of a tensor."""
     return all(placement.is_replicate() for placement in value.placements)

@@ -64,11 +64,12 @@ class _Joins:
         batches = self.batches
 
         @wraps(original)
-        def repeat(tensor: torch.Tensor, *sizes: Any) -> torch.Tensor:
-            times = sizes[0] if sizes and isinstance(sizes[0], tuple | list) else sizes
+        def repeat(tensor: torch.Tensor, *sizes: Any, **named: Any) -> torch.Tensor:
+            given = next(iter(named.values()), sizes)
+            times = given[0] if given and isinstance(given[0], tuple | list) else given
             if tensor.dim() and len(times) == tensor.dim() and batches.sizes and isinstance(times[0], int):
                 batches.join([len(tensor)] * times[0])
-            return original(tensor, *sizes)  # type: ignore[no-any-return]
+            return original(tensor, *sizes, **named)  # type: ignore[no-any-return]
 
         return repeat
 
@@ -79,9 +80,11 @@ class _Joins:
         @wraps(original)
         def repeat(*args: Any, **kwargs: Any) -> torch.Tensor:
             result: torch.Tensor = original(*args, **kwargs)
-            given = args[0] if args else kwargs.get("input")
-            if batches.sizes and type(given) is torch.Tensor and len(given.shape) == len(result.shape):
-                batches.merge((len(given), len(result) // max(len(given), 1)), len(result))
+            given, times = (*args, None, None)[:2]
+            if isinstance(given, torch.Tensor) and isinstance(kwargs.get("repeats", times), int):
+                rows = len(given) if given.dim() == result.dim() > 0 else 0
+                if batches.sizes and rows and not torch.compiler.is_compiling():
+                    batches.merge((rows, len(result) // rows), len(result))
             return result
 
         return repeat
