@@ -34,17 +34,19 @@ def calling_lines() -> str:
     return ", called at ".join(_running())
 
 
-def calling_stack() -> str:
-    """Return the lines that are running of the user's code and of libraries, torch and this package aside.
+def calling_stack() -> tuple[str | int, ...]:
+    """Return the calls that are running of the user's code and of libraries, torch and this package aside.
 
-    A library's training is at one line of the user's, and computes at many.
+    A library's training is at one line of the user's, and computes at many. Of each call the file, its function's
+    first line and the place in its code: looked up for each operator, and the line itself takes longer to find.
     """
-    frame, lines = sys._getframe(1), []
+    frame, calls = sys._getframe(1), list[str | int]()
     while frame is not None:
-        if _is_shown(frame.f_code.co_filename, frame.f_globals.get("__name__")):
-            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        code = frame.f_code
+        if _is_shown(code.co_filename, frame.f_globals.get("__name__")):
+            calls += (code.co_filename, code.co_firstlineno, frame.f_lasti)
         frame = frame.f_back  # type: ignore[assignment]
-    return "\n".join(lines)
+    return tuple(calls)
 
 
 @functools.cache

@@ -24,8 +24,8 @@ from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
 from fsdplaunch.runtime.auto.state.saving_threads import in_thread_of_torch, in_turn
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves, tree_map
 
-_together: set[str] = set()
-"""The lines that all ranks were seen to reach together; asked once, as a read may stand in every step.
+_together: set[tuple[str | int, ...]] = set()
+"""The calls that all ranks were seen to make together; asked once, as a read may stand in every step.
 
 The script's and libraries', with those that led to them: a function that all ranks have called may be called by
 rank 0 alone elsewhere.
@@ -60,7 +60,11 @@ def operator_by_all_or_rank0(compute: Callable[[Any, Any, Any], Any]) -> Callabl
     """
 
     def compute_operator(op: Any, args: Any, kwargs: Any) -> Any:
-        if rank0_saves() is None or _deciding.done or in_optimizer_step() or not _may_be_alone(args, kwargs):
+        if _deciding.done or rank0_saves() is None or in_optimizer_step():
+            return compute(op, args, kwargs)
+        if _is_known():
+            return _without_looking(compute, op, args, kwargs)
+        if not _may_be_alone(args, kwargs):
             return compute(op, args, kwargs)
         return _computed(COMPUTING, compute, op, args, kwargs)
 
@@ -87,6 +91,8 @@ def _computed(call: str, compute: Callable[[Any, Any, Any], Any], func: Any, arg
     """
     if _deciding.done or torch.compiler.is_compiling() or rank0_saves() is None:
         return compute(func, args, kwargs)
+    if _is_known():
+        return _without_looking(compute, func, args, kwargs)
     with in_turn(call), _decided():
         alone = _alone_at_this_line(call)
         return compute(func, args, kwargs) if alone is None else _alone(alone, func, args, kwargs)
@@ -115,14 +121,27 @@ def _alone_at_this_line(call: str) -> ShardGatherer | None:
     Collective, at a line's first time.
     """
     saves = rank0_saves()
-    lines = calling_stack()
-    if saves is None or lines in _together:
+    calls = calling_stack()
+    if saves is None or calls in _together:
         return None
     gathering = ShardGatherer(call, keep=True, at=calling_lines())
-    if not _come_together(gathering, lines, saves.position):
+    if not _come_together(gathering, calls, saves.position):
         return gathering
-    _together.add(lines)
+    _together.add(calls)
     return None
+
+
+def _is_known() -> bool:
+    """Return whether all ranks have come together to the call that the main thread makes."""
+    return threading.get_ident() == threading.main_thread().ident and calling_stack() in _together
+
+
+def _without_looking(compute: Callable[[Any, Any, Any], Any], func: Any, args: Any, kwargs: Any) -> Any:
+    _deciding.done = True
+    try:
+        return compute(func, args, kwargs)
+    finally:
+        _deciding.done = False
 
 
 def full_by_all_or_rank0(ownership: Ownership, gather: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,9 +172,9 @@ def full_by_all_or_rank0(ownership: Ownership, gather: Callable[..., Any]) -> Ca
     return gather_or_fetch
 
 
-def _come_together(gathering: ShardGatherer, line: str, position: Position) -> bool:
+def _come_together(gathering: ShardGatherer, calls: tuple[str | int, ...], position: Position) -> bool:
     global _alone_at  # noqa: PLW0603  (one script, one position)
-    at = (line, *position.counts(), position.steps, *position.met)
+    at = (calls, *position.counts(), position.steps, *position.met)
     if at == _alone_at:
         gathering.together = False
     else:
