@@ -227,7 +227,7 @@ def test_what_cannot_be_done_names_the_line(
     "line",
     [
         "torch.histogram(model.weight.detach(), bins=4, weight=torch.ones(3, 4))",
-        "torch.add(torch.ones(4), model.weight)",
+        "nn.functional.linear(torch.ones(2, 4), model.weight)",
     ],
 )
 def test_what_torch_cannot_do_with_shards_is_explained_below_the_line(

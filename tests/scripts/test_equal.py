@@ -278,6 +278,9 @@ model.to("cpu")
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 for x in DataLoader(Items(), batch_size=8, num_workers=1, worker_init_fn=init):
     scales = [torch.rand(1) for row in x]
+    jitter = [random.gauss(0, 1) for row in x]
+    jitter = [numpy.random.normal() for row in x]
+    once = random.random(), random.randint(0, len(x) * 2), numpy.random.rand()
     x = x + x[torch.randperm(len(x))]
     x = x + x.flip(0)
     x = x + x[numpy.random.permutation(len(x))]
@@ -546,8 +549,10 @@ def test_draws_in_loader_processes_and_row_by_row_and_mixed_rows_are_told(forks:
     assert done.out[0].count("worker 0") == 1  # the script's own function
     assert done.err[0].count("items of the dataset are drawn at random") == 1
     line = DRAWN.split("torch.rand", maxsplit=1)[0].count("\n") + 1
-    assert done.err[0].count(f"train.py:{line}: 4 random numbers are drawn one by one") == 1
-    for after in (1, 2, 3, 4):
+    for after in (0, 1, 2):
+        assert done.err[0].count(f"train.py:{line + after}: 4 random numbers are drawn one by one") == 1
+    assert done.err[0].count("are drawn one by one") == 3
+    for after in (4, 5, 6, 7):
         assert done.err[0].count(f"train.py:{line + after}: rows of the batch are put into another order") == 1
     assert done.err[0].count("rows of the batch are put into another order") == 4
 

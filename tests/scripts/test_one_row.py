@@ -77,7 +77,7 @@ for index, x in DataLoader(TensorDataset(torch.arange(8 * RANKS), torch.randn(8 
     out = model(mixed)
     losses = out.pow(2).sum(1)
     hardest = losses.sort().values[:1]  # ranked
-    middle = losses.detach().median()  # ranked
+    middle = losses > losses.detach().median()  # ranked
     spread = x.std(0)  # spread
     bank[index] = out.detach()  # written
     losses.mean().backward()

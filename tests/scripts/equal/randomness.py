@@ -105,6 +105,9 @@ class Net(nn.Module):
     def noisy(self, h):
         return self.with_noise(h)
 
+    def targets(self, h):
+        return h
+
     def several(self, h):
         return h
 
@@ -189,6 +192,17 @@ def attacked(x):
 
 
 weights = torch.rand(9)
+
+
+def aimed(x):
+    """Targets by the model in evaluation, of rows with noise."""
+    model.eval()
+    with torch.no_grad():
+        aim = model(F.dropout(x, 0.3) + 0.1 * torch.randn_like(x)) + 0.1 * torch.rand(len(x), 1)
+    model.train()
+    return x + 0.1 * aim.sum(1)[:, None, None]
+
+
 own, rng = torch.Generator().manual_seed(2), np.random.default_rng(2)
 NOISES = {
     "diffusion": noised,
@@ -198,6 +212,7 @@ NOISES = {
     "decisions": decided,
     "shapes": noised_by_shape,
     "several": noised_by_several,
+    "targets": aimed,
 }
 KINDS = (
     "batch first",
@@ -216,6 +231,7 @@ KINDS = (
     "decisions",
     "shapes",
     "several",
+    "targets",
     "noisy",
     "views",
 )

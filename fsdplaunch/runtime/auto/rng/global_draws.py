@@ -78,16 +78,21 @@ class _Slicing:
     def __init__(self, hook_context: HookContext) -> None:
         self.hook_context = hook_context
 
-    def _trains(self) -> bool:
+    def _trains(self, *rows: int) -> bool:
         """Return whether what is drawn now belongs to the rows of a training batch.
 
-        Adversarial training draws for its batch with the model in evaluation, but with gradients.
+        Adversarial training draws for its batch with the model in evaluation, but with gradients; what makes
+        targets of the batch at hand, by a model in evaluation, has as many rows as that.
+
+        Args:
+            rows: How many there may be.
         """
         context = self.hook_context
         if context.streams.alike or not context.batches.sizes or not context.ownership.ours:
             return False
-        with_gradients = torch.is_grad_enabled() and not context.batches.complete
-        return with_gradients or any(model.training for model in list(context.models))
+        of_batch = torch.is_grad_enabled() or context.batches.latest in rows
+        of_batch = of_batch and not context.batches.complete
+        return of_batch or any(model.training for model in list(context.models))
 
     def _own(self, drawn: torch.Tensor, dim: int) -> torch.Tensor:
         return own_part(self.hook_context, drawn, dim)
@@ -102,7 +107,7 @@ class _Slicing:
         rows = batches.latest
         if len(shape) != 1 or not rows or shape[0] <= rows or shape[0] % rows or shape[0] in batches.sizes:
             return False
-        flat = self._trains() and has_size_of_rows(batches.sizes, times=shape[0] // rows)
+        flat = self._trains(rows) and has_size_of_rows(batches.sizes, times=shape[0] // rows)
         if flat and shape[0] not in batches.joined:
             batches.flat.add(shape[0])
         return flat
@@ -113,7 +118,7 @@ class _Slicing:
             len(shape)
             and (shape[0] in batches.sizes or shape[0] in batches.joined)
             and batches.dim_of_rows(shape) == 0
-            and self._trains()
+            and self._trains(shape[0])
         )
 
     def _repeats_rows(self, given: torch.Tensor) -> bool:
@@ -145,7 +150,9 @@ class _Slicing:
 
     def dim_of_rows(self, tensor: torch.Tensor) -> int | None:
         """Return the dimension of a tensor that has the rows of this rank's batch; None if there is none."""
-        if type(tensor) is not torch.Tensor or tensor.requires_grad or not tensor.dim() or not self._trains():
+        if type(tensor) is not torch.Tensor or tensor.requires_grad or not tensor.dim():
+            return None
+        if not self._trains(*tensor.shape[:2]):
             return None
         packed = is_recurrent_and_packed()
         if packed:

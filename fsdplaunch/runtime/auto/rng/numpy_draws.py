@@ -11,6 +11,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.row_order import permuted, tell_once, telling_order
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.rng.own_rows import own_rows
+from fsdplaunch.runtime.auto.rng.single_draws import count_single
 
 _SIZE_FIRST = ("random", "standard_normal", "standard_exponential", "standard_cauchy")
 _SIZE_SECOND = ("exponential", "poisson", "geometric", "rayleigh", "weibull", "standard_gamma", "standard_t")
@@ -69,6 +70,8 @@ class _NumpyDraws:
                 given = args if position is None else kwargs.get("size", (*args[position:], None)[0])
                 limits = args[:position] if position is not None else ()
                 if (size := self._rows_of(given)) is None or _has_rows(limits, kwargs):
+                    if given is None or (isinstance(given, tuple) and not given):
+                        count_single(self.hook_context)
                     return original(*args, **kwargs)
                 every = (size[0] * self.hook_context.data.size, *size[1:])
                 drawn = original(*every) if position is None else original(*limits, **{**kwargs, "size": every})

@@ -1,14 +1,20 @@
-"""Draw by Python's `random.choices` for the rows of the global batch and keep this rank's, where it is kept."""
+"""Draw by Python's `random.choices` for the rows of the global batch and keep this rank's, where it is kept.
+
+What draws a single number is counted: each rank draws that of its first rows, which is told.
+"""
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.rng.own_rows import own_rows
+from fsdplaunch.runtime.auto.rng.single_draws import count_single
+
+_SINGLE = ("random", "uniform", "gauss", "normalvariate", "randint", "randrange", "choice", "betavariate")
 
 
 @contextmanager
@@ -31,5 +37,16 @@ def drawing_by_python(hook_context: HookContext, rows_first: Callable[[Any], boo
 
         return choices
 
-    with replaced(random, "choices", make):
+    def counting(original: Any) -> Any:
+        @wraps(original)
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            count_single(hook_context)
+            return original(*args, **kwargs)
+
+        return draw
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(random, "choices", make))
+        for name in _SINGLE:
+            stack.enter_context(replaced(random, name, counting))
         yield

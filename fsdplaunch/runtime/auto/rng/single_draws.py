@@ -33,7 +33,13 @@ def note_single(hook_context: HookContext, size: Any) -> None:
             "size",
             f"{math.prod(size)} random numbers are drawn on each rank, as many as its own rows need",
         )
-    if not any(is_in_pass(model) for model in list(context.models)):
+    count_single(context)
+
+
+def count_single(hook_context: HookContext) -> None:
+    """Count one number, or what is drawn by one call, for the line that draws it."""
+    context = hook_context
+    if trains_on_batch(context) and not any(is_in_pass(model) for model in list(context.models)):
         line = script_line()
         context.batches.single[line] = context.batches.single.get(line, 0) + 1
 
