@@ -306,6 +306,14 @@ def test_same_rows_on_all_ranks_are_told_with_the_sampler_that_divides_them(fork
             " leaves 0.0.weight of Sequential out of DistributedDataParallel, to be trained by each rank",
         ),
         (
+            "if rank == 0:\n    model.module[0][0].weight.data.fill_(1.0)\nmodel(rows)\n",
+            ": weights of Sequential were changed on some ranks only",
+        ),
+        (
+            "full = model.state_dict()\nif rank == 0:\n    model.load_state_dict(full)\nmodel(rows)\n",
+            ": weights of Sequential were changed on some ranks only",
+        ),
+        (
             "from torch.distributed._composable.replicate import replicate\nreplicate(torch.nn.Linear(4, 1))\n",
             " calls replicate for Linear, which leaves no model to shard",
         ),
@@ -314,7 +322,10 @@ def test_same_rows_on_all_ranks_are_told_with_the_sampler_that_divides_them(fork
             "AttributeError: 'NoneType' object has no attribute 'norm'\n[rank0]: fsdplaunch: the last pass",
         ),
     ],
-    ids=["join", "overlap", "exchange", "ignored", "replicate", "local gradients"],
+    ids=[
+        *("join", "overlap", "exchange", "ignored", "changed by rank 0", "loaded by rank 0", "replicate"),
+        "local gradients",
+    ],
 )
 def test_what_cannot_be_done_with_shards_is_refused_at_its_line(
     forks: Forks, tmp_path: Path, body: str, message: str

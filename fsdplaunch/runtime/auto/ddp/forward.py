@@ -22,7 +22,8 @@ from fsdplaunch.runtime.api.gradients import set_gradient_sync
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.rank0.passes import is_alone_without_compiling, turns_on_all_ranks
-from fsdplaunch.runtime.inspection.units import is_unit
+from fsdplaunch.runtime.auto.state.rank0.shard_names import changes
+from fsdplaunch.runtime.inspection.units import is_unit, original_class
 from fsdplaunch.runtime.torch_internals.fsdp2 import drop_local_gradients, group_refs, take_local_gradients
 from fsdplaunch.runtime.torch_internals.tensors import overwriting_uncounted
 from fsdplaunch.runtime.torch_internals.wrappers import compiled_module, untraced
@@ -53,6 +54,10 @@ class Forward:
         """
         if self.joins:
             _check_all_go_on(going_on=True)
+        if self.model not in _trained and self.model.training and torch.is_grad_enabled():
+            _trained.add(self.model)
+            turns_on_all_ranks(self.model)
+            _check_changed_alike(self.model)
         if ddp.require_backward_grad_sync != self.syncs:
             self.syncs = bool(ddp.require_backward_grad_sync)
             _accumulating.add(self)
@@ -107,6 +112,8 @@ class Forward:
 
 
 _forwards: "weakref.WeakSet[Forward]" = weakref.WeakSet()
+_trained: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Models that were called in training mode."""
 _accumulating: "weakref.WeakSet[Forward]" = weakref.WeakSet()
 """Those that have ever made a pass that averages nothing."""
 
@@ -206,6 +213,28 @@ def _clear(params: Iterable[Any]) -> None:
     for forward in list(_accumulating):
         for ref in forward.groups:
             drop_local_gradients(ref, shards)
+
+
+def _check_changed_alike(model: nn.Module) -> None:
+    """Check before a model's first pass that what was done with its shards since then was done on all ranks.
+
+    Raises:
+        ShardingError: Some have changed them more often, such as by weights that rank 0 alone has loaded.
+    """
+    count = sum(changes(param) for param in model.parameters() if isinstance(param, DTensor))
+    extremes = torch.tensor([count, -count])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    if extremes[0] != -extremes[1]:
+        name = original_class(model).__name__
+        msg = (
+            f"{script_line()}: weights of {name} were changed on some ranks only after it was given to"
+            " DistributedDataParallel: each rank has its own part of them"
+        )
+        hint = (
+            "load or change them on all ranks (DistributedDataParallel sends rank 0's where it is built, and not"
+            " afterwards), or before the model is given to it"
+        )
+        raise ShardingError(msg, hint=hint)
 
 
 def _check_all_go_on(*, going_on: bool) -> None:

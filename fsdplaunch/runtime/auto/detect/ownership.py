@@ -35,18 +35,20 @@ class Ownership:
         self.ranked = False
         self.put_off: Callable[[], None] = _nothing
         self.on_decision: Callable[[], None] = _nothing
-        self._announcement = ""
+        self._announcement = self._if_sharded = ""
         self._keeps_batch = config.launch.keep_global_batch
         self._owner = ""
         on_sharding(self._see)
 
     def _see(self) -> None:
         """Decide and say so where something else shards, or was built to; a library may still replicate."""
-        library = built_library()
-        if self.ours is None and (library is None or not library.replicates):
+        if self.ours is None and not _replicates():
             self._decide(now=True)
             self._announce()
             self._check_batches("shards")
+        if self._if_sharded and sharded_by() is not None:
+            self._announcement, self._if_sharded = self._if_sharded, ""
+            self._announce()
 
     def decided(self) -> bool:
         """Return whether this package shards and divides the data, after deciding it if that can be done."""
@@ -83,6 +85,7 @@ class Ownership:
             self.ours = True
             self.on_decision()
             self._announcement = f"launch.shard auto: {library.name} replicates, so its model is sharded"
+            self._if_sharded = ""
         return self.claim(what, now=True)
 
     def _decide(self, *, now: bool) -> None:
@@ -95,7 +98,11 @@ class Ownership:
         self.ours, self._owner = owner is None, owner or ""
         self.on_decision()
         if owner is not None:
-            self._announcement = f"launch.shard auto: the script shards by itself ({owner}, {script_line()})"
+            by = f"launch.shard auto: the script shards by itself ({owner}, {script_line()})"
+            if _replicates() and sharded_by() is None:
+                self._if_sharded = by
+            else:
+                self._announcement = by
         elif self.setting == "always":
             self._announcement = "launch.shard always: the script's models are sharded for it"
         else:
@@ -122,6 +129,12 @@ def _nothing() -> None:
 def mention() -> Mention | None:
     """Return what the user's own source says that may shard, used or not."""
     return find_mention(user_files(getattr(sys.modules["__main__"], "__file__", None)))
+
+
+def _replicates() -> bool:
+    """Return whether a library was built that gives its model to DistributedDataParallel by itself."""
+    library = built_library()
+    return library is not None and library.replicates
 
 
 def _acting() -> str | None:
