@@ -18,9 +18,16 @@ from fsdplaunch.config.schema.walk import build_config, keys_by_path
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
+EQUAL = Path(__file__).parent / "equal"
 RANKS = int(os.environ.get("FSDPLAUNCH_TEST_RANKS", "2"))
 """Over how many ranks a program is compared with one process: scripts/campaigns/four_ranks sets 4."""
 LOSS = re.compile(r"\bloss[ =:]+(-?\d+\.\d+)")
+
+
+def lines(text: str) -> dict[str, list[float]]:
+    """Return the numbers of each line by its name."""
+    named = (line.split(":") for line in text.splitlines() if ": " in line)
+    return {name: [float(number) for number in numbers.split()] for name, numbers in named}
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.conftest import RANKS, Forks
-from tests.scripts.test_equal import lines
+from tests.scripts.conftest import RANKS, Forks, lines
 
 LOSSES = """
 import torch
