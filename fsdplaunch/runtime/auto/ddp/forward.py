@@ -24,7 +24,11 @@ from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.rank0.passes import is_alone_without_compiling, turns_on_all_ranks
 from fsdplaunch.runtime.auto.state.rank0.shard_names import changes
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
-from fsdplaunch.runtime.torch_internals.fsdp2 import drop_local_gradients, group_refs, take_local_gradients
+from fsdplaunch.runtime.torch_internals.fsdp2_gathered import (
+    drop_local_gradients,
+    group_refs,
+    take_local_gradients,
+)
 from fsdplaunch.runtime.torch_internals.tensors import overwriting_uncounted
 from fsdplaunch.runtime.torch_internals.wrappers import compiled_module, untraced
 

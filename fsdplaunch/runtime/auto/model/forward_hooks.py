@@ -5,7 +5,6 @@ takes no notice of parameters that appear later.
 """
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,6 +15,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.auto.model.computing_methods import computing_methods
 from fsdplaunch.runtime.auto.model.double_backward import ModelPass, keep_pass, may_be_differentiated_twice
 from fsdplaunch.runtime.auto.model.gathered_view import view_of
 from fsdplaunch.runtime.auto.model.inner_calls import gather_around_parts
@@ -26,9 +26,6 @@ from fsdplaunch.runtime.inspection.units import is_unit, original_class
 from fsdplaunch.runtime.torch_internals.fsdp2 import pass_look
 from fsdplaunch.runtime.torch_internals.modules import computes_without_gradients
 from fsdplaunch.runtime.torch_internals.tensors import apart_from_parameters, return_no_parameters, tree_map
-
-_CHANGES = ("set", "load", "update", "init", "reset", "copy", "tie", "freeze", "save", "to", "register")
-"""First words of methods that change parameters: gathered parameters are no place to do that."""
 
 
 class ForwardHooks:
@@ -64,7 +61,7 @@ class ForwardHooks:
             if is_unit(unit):
                 call_for_forward(unit)
                 unit.register_forward_hook(return_no_parameters, prepend=True)  # before torch's gives memory back
-        for name in _computing_methods(model):
+        for name in computing_methods(model):
             self._gather_around(model, name)
         self.first_calls = gather_around_parts(model, begin_pass, self._check_first)
         self.view = view_of(model, trains)
@@ -246,31 +243,3 @@ def late_parameter(model: nn.Module, name: str, line: str) -> ShardingError:
 def original_name(model: nn.Module) -> str:
     """Return the name of the class a module had before it was sharded."""
     return original_class(model).__name__
-
-
-def _computing_methods(model: nn.Module) -> list[str]:
-    """Return the public methods of the model's own classes that compute.
-
-    Not forward, nor those named after a change, nor those that train: gradients need passes of their own.
-    """
-    classes = [cls for cls in type(model).__mro__ if not cls.__module__.startswith(("torch.", "builtins"))]
-    methods = [(name, value) for cls in classes for name, value in vars(cls).items() if inspect.isfunction(value)]
-    names = dict.fromkeys(name for name, _ in methods)
-    train = _training_methods({name: {*value.__code__.co_names} for name, value in methods})
-    return [
-        name
-        for name in names
-        if not name.startswith("_") and name not in train and name.split("_")[0] not in _CHANGES
-    ]
-
-
-def _training_methods(names_in: dict[str, set[str]]) -> set[str]:
-    """Return forward and the methods that call backward, or another method that does.
-
-    Args:
-        names_in: For each method the names that its code has.
-    """
-    found = {"backward"}
-    while more := {name for name, names in names_in.items() if name not in found and names & found}:
-        found |= more
-    return found | {"forward"}

@@ -1,0 +1,106 @@
+"""Parameters that torch's FSDP2 has gathered, and the gradients that it keeps beside those of the shards."""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fsdplaunch.runtime.torch_internals.fsdp2 import param_groups
+
+
+def unsharded_parameters(group: Any) -> list[tuple[torch.Tensor, bool]]:
+    """List the trained parameters of a group as a pass computes with them, with whether each has a gradient.
+
+    Taken from a group whose parameters are gathered; to 2.13 torch keeps a sum of gradients beside the new one.
+    """
+    found = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+    return [
+        (
+            each._unsharded_param,
+            each._unsharded_param.grad is not None or each.unsharded_accumulated_grad is not None,
+        )
+        for each in found
+        if hasattr(each, "_unsharded_param")
+    ]
+
+
+def group_refs(unit: Any) -> list[weakref.ref[Any]]:
+    """Return the parameter groups of an FSDP2 unit, held weakly; all versions."""
+    return [weakref.ref(group) for group in param_groups(unit)]
+
+
+def drop_local_gradients(ref: weakref.ref[Any], shards: set[int]) -> None:
+    """Forget what passes without averaging have added up on this rank for shards, given by id.
+
+    To 2.13 torch keeps a sum beside the gradient; in 2.15 the gradient is the sum.
+    """
+    group = ref()
+    for param in () if group is None else group.fsdp_params:
+        if id(param.sharded_param) in shards and hasattr(param, "_unsharded_param"):
+            param._unsharded_param.grad = None
+            if param.unsharded_accumulated_grad is not None:
+                param.unsharded_accumulated_grad = None
+
+
+def take_local_gradients(ref: weakref.ref[Any], shards: set[int]) -> list[tuple[Any, torch.Tensor]]:
+    """Return what passes without averaging have added up on this rank, each with its shard; all versions.
+
+    It is forgotten here.
+    """
+    group = ref()
+    pending: list[tuple[Any, torch.Tensor]] = []
+    for param in () if group is None else group.fsdp_params:
+        if id(param.sharded_param) in shards and hasattr(param, "_unsharded_param"):
+            found = (param.unsharded_accumulated_grad, param._unsharded_param.grad)
+            pending += [(param.sharded_param, gradient) for gradient in found if gradient is not None]
+    drop_local_gradients(ref, shards)
+    return pending
+
+
+def gathered_now(ref: weakref.ref[Any]) -> list[tuple[Any, Any]]:
+    """List the parameters of a group, each with its shard, if they are gathered now; all versions."""
+    group = ref()
+    if group is None or not group.is_unsharded:
+        return []
+    return [(param._unsharded_param, param.sharded_param) for param in group.fsdp_params]
+
+
+def gathered_parameters(module: Any) -> list[tuple[Any, Any]]:
+    """List the parameters that an FSDP2 unit has gathered before, each with its shard; all versions."""
+    held = [param for group in param_groups(module) for param in group.fsdp_params]
+    return [(param._unsharded_param, param.sharded_param) for param in held if hasattr(param, "_unsharded_param")]
+
+
+def first_gathers(module: Any) -> Iterator[tuple[Any, Callable[[Callable[[Any], None]], None]]]:
+    """Yield the shards of an FSDP2 unit, each with what calls a function with its full parameter; all versions.
+
+    At once where it was gathered before, else when it first is. Torch gathers into the same tensor from then on.
+    """
+    for group in param_groups(module):
+        for held in group.fsdp_params:
+            yield held.sharded_param, functools.partial(_call_when_gathered, held)
+
+
+def _call_when_gathered(held: Any, act: Callable[[Any], None]) -> None:
+    gather = held.init_unsharded_param
+
+    def gather_first(*args: Any, **kwargs: Any) -> None:
+        gather(*args, **kwargs)
+        held.init_unsharded_param = gather
+        act(held._unsharded_param)
+
+    if hasattr(held, "_unsharded_param"):
+        act(held._unsharded_param)
+    else:
+        held.init_unsharded_param = gather_first
+
+
+def places_of_shards(module: Any) -> Iterator[tuple[Any, list[tuple[Any, str]]]]:
+    """Yield the shards of an FSDP2 unit, each with the modules and names by which it is gathered; all versions."""
+    for group in param_groups(module):
+        for held in group.fsdp_params:
+            info = held._module_info
+            shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+            yield held.sharded_param, [(info.module, info.param_name), *shared]
