@@ -34,7 +34,7 @@ def refusing_layers_divided_by_hand(hook_context: HookContext) -> Iterator[None]
     def watched(original: Any, what: str) -> Any:
         @wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if _may_divide(hook_context) and not _is_torchs(sys._getframe(1)) and not _of_shards(args):
+            if not _is_torchs(sys._getframe(1)) and _may_divide(hook_context) and not _of_shards(args):
                 _check(what, hook_context)
             return original(*args, **kwargs)
 

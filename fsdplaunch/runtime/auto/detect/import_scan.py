@@ -97,12 +97,17 @@ def _says(file: str, words: re.Pattern[bytes]) -> bool:
 
 def user_files(main: str | None) -> list[str]:
     """Return the source files of the program's own modules so far: the script first, nothing that is installed."""
+    return list(_files_of(main, len(sys.modules)))
+
+
+@functools.lru_cache(maxsize=2)  # asked at a script's collectives, and thousands of modules take milliseconds
+def _files_of(main: str | None, _modules: int) -> tuple[str, ...]:
     files = [main] if main else []
     for module in list(sys.modules.values()):
         file = getattr(module, "__dict__", {}).get("__file__")  # reading an attribute would import a lazy module
         if isinstance(file, str) and file.endswith(".py") and is_user_file(file):
             files.append(file)
-    return list(dict.fromkeys(files))
+    return tuple(dict.fromkeys(files))
 
 
 def _mentions(file: str) -> Iterator[Mention]:

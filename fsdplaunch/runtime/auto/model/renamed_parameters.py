@@ -1,6 +1,7 @@
 """Refuse to give a shard another name, as pruning and parametrizations do: torch gathers it by its first."""
 
 import functools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ def refusing_renames(hook_context: HookContext) -> Iterator[None]:
     def register(original: Any) -> Any:
         @functools.wraps(original)
         def register_parameter(self: nn.Module, name: str, param: Any) -> None:
-            if isinstance(param, DTensor):
+            if isinstance(param, DTensor) and not _is_gathering(sys._getframe(1)):
                 _check(self, name, param, hook_context)
             original(self, name, param)
 
@@ -30,6 +31,21 @@ def refusing_renames(hook_context: HookContext) -> Iterator[None]:
 
     with replaced(nn.Module, "register_parameter", register):
         yield
+
+
+_SETTERS = 4
+"""Calls between FSDP2 and this, where a module's class has a way of its own to set attributes, as nn.LSTM has."""
+
+
+def _is_gathering(frame: Any) -> bool:
+    """Return whether torch puts back a shard that it has gathered, which it does in every pass."""
+    for _ in range(_SETTERS):
+        if frame is None:
+            return False
+        if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.fsdp"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _check(module: nn.Module, name: str, param: DTensor, hook_context: HookContext) -> None:
