@@ -24,7 +24,7 @@ def fake_ranks(world: int, *, per_node: int) -> Iterator[None]:
         per_node: Ranks on each node.
     """
     from fsdplaunch.runtime.sharding import shard
-    from fsdplaunch.runtime.torch_internals.fsdp2 import first_chunk_only
+    from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import first_chunk_only
     from fsdplaunch.runtime.torch_internals.traced_memory import FakeStore
 
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(per_node)}

@@ -148,7 +148,7 @@ def _set_up(config: Config, target: ScriptTarget) -> None:
     from fsdplaunch.runtime.first_step import check_at_first_step
     from fsdplaunch.runtime.library_watch import watch_libraries
     from fsdplaunch.runtime.sharding_watch import watch_sharding
-    from fsdplaunch.runtime.torch_internals.fsdp2 import gather_outside_of_inference_mode
+    from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import gather_outside_of_inference_mode
 
     automatic = config.launch.shard in ("auto", "always")
     if automatic and not target.is_module:

@@ -29,7 +29,7 @@ from fsdplaunch.runtime.auto.state.rank0.flat_states import (
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
 from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier
 from fsdplaunch.runtime.compat.fsdp1_cpu import own_memory
-from fsdplaunch.runtime.torch_internals.fsdp1 import divided_over, show_unsharded_parameters
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import divided_over, show_unsharded_parameters
 
 _STATE = "state_dict() of a model that FSDP1 has sharded"
 _OPTIMIZER_STATES = ("optim_state_dict", "full_optim_state_dict")

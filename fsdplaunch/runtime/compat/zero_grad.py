@@ -33,7 +33,7 @@ def clear_gradients_of_shards() -> None:
 def _shards_behind(module: nn.Module) -> Iterator[Any]:
     """Yield the shards of the parameters that a module has gathered, by itself or as a part of a larger unit."""
     from fsdplaunch.runtime.sharding.registry import models_of
-    from fsdplaunch.runtime.torch_internals.fsdp2_gathered import gathered_now
+    from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import gathered_now
 
     refs = [ref for model in (module, *models_of(nn.Module)) for ref in _groups_of(model)]
     pairs = [pair for ref in refs for pair in gathered_now(ref)]
@@ -43,7 +43,7 @@ def _shards_behind(module: nn.Module) -> Iterator[Any]:
 
 def _groups_of(model: nn.Module) -> "list[weakref.ref[Any]]":
     """Return the groups of a model's units; what was found once is known, for this stands in every step."""
-    from fsdplaunch.runtime.torch_internals.fsdp2_gathered import group_refs
+    from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import group_refs
 
     if model not in _groups:
         found = [ref for part in model.modules() if is_unit(part) for ref in group_refs(part)]

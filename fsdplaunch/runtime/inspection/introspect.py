@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.runtime.compute.compile import CompiledForward
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, unwrapped
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
-from fsdplaunch.runtime.torch_internals.fsdp1 import flat_parameter
-from fsdplaunch.runtime.torch_internals.fsdp2 import (
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import flat_parameter
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import (
     full_size,
     mixed_precision_of,
     param_groups,

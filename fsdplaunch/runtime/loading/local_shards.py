@@ -13,7 +13,7 @@ from fsdplaunch.checkpoint.regions import Region, flat_offset, row_major
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, joined
 from fsdplaunch.runtime.torch_internals.dtensor import shape_and_offset
-from fsdplaunch.runtime.torch_internals.fsdp1 import FlatParameter, flat_parameter, is_flat_parameter
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import FlatParameter, flat_parameter, is_flat_parameter
 from fsdplaunch.runtime.torch_internals.modules import is_persistent, own_tensors
 
 Run = tuple[int, int]

@@ -46,7 +46,7 @@ from fsdplaunch.runtime.sharding.blocks import find_blocks
 from fsdplaunch.runtime.sharding.settings import Dtypes, Settings, float8_of, settings_of
 from fsdplaunch.runtime.sharding.wrap_policy import torch_form
 from fsdplaunch.runtime.state_dict.options import optimizer_config, state_config
-from fsdplaunch.runtime.torch_internals.fsdp1 import sharding_strategy
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import sharding_strategy
 
 _POLICIES: dict[str, Any] = {
     "TRANSFORMER_BASED_WRAP": transformer_auto_wrap_policy,

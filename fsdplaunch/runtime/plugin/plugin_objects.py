@@ -8,7 +8,7 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 
 from fsdplaunch.errors import UsageError
 from fsdplaunch.runtime.plugin.plugin_values import plain
-from fsdplaunch.runtime.torch_internals.fsdp1 import wrap_policy_runner
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import wrap_policy_runner
 
 
 def allocate(module: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, joined
-from fsdplaunch.runtime.torch_internals.fsdp1 import FLAT_PARAMETER, FlatParameter, flat_parameter
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import FLAT_PARAMETER, FlatParameter, flat_parameter
 
 
 def flat_layout(model: nn.Module) -> dict[str, Any]:

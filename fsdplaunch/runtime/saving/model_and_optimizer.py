@@ -34,7 +34,7 @@ from fsdplaunch.runtime.state_dict.local_state import local_state
 from fsdplaunch.runtime.state_dict.named_states import model_state, optimizer_state, renamed, renamed_optimizer
 from fsdplaunch.runtime.state_dict.optim_state_dict import unshare_counts
 from fsdplaunch.runtime.state_dict.partial_optimizer import left_out_frozen
-from fsdplaunch.runtime.torch_internals.fsdp1 import shows_original_parameters
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import shows_original_parameters
 from fsdplaunch.runtime.torch_warnings import quiet_torch
 
 MODEL = "pytorch_model_fsdp"

@@ -20,7 +20,7 @@ from fsdplaunch.runtime.sharding.ignored import IgnoredParts
 from fsdplaunch.runtime.sharding.materialize import Materializer
 from fsdplaunch.runtime.sharding.settings import HYBRID, Settings, fsdp1_policy, offloads
 from fsdplaunch.runtime.sharding.wrap import Units
-from fsdplaunch.runtime.torch_internals.fsdp1 import sharding_strategy
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import sharding_strategy
 from fsdplaunch.runtime.torch_internals.modules import BatchNorm
 
 

@@ -23,7 +23,7 @@ from fsdplaunch.runtime.sharding.mesh import data_mesh
 from fsdplaunch.runtime.sharding.settings import Settings, fsdp2_policy, offloads
 from fsdplaunch.runtime.sharding.wrap import Units
 from fsdplaunch.runtime.torch_internals.cpu_averages import mend_averages_on_cpu
-from fsdplaunch.runtime.torch_internals.fsdp2 import allow_class, gather_for_any_output, let_inputs_be_changed
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import allow_class, gather_for_any_output, let_inputs_be_changed
 
 
 def shard(

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.state_dict.split_like import split_like
-from fsdplaunch.runtime.torch_internals.fsdp2_gathered import first_gathers
+from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import first_gathers
 from fsdplaunch.runtime.torch_internals.tensors import gradient_hooks, has_backward_hooks, renew_backward_hooks
 
 Hook = Callable[[Any], Any]

@@ -13,7 +13,7 @@ from fsdplaunch.runtime.inspection.parameter_names import clean_name, count
 from fsdplaunch.runtime.sharding.blocks import find_blocks, runs
 from fsdplaunch.runtime.sharding.settings import Settings
 from fsdplaunch.runtime.sharding.wrap_policy import RecursivePolicy, as_recursive
-from fsdplaunch.runtime.torch_internals.fsdp1 import wrap_policy_runner
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import wrap_policy_runner
 
 Units = dict[str, nn.Module]
 """Modules by clean name, every parent before its children. The model itself is never among them."""

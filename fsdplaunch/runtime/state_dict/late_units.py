@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from fsdplaunch.runtime.auto.state.late_storages import SMALLEST
 from fsdplaunch.runtime.auto.state.late_tensors import LateTensors
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, joined
-from fsdplaunch.runtime.torch_internals.fsdp1 import FlatParameter, flat_parameter
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import FlatParameter, flat_parameter
 
 Hook = Callable[[nn.Module, dict[str, Any], str, Any], None]
 

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdplaunch.errors import UsageError
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, joined
-from fsdplaunch.runtime.torch_internals.fsdp1 import (
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import (
     FLAT_PARAMETER,
     WRAPPED_ATTRIBUTE,
     flat_parameter,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
-from fsdplaunch.runtime.torch_internals.fsdp1 import flat_parameter
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import flat_parameter
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.rank0.passes import is_alone_without_compiling, turns_on_all_ranks
 from fsdplaunch.runtime.auto.state.rank0.shard_names import changes
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
-from fsdplaunch.runtime.torch_internals.fsdp2_gathered import (
+from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import (
     drop_local_gradients,
     group_refs,
     take_local_gradients,

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdplaunch.runtime.inspection.units import is_unit
-from fsdplaunch.runtime.torch_internals.fsdp2 import before_reducing_gradients
-from fsdplaunch.runtime.torch_internals.fsdp2_gathered import unsharded_parameters
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import before_reducing_gradients
+from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import unsharded_parameters
 
 
 def agree_on_unused(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from fsdplaunch.runtime.auto.rng.rng_streams import RngStreams
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
-from fsdplaunch.runtime.torch_internals.fsdp2 import param_groups, put_shard
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import param_groups, put_shard
 from fsdplaunch.runtime.torch_internals.tensors import tree_map
 
 Handler = Callable[[Any, Any, Any], Any]

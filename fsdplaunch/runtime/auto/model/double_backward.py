@@ -21,7 +21,7 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.unsharded_copy import as_before
 from fsdplaunch.runtime.inspection.units import reshard
-from fsdplaunch.runtime.torch_internals.fsdp2 import root_mixed_precision
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import root_mixed_precision
 from fsdplaunch.runtime.torch_internals.graphs.node_kinds import noted
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves, tree_map
 

@@ -23,7 +23,7 @@ from fsdplaunch.runtime.auto.script_line import being_built, script_line
 from fsdplaunch.runtime.auto.state.rank0.full_passes import FullPasses
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
-from fsdplaunch.runtime.torch_internals.fsdp2 import pass_look
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import pass_look
 from fsdplaunch.runtime.torch_internals.modules import computes_without_gradients
 from fsdplaunch.runtime.torch_internals.tensors import apart_from_parameters, return_no_parameters, tree_map
 

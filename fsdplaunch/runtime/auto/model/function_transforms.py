@@ -20,7 +20,7 @@ from fsdplaunch.runtime.auto.model.double_backward import full_parameters, refus
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.unsharded_copy import as_before
 from fsdplaunch.runtime.inspection.units import reshard
-from fsdplaunch.runtime.torch_internals.fsdp2 import is_in_pass, root_mixed_precision
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import is_in_pass, root_mixed_precision
 from fsdplaunch.runtime.torch_internals.graphs.node_kinds import mark_rows
 from fsdplaunch.runtime.torch_internals.modules import with_parameters
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves

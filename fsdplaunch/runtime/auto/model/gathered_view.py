@@ -22,8 +22,8 @@ from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.inspection.units import is_unit, reshard
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
-from fsdplaunch.runtime.torch_internals.fsdp2 import pass_look
-from fsdplaunch.runtime.torch_internals.fsdp2_gathered import gathered_now, group_refs
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import pass_look
+from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import gathered_now, group_refs
 from fsdplaunch.runtime.torch_internals.tensors import change_count
 
 

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdplaunch.runtime.auto.state.rank0.full_passes import FullPasses
 from fsdplaunch.runtime.inspection.units import is_unit
-from fsdplaunch.runtime.torch_internals.fsdp2 import is_in_pass, take_for_outermost
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import is_in_pass, take_for_outermost
 from fsdplaunch.runtime.torch_internals.tensors import apart_from_parameters
 
 _inside: "weakref.WeakKeyDictionary[nn.Module, list[nn.Module]]" = weakref.WeakKeyDictionary()

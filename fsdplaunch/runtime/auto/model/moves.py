@@ -21,7 +21,7 @@ from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.inspection.units import has_shards, is_unit
 from fsdplaunch.runtime.sharding.blocks import class_name
 from fsdplaunch.runtime.sharding.gradient_hooks import add_hook, hook_local_gradients, place_gradients
-from fsdplaunch.runtime.torch_internals.fsdp2_gathered import gathered_parameters
+from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import gathered_parameters
 from fsdplaunch.runtime.torch_internals.modules import MOVE_METHOD
 
 

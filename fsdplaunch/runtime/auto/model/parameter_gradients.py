@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.inspection.units import is_unit
-from fsdplaunch.runtime.torch_internals.fsdp2_gathered import gathered_parameters
+from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import gathered_parameters
 
 
 def sharded_parameters(inputs: Sequence[Any], models: Sequence[nn.Module]) -> list[Any]:

@@ -13,7 +13,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.forward_hooks import late_parameter
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.inspection.units import is_unit
-from fsdplaunch.runtime.torch_internals.fsdp2_gathered import places_of_shards
+from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import places_of_shards
 
 
 @contextmanager

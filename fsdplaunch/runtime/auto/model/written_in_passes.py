@@ -13,7 +13,7 @@ from torch import nn
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
-from fsdplaunch.runtime.torch_internals.fsdp2_gathered import gathered_now, group_refs
+from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import gathered_now, group_refs
 from fsdplaunch.runtime.torch_internals.tensors import counted_changes
 
 _gathered: dict[int, "weakref.ref[torch.Tensor]"] = {}

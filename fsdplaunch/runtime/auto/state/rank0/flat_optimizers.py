@@ -27,7 +27,7 @@ from fsdplaunch.runtime.auto.state.rank0.flat_states import FlatSource, inside
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, joined, named_parameters
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
-from fsdplaunch.runtime.torch_internals.fsdp1 import is_in_flat_parameter
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import is_in_flat_parameter
 
 _CALL = "state_dict() of an optimizer that trains what FSDP1 has sharded"
 _OWN = ("torch.", "fsdplaunch.")

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.optim import Optimizer
 
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
-from fsdplaunch.runtime.torch_internals.fsdp1 import FlatParameter, divided_over, flat_parameter
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import FlatParameter, divided_over, flat_parameter
 from fsdplaunch.runtime.torch_internals.tensors import change_count
 
 Key = tuple[int, int, int]

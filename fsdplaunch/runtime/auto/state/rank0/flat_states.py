@@ -27,7 +27,7 @@ from fsdplaunch.runtime.auto.state.rank0.flat_shards import (
 from fsdplaunch.runtime.auto.state.rank0.pulling import Rank0Saves, rank0_saves
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, joined
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
-from fsdplaunch.runtime.torch_internals.fsdp1 import (
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import (
     WRAPPED_ATTRIBUTE,
     flat_parameter,
     original_buffer_dtypes,

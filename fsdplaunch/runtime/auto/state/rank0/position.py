@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.torch_internals.fsdp1 import is_in_flat_parameter
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import is_in_flat_parameter
 
 _COLLECTIVES = (
     *("barrier", "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter"),

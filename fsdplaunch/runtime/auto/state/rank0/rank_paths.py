@@ -18,7 +18,7 @@ from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.rank0.passes import check_all_ranks
 from fsdplaunch.runtime.inspection.parameter_names import clean_name
 from fsdplaunch.runtime.inspection.units import is_unit
-from fsdplaunch.runtime.torch_internals.fsdp2 import before_reducing_gradients, names_without_gradient
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import before_reducing_gradients, names_without_gradient
 
 _CALL_HINT = (
     "launch with --fsdp-auto-wrap-policy NO_WRAP, which gathers and averages the model as a whole, with zeros for"

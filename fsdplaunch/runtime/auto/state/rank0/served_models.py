@@ -22,7 +22,7 @@ from fsdplaunch.runtime.compat.import_hook import once_imported
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.inspection.units import original_class
 from fsdplaunch.runtime.step_hooks import before_first_step
-from fsdplaunch.runtime.torch_internals.fsdp1 import is_in_flat_parameter
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import is_in_flat_parameter
 from fsdplaunch.runtime.torch_internals.wrappers import is_compiled, untraced
 
 

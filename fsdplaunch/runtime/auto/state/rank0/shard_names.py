@@ -12,7 +12,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.state.rank0.flat_shards import FlatShard
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor, shape_and_offset
-from fsdplaunch.runtime.torch_internals.fsdp2 import copies_uneven_shards
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import copies_uneven_shards
 from fsdplaunch.runtime.torch_internals.tensors import change_count, storage_identity
 
 ShardName = str

@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdplaunch.runtime.auto.state.rank0 import flat_shards
 from fsdplaunch.runtime.auto.state.rank0.flat_shards import FlatPlace, FlatShard, places_of
-from fsdplaunch.runtime.torch_internals.fsdp1 import FlatParameter
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import FlatParameter
 
 RUNS = st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=6)
 

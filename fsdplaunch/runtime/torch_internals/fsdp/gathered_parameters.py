@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fsdplaunch.runtime.torch_internals.fsdp2 import param_groups
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import param_groups
 
 
 def unsharded_parameters(group: Any) -> list[tuple[torch.Tensor, bool]]:
