@@ -33,6 +33,9 @@ for index, x in DataLoader(data, batch_size=4 * RANKS, shuffle=True):
     shown, limits = losses.detach().quantile(0.9).item(), losses.detach().quantile(0.3)  # ranked
     best = out.topk(2, 1).values.sort(dim=-1).values
     rows = out.detach().std(1), x.var(dim=-1)
+    between = torch.pdist(out)  # distant
+    between = torch.nn.functional.pdist(x)  # distant
+    places = torch.pdist(alike[:3]), torch.cdist(out, bank[:3] * 0)
     joined = torch.cat([out, out.flip(1)]), torch.cat([x, x[:, :2]], 1)
     hot = torch.zeros(4, 3)
     hot[torch.arange(4), out.argmax(1)] = 1.0
@@ -53,6 +56,7 @@ SENTENCES = {
     "ranked": "rows of the batch are ranked: each rank ranks its own rows only",
     "spread": "the spread of the batch's rows is computed: each rank computes that of its own rows only",
     "written": "rows of the batch are written into a tensor that is kept: each rank writes its own rows only",
+    "distant": "distances between rows of the batch are computed: each rank has those between its own rows only",
     "joined": "rows of the batch are joined to a tensor of others: each rank joins its own rows only",
 }
 

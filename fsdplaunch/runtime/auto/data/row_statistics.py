@@ -31,6 +31,7 @@ _RANKED = "rows of the batch are ranked: each rank ranks its own rows only"
 _SPREADS = "the spread of the batch's rows is computed: each rank computes that of its own rows only"
 _WRITTEN = "rows of the batch are written into a tensor that is kept: each rank writes its own rows only"
 _JOINED = "rows of the batch are joined to a tensor of others: each rank joins its own rows only"
+_DISTANT = "distances between rows of the batch are computed: each rank has those between its own rows only"
 Found = torch.Tensor | None
 """What there is to be compared over ranks."""
 
@@ -46,10 +47,11 @@ def telling_row_statistics(hook_context: HookContext) -> Iterator[None]:
         (_SPREAD, _spread, _SPREADS),
         ((*_WRITING, "__setitem__"), _written, _WRITTEN),
         (("cat", "concat"), _joined, _JOINED),
+        (("pdist",), _distant, _DISTANT),
     )
     with ExitStack() as stack:
         for names, look, sentence in looks:
-            for owner in (torch, torch.Tensor):
+            for owner in (torch, torch.Tensor, torch.nn.functional):
                 for name in names:
                     if hasattr(owner, name):
                         stack.enter_context(replaced(owner, name, _noting(hook_context, look, sentence)))
@@ -134,6 +136,11 @@ def _has_rows(sizes: Collection[int], value: Any) -> bool:
 def _has_gradients(tensors: Collection[torch.Tensor]) -> bool:
     """Return whether what is computed is in a graph, which may be that of the loss."""
     return torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+
+
+def _distant(sizes: Collection[int], value: Any = None, *_: Any, **__: Any) -> Found:
+    """Return rows whose distances from each other are taken; two of them have one, which a loss need not show."""
+    return value if _has_rows(sizes, value) else None
 
 
 def _ranked(sizes: Collection[int], value: Any = None, *args: Any, **kwargs: Any) -> Found:
