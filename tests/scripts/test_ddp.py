@@ -1,5 +1,7 @@
 """Scripts for DistributedDataParallel, unchanged: sharded, they compute and write what torchrun's ranks do."""
 
+import contextlib
+import os
 import re
 import socket
 from collections.abc import Callable
@@ -91,9 +93,7 @@ if __name__ == "__main__":
 def test_ranks_that_a_script_spawns_are_the_launched_workers(forks: Forks, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SPAWNED)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(_free_port())
     wanted = forks.run(script, tmp_path / "plain", "spawn", port, "2")
     assert wanted.codes == [0], wanted.err
     done = forks.run(script, tmp_path / "run", "spawn", port, "2", ranks=2)
@@ -101,6 +101,15 @@ def test_ranks_that_a_script_spawns_are_the_launched_workers(forks: Forks, tmp_p
     assert sorted(_of_ranks("".join(done.out))) == sorted(_of_ranks(wanted.out[0])) != []
     assert "train.py:23: mp.spawn: each of the 2 workers runs its rank" in done.err[0]
     assert_sharded(done)
+
+
+def _free_port() -> int:
+    """Return a port that nobody has, below those that the kernel gives to connections meanwhile."""
+    for port in range(20000 + os.getpid() % 10000, 32000):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 def _of_ranks(printed: str) -> list[str]:
