@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fsdplaunch.runtime.auto.dtensor.reads import decided
 from fsdplaunch.runtime.auto.dtensor.row_loops import put_kept_rows
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import cuts
 from fsdplaunch.runtime.state_dict.split_like import split_like
@@ -133,7 +134,8 @@ class _Steps:
             kind = type(optimizer)
             by_element = kind.__name__ in _BY_ELEMENT and kind.__module__.startswith("torch.optim.")
             small = tuple(param for params in groups for param in params if _is_small(param))
-            replicates = any(map(_is_replicated_by_torch, small))
+            with decided():  # ranks may step a script's optimizers in different orders
+                replicates = any(map(_is_replicated_by_torch, small))
             seen = self._seen[optimizer] = _Seen(key, by_element, small, replicates)
         return seen
 

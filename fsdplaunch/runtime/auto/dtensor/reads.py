@@ -93,13 +93,13 @@ def _computed(call: str, compute: Callable[[Any, Any, Any], Any], func: Any, arg
         return compute(func, args, kwargs)
     if _is_known():
         return _without_looking(compute, func, args, kwargs)
-    with in_turn(call), _decided():
+    with in_turn(call), decided():
         alone = _alone_at_this_line(call)
         return compute(func, args, kwargs) if alone is None else _alone(alone, func, args, kwargs)
 
 
 @contextmanager
-def _decided() -> Iterator[None]:
+def decided() -> Iterator[None]:
     """Have what is computed inside of a function's or an operator's handler not be looked at by itself."""
     before, _deciding.done = _deciding.done, True
     try:
