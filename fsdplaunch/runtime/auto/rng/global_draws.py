@@ -152,7 +152,8 @@ class _Slicing:
         """Return the dimension of a tensor that has the rows of this rank's batch; None if there is none."""
         if type(tensor) is not torch.Tensor or tensor.requires_grad or not tensor.dim():
             return None
-        if not self._trains(*tensor.shape[:2]):
+        first = int(self.hook_context.batches.time_first)
+        if not self._trains(*tensor.shape[first : first + 1]):  # a model may have as many heads as there are rows
             return None
         packed = is_recurrent_and_packed()
         if packed:
