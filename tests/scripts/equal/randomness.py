@@ -230,14 +230,15 @@ KINDS = (
     "attack",
     "decisions",
     "shapes",
-    "several",
     "targets",
     "noisy",
     "views",
+    "several",
 )
 ranks = int(sys.argv[1])
 BATCHES = dict.fromkeys(KINDS, 8) | {
     "decisions of 1": ranks,
+    "several": 4 * ranks,  # not as many as there are shares
     # A rank has as many rows as there are features, or positions.
     **{f"{kind} of 8": 8 * ranks for kind in ("batch first", "time first", "attention", "flat", "lstm", "noisy")},
     **{
