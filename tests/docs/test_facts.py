@@ -113,7 +113,7 @@ def shown_messages() -> list[str]:
     return sorted(message for message in shown if not _BY_SSH.match(message))
 
 
-_FILLED_IN = {"host", "run", "ckpt", "root", "Linear", "Transformer", "Block", "FSDP", "maybe"}
+_FILLED_IN = {"host", "run", "ckpt", "root", "Linear", "Transformer", "Block", "GPT", "FSDP", "maybe"}
 """Words of the examples themselves: names of hosts, folders, classes."""
 
 

@@ -17,6 +17,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.rank0.pulling import Rank0Saves
 from fsdplaunch.runtime.auto.state.rank0.shard_names import changes, is_over_all_ranks
+from fsdplaunch.runtime.inspection.parameter_names import count
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import mixed_precision_of, param_groups
 from fsdplaunch.runtime.torch_internals.fsdp.suspended_units import cast_inputs, cast_output, suspend_unit
@@ -110,10 +111,10 @@ class FullPasses:
                     self.fetched[id(shard)] = nn.Parameter(full, requires_grad=False)
         finally:
             saves.done()
-        size = sum(each.nbytes for each in self.fetched.values()) / 1e9
+        many = count(sum(each.numel() for each in self.fetched.values()))
         message = (
-            f"{line}: rank 0 alone calls {self.name}: it gets the full parameters for that ({size:.1f} GB), and"
-            " the other ranks wait"
+            f"{line}: rank 0 alone calls {self.name}: it gets the full parameters for that ({many}), and the"
+            " other ranks wait"
         )
         if message not in self.hook_context.printed:
             self.hook_context.printed.add(message)
