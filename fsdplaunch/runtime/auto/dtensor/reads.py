@@ -137,6 +137,7 @@ def _is_known() -> bool:
 
 
 def _without_looking(compute: Callable[[Any, Any, Any], Any], func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute inside of `decided`, without what a context costs for each operator."""
     _deciding.done = True
     try:
         return compute(func, args, kwargs)
