@@ -1,6 +1,7 @@
 """Losses of the first batches are computed again from the rows of all ranks; what is otherwise is told."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ HEAD = """
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.set_default_dtype(torch.float64)
@@ -30,6 +32,7 @@ class Net(nn.Module):
 
 
 model = Net()
+old = [p.detach().clone() + 0.1 for p in model.parameters()]
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 with torch.no_grad():
     teacher = nn.Linear(5, 4)
@@ -100,13 +103,42 @@ TOLD = {
     "every other row": ("each(x, r)[::3].mean()", "some rows count otherwise"),
     "own average": ("-(chosen(x, y) * (r - kept)).mean()", "sub at train.py:LINE is given each rank's own"),
 }
+PENALTIES = {
+    "sum of squares": "each(x, r).mean() + 0.01 * sum(p.pow(2).sum() for p in model.parameters())",
+    "sum of sizes": "each(x, r).mean() + 0.01 * sum(p.abs().sum() for p in model.parameters() if p.dim() > 1)",
+    "norms": "each(x, r).mean() + 0.01 * sum(map(torch.norm, model.parameters()))",
+    "norms together": "each(x, r).mean() + 0.01 * torch.stack([p.norm() for p in model.parameters()]).max()",
+    "all parameters": "each(x, r).mean() + parameters_to_vector(model.parameters()).square().mean()",
+    "orthogonal": "each(x, r).mean() + (model.last.weight @ model.last.weight.T - torch.eye(4)).square().sum()",
+    "largest of a parameter": "each(x, r).mean() + model.scale.max() + model.first.weight.amax(1).mean()",
+    "distances of parameters": "each(x, r).mean() + torch.cdist(model.last.weight, model.last.weight).mean()",
+    "elastic": "each(x, r).mean() + sum((p - q).pow(2).sum() for p, q in zip(model.parameters(), old))",
+    "scaled by a parameter": "(each(x, r) * model.scale.exp().mean()).mean() / model.scale.detach().norm()",
+}
+"""Terms of parameters alone, which are the same on all ranks."""
 KEPT = "kept = 0.9 * 0.2 + 0.1 * r.mean().item()"
 
 
-def program() -> str:
-    expressions = {**EQUAL, **{name: expression for name, (expression, _) in TOLD.items()}}
+ALL = {**EQUAL, **{name: expression for name, (expression, _) in TOLD.items()}}
+
+
+def program(expressions: Mapping[str, str] = ALL) -> str:
     steps = [f"({expression}).backward(); norms({name!r})" for name, expression in expressions.items()]
     return HEAD.replace("RANKS", str(RANKS)) + "\n".join([KEPT, *steps]) + "\n"
+
+
+@pytest.mark.parametrize("names", [list(PENALTIES)[i : i + 4] for i in range(0, len(PENALTIES), 4)], ids=str)
+def test_penalties_on_parameters_are_equal_and_not_told(forks: Forks, tmp_path: Path, names: list[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        program({name: PENALTIES[name] for name in names})
+    )  # the first four of one kind are looked at
+    plain = forks.run(script, tmp_path / "plain")
+    many = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
+    assert (plain.codes, many.codes) == ([0], [0] * RANKS), many.err
+    assert [line for line in _lines(plain.out[0]) if line[0] in names] == _lines(many.out[0])
+    assert len(_lines(many.out[0])) == len(names)
+    assert "one process" not in many.err[0]
 
 
 def test_gradients_are_those_of_one_process_or_told_with_the_cause(forks: Forks, tmp_path: Path) -> None:

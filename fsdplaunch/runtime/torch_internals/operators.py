@@ -25,6 +25,11 @@ Forward = Callable[..., tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]]
 Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
+def exchanges(function: Any) -> bool:
+    """Return whether a function is one of these, by itself or by one of its overloads; all versions."""
+    return str(getattr(function, "__module__", "")).endswith(f".{FUNCTIONAL_COLLECTIVES.name}")
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionKernel:
     """One of torch's kernels, both ways.

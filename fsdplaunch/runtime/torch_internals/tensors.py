@@ -77,6 +77,8 @@ def apart_from_parameters(output: Any) -> Any:
 
     Memory of gathered parameters is given back after the module; all versions.
     """
+    if type(output) is torch.Tensor and not output._is_view():  # what most modules return, at the least cost
+        return output
     if type(output) in (tuple, list) and any(isinstance(each, torch.Tensor) for each in output):
         return type(output)(map(apart_from_parameters, output))
     if not isinstance(output, torch.Tensor):
@@ -86,10 +88,8 @@ def apart_from_parameters(output: Any) -> Any:
 
 
 def return_no_parameters(_module: Any, _args: Any, output: Any) -> Any:
-    """Do that as a forward hook, in one call where a module returns what it has computed; all versions."""
-    if (type(output) is torch.Tensor and not output._is_view()) or torch.compiler.is_compiling():
-        return None
-    return apart_from_parameters(output)
+    """Do that as a forward hook; all versions."""
+    return None if torch.compiler.is_compiling() else apart_from_parameters(output)
 
 
 _instead_of: dict[int, Callable[..., Any]] = {}

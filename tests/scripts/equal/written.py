@@ -106,3 +106,58 @@ for (x,) in DataLoader(TensorDataset(inputs), batch_size=16):
         optimizer.step()
         print(f"{name} {len(losses)}: {loss.item():.6f} {model[0].weight.detach().norm().item():.6f}")
     losses.append("")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(10, 10)
+
+    def forward(self, x):
+        return x + torch.relu(self.inner(x))
+
+
+@torch.no_grad()
+def clamp_all(module, *_):
+    for param in module.parameters():
+        param.clamp_(-0.1, 0.1)
+
+
+@torch.no_grad()
+def shrink_all(module, *_):
+    for param in module.parameters():
+        param.data.mul_(0.9)
+
+
+def hooked(model, blocks, number):
+    """Hooks of units, of the model and of its blocks, around their passes."""
+    of = blocks if number % 2 else [model]
+    for module in of:
+        if number < 4:
+            module.register_forward_pre_hook(clamp_all if number < 2 else shrink_all)
+        else:
+            module.register_forward_hook(lambda module, *_: None if module.training else shrink_all(module))
+
+
+for late in (False, True):
+    for number in range(6):
+        torch.manual_seed(3)
+        blocks = nn.ModuleList(Block() for _ in range(3))
+        model = nn.Sequential(*blocks, nn.Linear(10, 2))
+        if not late:
+            hooked(model, blocks, number)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if late:
+            hooked(model, blocks, number)
+        losses = []
+        for (x,) in DataLoader(TensorDataset(inputs), batch_size=16):
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                checked = model.eval()(inputs[:4]).mean()
+            model.train()
+            losses.append(f"{loss.item():.6f} {checked.item():.6f}")
+        sums = [f"{param.detach().double().sum().item():.5f}" for param in model.parameters()]
+        print(f"hooks {number} {late}: {' '.join(losses + sums)}")

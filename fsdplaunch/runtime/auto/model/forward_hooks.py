@@ -60,7 +60,6 @@ class ForwardHooks:
         for unit in model.modules():
             if is_unit(unit):
                 call_for_forward(unit)
-                unit.register_forward_hook(return_no_parameters, prepend=True)  # before torch's gives memory back
         for name in computing_methods(model):
             self._gather_around(model, name)
         self.first_calls = gather_around_parts(model, begin_pass, self._check_first)
@@ -208,8 +207,12 @@ def check_not_gathered() -> None:
 
 
 def call_for_forward(unit: nn.Module) -> None:
-    """Let a script that calls `unit.forward(x)` have what `unit(x)` does, where hooks gather the parameters."""
+    """Let a script that calls `unit.forward(x)` have what `unit(x)` does, where hooks gather the parameters.
+
+    What it returns is no parameter, whose memory is given back after it.
+    """
     if "forward" in unit.__dict__:  # the script's own way for this module
+        unit.register_forward_hook(return_no_parameters, prepend=True)
         return
     kind: Any = original_class(unit)
     plain, of, in_pass = kind.forward, weakref.ref(unit), pass_look(unit)
@@ -217,8 +220,10 @@ def call_for_forward(unit: nn.Module) -> None:
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         module: Any = of()
-        if torch.compiler.is_compiling() or in_pass():
+        if torch.compiler.is_compiling():
             return plain(module, *args, **kwargs)
+        if in_pass():
+            return apart_from_parameters(plain(module, *args, **kwargs))
         return nn.Module.__call__(module, *args, **kwargs)  # a class may call forward in a __call__ of its own
 
     unit.__dict__["forward"] = forward

@@ -1,7 +1,7 @@
-"""Keep what a model's own forward writes into parameters: a momentum encoder, a weight that is clamped or normed.
+"""Keep what a model's forward, or a hook, writes into parameters: a momentum encoder, a weight that is clamped.
 
-Needed because a unit computes with gathered parameters, which are thrown away: what a forward has written there is
-to be in the shards when the unit gives them back.
+Needed because a unit computes with gathered parameters, which are thrown away: what was written there is to be in
+the shards when the unit gives them back.
 """
 
 import weakref
@@ -13,7 +13,12 @@ from torch import nn
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
-from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import gathered_now, group_refs
+from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import (
+    before_giving_back,
+    call_when_gathered,
+    gathered_now,
+    group_refs,
+)
 from fsdplaunch.runtime.torch_internals.tensors import counted_changes
 
 _gathered: dict[int, "weakref.ref[torch.Tensor]"] = {}
@@ -24,51 +29,39 @@ _get: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def keep_written(model: nn.Module) -> None:
-    """Have the units of a model that was just sharded keep what their forward writes."""
+    """Have the units of a model that was just sharded keep what is written while they are gathered."""
     for unit in filter(is_unit, model.modules()):
-        _Written(unit)
+        for group in group_refs(unit):
+            _Written(group)
 
 
 class _Written:
-    """What one unit's parameters were when its pass began, by hooks inside of the gathering."""
+    """How often the parameters of one group were changed until it last gave them back.
 
-    def __init__(self, unit: nn.Module) -> None:
-        self.groups = group_refs(unit)
+    Looked at where the group gives back, and not by hooks: those of the script may write before and after ours.
+    """
+
+    def __init__(self, group: "weakref.ref[Any]") -> None:
+        self.group = group
         self.gathered: list[torch.Tensor] = []
         self.counts: list[int] = []
-        unit.register_forward_pre_hook(self.begin)
-        unit.register_forward_hook(self.end, prepend=True)
+        call_when_gathered(group, self.note)
+        before_giving_back(group, self.gathered, self.counts, _taken, self.keep)
 
-    def begin(self, *_: Any) -> None:
-        """Note how often each parameter was changed so far."""
-        if torch.compiler.is_compiling():
-            return
-        if not self.gathered:  # torch gathers into the same tensors from then on
-            self.gathered = [gathered for gathered, _ in self.pairs()]
-            for gathered in self.gathered:
-                _note(gathered)
-        self.counts = list(map(counted_changes, self.gathered))
+    def note(self, gathered: torch.Tensor) -> None:
+        """Know a parameter's tensor, into which torch gathers from then on."""
+        number = id(gathered)
+        _gathered[number] = weakref.ref(gathered, lambda _: _gathered.pop(number, None))
+        self.gathered.append(gathered)
+        self.counts.append(counted_changes(gathered))
 
-    def end(self, *_: Any) -> None:
+    def keep(self) -> None:
         """Write into the shards what has changed."""
-        if torch.compiler.is_compiling():
-            return
-        counts = list(map(counted_changes, self.gathered))
-        if counts == self.counts and not _taken:
-            return
-        for before, count, (gathered, shard) in zip(self.counts, counts, self.pairs(), strict=False):
-            if count != before or id(gathered) in _taken:
+        before, self.counts[:] = list(self.counts), map(counted_changes, self.gathered)
+        for earlier, now, (gathered, shard) in zip(before, self.counts, gathered_now(self.group), strict=False):
+            if now != earlier or id(gathered) in _taken:
                 _taken.discard(id(gathered))
                 _write(gathered, shard)
-
-    def pairs(self) -> list[tuple[Any, Any]]:
-        """Return the unit's parameters as they are gathered, each with its shard."""
-        return [pair for ref in self.groups for pair in gathered_now(ref)]
-
-
-def _note(gathered: torch.Tensor) -> None:
-    number = id(gathered)
-    _gathered[number] = weakref.ref(gathered, lambda _: _gathered.pop(number, None))
 
 
 def is_gathered(param: Any) -> bool:

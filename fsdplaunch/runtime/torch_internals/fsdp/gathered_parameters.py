@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import param_groups
+from fsdplaunch.runtime.torch_internals.tensors import counted_changes
 
 
 def unsharded_parameters(group: Any) -> list[tuple[torch.Tensor, bool]]:
@@ -83,13 +84,56 @@ def first_gathers(module: Any) -> Iterator[tuple[Any, Callable[[Callable[[Any], 
             yield held.sharded_param, functools.partial(_call_when_gathered, held)
 
 
+def call_when_gathered(ref: weakref.ref[Any], act: Callable[[Any], None]) -> None:
+    """Call a function with each full parameter of a group, in order, when it is first gathered; all versions."""
+    group = ref()
+    for held in () if group is None else group.fsdp_params:
+        _call_when_gathered(held, act)
+
+
+def before_giving_back(
+    ref: weakref.ref[Any],
+    gathered: list[torch.Tensor],
+    counts: list[int],
+    marked: set[int],
+    act: Callable[[], None],
+) -> None:
+    """Call a function where a group is to give back gathered parameters that were changed; all versions.
+
+    Looked at after each pass, also where they stay gathered until backward, and after backward, by no call of a
+    function. Gathering is no change that torch counts. What was given back has no memory.
+
+    Args:
+        ref: The group.
+        gathered: Its full parameters.
+        counts: How often each was changed until last time; to be brought up to date by `act`.
+        marked: What is changed uncounted, if anything.
+        act: The function.
+    """
+    group = ref()
+    if group is None:
+        return
+    give_back = type(group).reshard
+
+    def reshard() -> None:
+        if (still := ref()) is None:
+            return
+        if still.is_unsharded and (marked or list(map(counted_changes, gathered)) != counts):
+            act()
+        give_back(still)
+
+    group.reshard = reshard
+
+
 def _call_when_gathered(held: Any, act: Callable[[Any], None]) -> None:
-    gather = held.init_unsharded_param
+    gather, waiting = held.init_unsharded_param, [act]
 
     def gather_first(*args: Any, **kwargs: Any) -> None:
         gather(*args, **kwargs)
-        held.init_unsharded_param = gather
-        act(held._unsharded_param)
+        if held.init_unsharded_param is gather_first:  # several may wait for one parameter
+            held.init_unsharded_param = gather
+        if waiting:
+            waiting.pop()(held._unsharded_param)
 
     if hasattr(held, "_unsharded_param"):
         act(held._unsharded_param)

@@ -35,6 +35,7 @@ from fsdplaunch.runtime.auto.losses.first_batches.program import (
 from fsdplaunch.runtime.auto.patch import original_of
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.torch_internals.function_modes import put_below, take_off
+from fsdplaunch.runtime.torch_internals.operators import exchanges
 from fsdplaunch.runtime.torch_internals.tensors import change_count, is_function_transforms, is_in_transform
 
 LARGEST, MOST_BYTES = 32 << 20, 256 << 20
@@ -42,7 +43,10 @@ LARGEST, MOST_BYTES = 32 << 20, 256 << 20
 MOST_CALLS, LOOKS, MOST_BACKWARDS = 5000, 4, 64
 """Calls of a recording, backward passes after the last new loss, and all of them."""
 _OPAQUE = ("batch_norm", "instance_norm", "backward", "grad", "register_hook", "checkpoint")
-"""What changes more than it returns, or stands for a pass of its own."""
+"""What changes more than it returns, or stands for a pass of its own.
+
+So are exchanges between ranks, by which the sum of a shard's elements becomes that of the parameter's.
+"""
 
 
 class Recorder(TorchFunctionMode):
@@ -150,7 +154,7 @@ class Recorder(TorchFunctionMode):
 
     def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = name_of(func)
-        opaque = name in _OPAQUE or _is_opaque(args, kwargs)
+        opaque = name in _OPAQUE or exchanges(func) or _is_opaque(args, kwargs)
         call = None if opaque else self._call(func, args, kwargs)
         drawn = torch.get_rng_state()
         result = func(*args, **kwargs)
