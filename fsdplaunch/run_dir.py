@@ -38,7 +38,7 @@ PRIVATE_MODE = 0o600
 """Of files that only this user is to read."""
 _RANKS = "ranks"
 _RECORD = "agent.json"
-_TAIL_BYTES = 8192
+_TAIL_BYTES = 32768
 _MAX_JSON = 256 * 2**20
 
 

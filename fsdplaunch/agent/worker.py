@@ -10,6 +10,7 @@ from typing import Any
 
 from fsdplaunch.agent.fork_server.client import EndedWorker
 from fsdplaunch.agent.fork_server.process_group import kill_worker
+from fsdplaunch.agent.last_words import last_words
 from fsdplaunch.launch.report.root_cause import signal_name
 from fsdplaunch.run_dir import error_file, rank_folder, rank_log, read_tail
 from fsdplaunch.worker_status import read_heartbeat
@@ -64,8 +65,11 @@ class Worker:
             "peak_bytes": ended.peak_bytes if ended else None,
             "steps": self._steps(run_dir),
             "error": error,
-            "tail": read_tail(rank_log(run_dir, self.rank, "stderr", attempt)) if bad and error is None else [],
+            "tail": self._tail(run_dir, attempt) if bad and error is None else [],
         }
+
+    def _tail(self, run_dir: Path, attempt: int) -> list[str]:
+        return last_words(read_tail(rank_log(run_dir, self.rank, "stderr", attempt), lines=400))
 
     def _steps(self, run_dir: Path) -> int | None:
         beat = read_heartbeat(rank_folder(run_dir, self.rank))

@@ -405,3 +405,26 @@ def test_an_optimizer_that_a_library_builds_in_its_step_is_told_with_a_fitting_h
     assert done.codes == [1, 1]
     assert f"train.py:10 {message}" in done.err[0]
     assert "library builds the optimizer in the step that computes" in done.err[0]
+
+
+CHOOSES = """
+    import random
+
+    random.seed(0)
+    model = Net().to("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(40):
+        if step and random.random() > 0.5:
+            with torch.no_grad():
+                model(torch.ones(1, 4)).argmax()
+        elif step % 3 == 0:
+            model(torch.randn(8, 4)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    print("ended")
+"""
+
+
+def test_choices_by_random_numbers_are_alike_with_the_global_batch_kept(forks: Forks, tmp_path: Path) -> None:
+    together = run(forks, tmp_path, CHOOSES, launch__keep_global_batch=True)
+    assert together.codes == [0] * RANKS and "ended" in together.out[0], together.err

@@ -178,5 +178,9 @@ def test_rank_0_saves_alone_what_a_script_has_sharded_by_hand_or_is_told_soon(fo
     assert {path.name for path in run.folder.iterdir()} == {
         *("both.pt", "file.safetensors", "gathered.pt", "dcp.pt", "dcp-optimizer.pt", "dcp-both.pt"),
         *("own-0.pt", "own-1.pt", "sharded", "alone", "hub", "hub-of-all"),
+        *("one-of-all.pt", "one-of-all.safetensors"),
     }
+    gathered = torch.load(run.folder / "gathered.pt")
+    assert_equal(torch.load(run.folder / "one-of-all.pt"), gathered)  # which all ranks save to
+    assert_equal(load_file(run.folder / "one-of-all.safetensors"), gathered)
     assert "hand_saves.py:" in run.err[0] and "torch.save writes each rank's own shards here" in run.err[0]

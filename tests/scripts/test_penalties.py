@@ -54,6 +54,26 @@ def train(rows, accumulate):
     (weight.std() + (weight.sum(0) + 1).pow(2).sum()).backward()
     print(f"{weight.std():.6f} {weight.argmax().item()} {weight.grad.norm():.6f} {weight.grad.mean():.6f}")
 
+def convolve_weights():
+    torch.manual_seed(6)
+    convolutions = nn.Conv1d(4, 6, 3, padding=1), nn.Conv1d(6, 6, 3)
+    model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(12, 2)).to("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(8, 4, 4)
+    for step in range(3):
+        kernel = model[1].weight
+        apart = F.conv1d(kernel, kernel, padding=2) - 1  # orthogonal convolutions
+        low = F.conv_transpose1d(model[1].weight, model[0].weight, stride=2)
+        loss = model(x).pow(2).mean() + 1e-2 * apart.pow(2).sum() + 1e-3 * low.sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"{loss.item():.6f}", *(f"{p.pow(2).sum().item():.6f}" for p in model.parameters()))
+    with torch.no_grad():
+        a, b = model[3].weight.view(4, 6), model[0].weight.view(18, 4)[:, :2]  # merged as loralib does
+        model[1].weight.data += F.conv1d(a[None], b[..., None], groups=2).view(6, 6, 3)
+    print(f"{model[1].weight.pow(2).sum().item():.6f}")
+
 def average_of_weights_copied_before(rows):
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, rows))
@@ -87,6 +107,7 @@ average_of_weights_copied_before(4)
 train(1, accumulate=1)
 train(2, accumulate=2)
 train(5, accumulate=1)
+convolve_weights()
 divide_batches()
 """
 

@@ -36,6 +36,9 @@ for index, x in DataLoader(data, batch_size=4 * RANKS, shuffle=True):
     between = torch.pdist(out)  # distant
     between = torch.nn.functional.pdist(x)  # distant
     places = torch.pdist(alike[:3]), torch.cdist(out, bank[:3] * 0)
+    periods = abs(out[:, :, None] * x[:, None]).mean(0).mean(-1).topk(2).indices  # means
+    delays = torch.argsort(torch.sum(out.detach(), dim=(0,)))  # means
+    usual = alike.mean(0).topk(2), out.detach().mean(0).argmax(), out.mean(1, keepdim=True).sort(1)
     joined = torch.cat([out, out.flip(1)]), torch.cat([x, x[:, :2]], 1)
     hot = torch.zeros(4, 3)
     hot[torch.arange(4), out.argmax(1)] = 1.0
@@ -56,6 +59,7 @@ SENTENCES = {
     "ranked": "rows of the batch are ranked: each rank ranks its own rows only",
     "spread": "the spread of the batch's rows is computed: each rank computes that of its own rows only",
     "written": "rows of the batch are written into a tensor that is kept: each rank writes its own rows only",
+    "means": "means over the batch's rows are ranked: each rank ranks those of its own rows only",
     "distant": "distances between rows of the batch are computed: each rank has those between its own rows only",
     "joined": "rows of the batch are joined to a tensor of others: each rank joins its own rows only",
 }

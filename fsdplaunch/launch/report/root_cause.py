@@ -19,6 +19,8 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 """What a rank says when another one has gone or did not come to a collective."""
+UNEQUAL_COLLECTIVES = "Received data size doesn't match expected size"
+"""What gloo says where ranks are in different collectives, before it aborts the process."""
 WARNINGS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 """Signals that announce an end and do not ask for one: a script may save and go on."""
 _ASKED_STATUS = re.compile(r"SystemExit: (\d+)")
@@ -53,7 +55,8 @@ def is_consequence(worker: Worker) -> bool:
         message = error["message"] or ""
         return message.startswith(_COLLECTIVE_TYPES) and _LOST_PEER.search(message) is not None
     # The watchdog thread of NCCL aborts the process; what it had to say is on the error output.
-    return code == -signal.SIGABRT and _LOST_PEER.search("\n".join(worker["tail"])) is not None
+    said = "\n".join(worker["tail"])
+    return code == -signal.SIGABRT and UNEQUAL_COLLECTIVES not in said and _LOST_PEER.search(said) is not None
 
 
 def moment(worker: Worker) -> int:

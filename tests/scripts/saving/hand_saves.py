@@ -113,6 +113,8 @@ if rank == 0:
 full, of_optimizer = get_state_dict(model, optimizer, options=options)
 save_torch_state_dict(model.state_dict(), "hub-of-all")
 torch.save(model.state_dict(), f"own-{rank}.pt")  # each rank its shards
+torch.save({name: value.detach().cpu().clone() for name, value in model.named_parameters()}, "one-of-all.pt")
+save_file(model.state_dict(), "one-of-all.safetensors")
 dcp.save({"model": model.state_dict()}, checkpoint_id="sharded")
 kept = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
 found = tree_map(lambda value: torch.zeros_like(value) if isinstance(value, torch.Tensor) else value, kept)

@@ -13,6 +13,7 @@ _KINDS: Sequence[Callable[[FailureFacts], Diagnosis | None]] = (
     out_of_memory.gpu_out_of_memory,
     out_of_memory.host_out_of_memory,
     out_of_memory.bus_error,
+    communication.unequal_collectives,
     communication.collective_timeout,
     communication.port_in_use,
     communication.lost_connection,

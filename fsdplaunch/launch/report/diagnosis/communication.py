@@ -3,7 +3,7 @@
 import re
 
 from fsdplaunch.launch.report.diagnosis.facts import Diagnosis, FailureFacts, name_ranks
-from fsdplaunch.launch.report.root_cause import has_failed, is_consequence
+from fsdplaunch.launch.report.root_cause import UNEQUAL_COLLECTIVES, has_failed, is_consequence
 
 _TIMEOUT = re.compile(
     r"Timed out waiting|Watchdog caught collective operation timeout|Collective .* timed? ?out|Wait timeout", re.I
@@ -24,6 +24,21 @@ def collective_timeout(facts: FailureFacts) -> Diagnosis | None:
         remedies=(
             "check that every rank makes the same calls, evaluation and saving included",
             "--process-group-timeout-seconds with a larger number, if one rank is meant to take long",
+        ),
+    )
+
+
+def unequal_collectives(facts: FailureFacts) -> Diagnosis | None:
+    """Recognise ranks that were in different collectives, of which gloo aborts one."""
+    if UNEQUAL_COLLECTIVES not in facts.text:
+        return None
+    draws_own = facts.config is None or not facts.config.launch.keep_global_batch
+    alike = "--keep-global-batch, if the script chooses by random numbers: all ranks then draw the same"
+    return Diagnosis(
+        why="ranks were in different collectives: one called or trained a model where another did not",
+        remedies=(
+            *((alike,) if draws_own else ()),
+            "check that every rank makes the same calls, evaluation and saving included",
         ),
     )
 

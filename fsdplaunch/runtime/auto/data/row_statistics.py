@@ -15,6 +15,7 @@ import torch
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.padded_rows import tell_padding
+from fsdplaunch.runtime.auto.data.row_means import is_row_mean, marking_row_means
 from fsdplaunch.runtime.auto.data.row_order import is_between_reads
 from fsdplaunch.runtime.auto.losses.first_batches.program import is_used
 from fsdplaunch.runtime.auto.patch import replaced
@@ -24,10 +25,12 @@ from fsdplaunch.runtime.torch_internals.tensors import is_function_transforms
 
 _RANKING = ("topk", "sort", "argsort", "msort", "kthvalue", "median", "nanmedian", "quantile", "nanquantile")
 _SPREAD = ("std", "var", "std_mean", "var_mean")
+_RANKED_MEANS = ("topk", "sort", "argsort", "msort")
 _WRITING = ("index_copy_", "index_add_", "index_put_", "scatter_", "scatter_add_")
 _COMPARED = (1, 2, 3, 10, 100)
 """The backward passes at which ranks compare what they have noted: a script may begin with some of it later."""
 _RANKED = "rows of the batch are ranked: each rank ranks its own rows only"
+_MEANS = "means over the batch's rows are ranked: each rank ranks those of its own rows only"
 _SPREADS = "the spread of the batch's rows is computed: each rank computes that of its own rows only"
 _WRITTEN = "rows of the batch are written into a tensor that is kept: each rank writes its own rows only"
 _JOINED = "rows of the batch are joined to a tensor of others: each rank joins its own rows only"
@@ -44,12 +47,14 @@ def telling_row_statistics(hook_context: HookContext) -> Iterator[None]:
         return
     looks: tuple[tuple[tuple[str, ...], Callable[..., Found], str], ...] = (
         (_RANKING, _ranked, _RANKED),
+        (_RANKED_MEANS, _ranked_means, _MEANS),
         (_SPREAD, _spread, _SPREADS),
         ((*_WRITING, "__setitem__"), _written, _WRITTEN),
         (("cat", "concat"), _joined, _JOINED),
         (("pdist",), _distant, _DISTANT),
     )
     with ExitStack() as stack:
+        stack.enter_context(marking_row_means(hook_context))
         for names, look, sentence in looks:
             for owner in (torch, torch.Tensor, torch.nn.functional):
                 for name in names:
@@ -150,6 +155,12 @@ def _ranked(sizes: Collection[int], value: Any = None, *args: Any, **kwargs: Any
         return None
     given = [kwargs["dim"]] if "dim" in kwargs else [arg for arg in args if type(arg) is int][-1:]
     return value if value.dim() == 1 or given == [0] else None
+
+
+def _ranked_means(_sizes: Collection[int], value: Any = None, *_: Any, **kwargs: Any) -> Found:
+    """Return means over rows that are ranked, for a choice by them, which no gradients show."""
+    value = kwargs.get("input", value)
+    return value if is_row_mean(value) else None
 
 
 def _spread(sizes: Collection[int], value: Any = None, *args: Any, **kwargs: Any) -> Found:

@@ -34,6 +34,8 @@ _LOSS_OPERATORS = (
     *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
 )
+_CONVOLUTIONS = ("convolution", "convolution_backward")
+"""Of shards torch computes each rank's own part, as if images were divided: LoRA merged into weights."""
 _MIXING = ("add", "sub", "mul", "div", "lerp", "masked_fill")
 """How `average * decay + parameter * (1 - decay)` is computed, where the average is no shard."""
 _AVERAGING = (*(f"{name}_" for name in _MIXING), "copy_", "addcmul_", "addcdiv_")
@@ -119,7 +121,7 @@ def _operators(ownership: Ownership) -> dict[Any, Handler]:
     losses = [name + end for name in _LOSS_OPERATORS for end in ("", "_backward")]
     found: dict[Any, Handler] = {}
     for names, handler in (
-        ((*losses, "std", "argmax", "argmin"), handlers.replicate),
+        ((*losses, "std", "argmax", "argmin", *_CONVOLUTIONS), handlers.replicate),
         (_EXTREME_OPERATORS, handlers.replicate_empty),
         (("mean",), handlers.replicate_unequal),
         (_MIXING, mixtures.combine_mixed(read, ownership)),

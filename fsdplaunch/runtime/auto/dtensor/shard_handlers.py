@@ -126,9 +126,12 @@ def replicate(func: Any, args: Any, kwargs: Any) -> Any:
     """
     mesh = next(value.device_mesh for value in (*args, *kwargs.values()) if isinstance(value, DTensor))
     placements = [Replicate()] * mesh.ndim
-    return tree_map(
-        lambda value: DTensor.from_local(value, mesh, placements, run_check=False), gather(func, args, kwargs)
-    )
+
+    def placed(value: Any) -> Any:
+        is_made = isinstance(value, torch.Tensor)  # a backward gives None for what needs no gradient
+        return DTensor.from_local(value, mesh, placements, run_check=False) if is_made else value
+
+    return tree_map(placed, gather(func, args, kwargs))
 
 
 def replicate_empty(func: Any, args: Any, kwargs: Any) -> Any:

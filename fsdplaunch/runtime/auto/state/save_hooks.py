@@ -38,7 +38,9 @@ from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
 from fsdplaunch.runtime.auto.state.safe_files import saving_safetensors
 from fsdplaunch.runtime.auto.state.saved_paths import note_saved, path_of
 from fsdplaunch.runtime.auto.state.saving_threads import beside_training, failed, in_turn
+from fsdplaunch.runtime.collectives.rank_group import from_all
 from fsdplaunch.runtime.inspection.units import has_shards
+from fsdplaunch.runtime.rank import rank
 
 _SPOOLED_BYTES = 64 << 20
 """What is held in memory before it goes to a temporary file."""
@@ -60,13 +62,13 @@ def _torch_save(save: Any, hook_context: HookContext) -> Any:
     def save_once(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         by_torch = not _called_for_the_script()
         with nullcontext() if by_torch else _turn(obj, hook_context):
-            alone = None if by_torch or hook_context.ownership.ours else _saving_alone(obj)
-            if by_torch or (alone is None and not hook_context.ownership.ours):
+            once = None if by_torch or hook_context.ownership.ours else _saving_once(obj, f)
+            if by_torch or (once is None and not hook_context.ownership.ours):
                 _tell_of_shards(obj, hook_context)
                 with writing_standing():
                     save(obj, f, *args, **kwargs)
             else:
-                _save_full(save, obj, f, args, kwargs, alone or _gatherer(obj, f, hook_context), hook_context)
+                _save_full(save, obj, f, args, kwargs, once or _gatherer(obj, f, hook_context), hook_context)
 
     return save_once
 
@@ -109,10 +111,11 @@ def _gatherer(obj: Any, f: Any, hook_context: HookContext) -> ShardGatherer:
     return gathering
 
 
-def _saving_alone(obj: Any) -> ShardGatherer | None:
-    """Return what gathers for rank 0, where it alone saves what others have sharded; None elsewhere.
+def _saving_once(obj: Any, f: Any) -> ShardGatherer | None:
+    """Return what gathers what others have sharded, where one file of it is saved; None elsewhere.
 
-    Where all ranks save, or each from a thread of its own, they may mean to write their own shards.
+    Rank 0 alone saves it, or all ranks save to the same path, where the file of shards of the last one would stay.
+    Where each has a path of its own, or saves from a thread, they may mean to write their own shards.
 
     Raises:
         CheckpointError: Only some ranks save, or rank 0 does before the others can hand over their shards.
@@ -121,7 +124,15 @@ def _saving_alone(obj: Any) -> ShardGatherer | None:
         return None
     gathering = ShardGatherer("torch.save", keep=True)
     gathering.meet()
-    return None if gathering.together else gathering
+    if gathering.together:
+        gathering.keep = rank() == 0
+    return gathering if not gathering.together or _have_one_path(path_of(f)) else None
+
+
+def _have_one_path(path: str | None) -> bool:
+    """Return whether all ranks save to the same file. Collective."""
+    paths = set(from_all(path and os.path.realpath(path)))
+    return len(paths) == 1 and None not in paths
 
 
 def _write_or_walk(write: Any, obj: Any, gathering: ShardGatherer) -> Exception | None:

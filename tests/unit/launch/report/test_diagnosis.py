@@ -6,6 +6,7 @@ from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config, FsdpConfig
 from fsdplaunch.config.schema.launch_section import LaunchSection
 from fsdplaunch.launch.report.diagnosis import Diagnosis, FailureFacts, diagnose
+from fsdplaunch.launch.report.root_cause import first_failure
 
 OOM = (
     "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.25 GiB of"
@@ -186,3 +187,20 @@ def test_ends_without_an_exception(worker, code, why):
 
 def test_exception_that_speaks_for_itself_is_left_alone(worker):
     assert seen(worker(message="ValueError: batch size must be positive")) == Diagnosis()
+
+
+UNEQUAL = (
+    "  what():  [enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 20 vs 10."
+    " Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?"
+)
+
+
+def test_ranks_in_different_collectives_are_told_from_what_gloo_says(worker):
+    aborted = worker(1, code=-6, at=2.0, tail=(UNEQUAL, "Fatal Python error: Aborted"))
+    lost = worker(0, message="RuntimeError: Read error [127.0.0.1]:1: Connection reset by peer")
+    assert first_failure([lost, aborted]) is aborted
+    found = seen(aborted, lost, config=Config())
+    assert found.why.startswith("ranks were in different collectives")
+    assert found.remedies[0].startswith("--keep-global-batch")
+    kept = seen(aborted, lost, config=Config(launch=LaunchSection(keep_global_batch=True)))
+    assert len(kept.remedies) == 1

@@ -22,6 +22,11 @@ _HINT = (
     " let rank 0 print; rank 0 alone can evaluate a model that FSDP2 shards and that is not compiled"
 )
 
+_OWN_DRAWS = (
+    "call the model on all ranks alike: each rank draws random numbers of its own once training has begun, and may"
+    " choose otherwise by them; launch with --keep-global-batch, with which all ranks draw the same"
+)
+
 
 class Passes:
     """The passes of one model.
@@ -35,6 +40,7 @@ class Passes:
         self.name = name
         self.position = hook_context.position
         self.ownership = hook_context.ownership
+        self.keeps_batch = hook_context.keeps_batch
         self.evaluated_at = -1
         self.training = True
         self.without_gradients: set[str] = set()
@@ -117,7 +123,7 @@ class Passes:
             return True
         has_ranks = self.ownership.ranked or not self.ownership.ours
         at = f" at {calling_lines()}" if has_ranks else called
-        if saves.meet(call + at, _HINT):
+        if saves.meet(call + at, _HINT if has_ranks or self.keeps_batch else _OWN_DRAWS):
             return True
         if not self.full.can_be(model):
             raise _alone(saves, call, _HINT)
