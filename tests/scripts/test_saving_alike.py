@@ -115,6 +115,27 @@ if os.environ.get("RANK", "0") == "0":
 print("the same" if torch.load("out/last.pt").keys() == state.keys() else "another")
 """
 
+OWN_FOLDERS = """
+import tempfile, uuid
+from safetensors.torch import load_file, save_model
+for epoch in range(2):
+    with tempfile.TemporaryDirectory() as folder:
+        best = os.path.join(folder, "best.pt")
+        for _ in range(2):
+            torch.save(model.state_dict(), best)
+            step()
+        model.load_state_dict(torch.load(best))
+        save_model(model, os.path.join(folder, "model.safetensors"))
+        model.load_state_dict(load_file(os.path.join(folder, "model.safetensors")))
+    out = f"run-{uuid.uuid4().hex}"
+    os.makedirs(out)
+    torch.save(model.state_dict(), f"{out}/last.pt")
+    torch.save(model.state_dict(), f"{out}/last.pt")
+    model.load_state_dict(torch.load(f"{out}/last.pt"))
+    step()
+    print(sorted(os.listdir(out)), [f"{param.sum().item():.5f}" for param in model.parameters()])
+"""
+
 IN_TWO_PLACES = """
 if os.environ["RANK"] == "0":
     torch.save(model.state_dict(), "one.pt")
@@ -163,6 +184,17 @@ def test_what_a_script_does_with_saved_files_is_done_once(forks: Forks, tmp_path
     assert len(states) == 6
     assert [torch.load(file) for file in done.folder.rglob("*.bin")] == [{"epoch": 1}] * 3
     assert sum(torch.equal(state, first) for state in states) == 1  # of the first epoch; the others of the last
+
+
+def test_each_rank_reads_what_was_saved_under_a_name_of_its_own(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + OWN_FOLDERS)
+    plain = forks.run(script, tmp_path / "plain")
+    done = forks.run(script, tmp_path / "run", ranks=2, launch__keep_global_batch=True, timeout=60)
+    assert done.codes == [0, 0], done.err
+    assert done.out == plain.out * 2
+    assert len({path.stat().st_ino for path in done.folder.rglob("*.pt")}) == 2  # links: one file an epoch
+    assert len(list(done.folder.rglob("*.pt"))) == 4
 
 
 @pytest.mark.parametrize(

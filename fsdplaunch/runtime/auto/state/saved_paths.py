@@ -2,8 +2,10 @@
 
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -34,7 +36,8 @@ class SavedPaths:
             self._told = True
             messages.say(
                 f"{script_line()}: rank 0 saves to {folders[0]} and rank {rank} to {folders[1]}, named by a clock,"
-                " by chance or by what is there: it is saved once, to rank 0's; other files are in each rank's\n"
+                " by chance or by what is there: rank 0 saves it, the others get a link; other files are in each"
+                " rank's\n"
                 "  try  give the folder's name to the script as an argument"
             )
 
@@ -101,6 +104,24 @@ def note_saved(saved: SavedPaths, path: str | None) -> None:
     if path is not None:
         saved.note(path, same=all(name == path for name in names))
         saved.tell_of_folders(names)
+        if names[0] is not None and names[0] != path:
+            with suppress(OSError):  # such as another machine's file: what reads it finds none
+                _link(names[0], path)
+
+
+def _link(written: str, name: str) -> None:
+    """Give this rank what rank 0 has written by its own name of it, too: a script may read it there.
+
+    So does one that keeps the best weights in a `tempfile.TemporaryDirectory()`.
+    """
+    if Path(written).is_dir():
+        shutil.copytree(written, name, copy_function=_link, dirs_exist_ok=True)
+        return
+    part = f"{name}.{os.getpid()}.part"
+    os.link(written, part)
+    os.replace(part, name)  # noqa: PTH105  (at once: what reads the earlier file goes on)
+    with suppress(FileNotFoundError):  # two names of one file, of which nothing is replaced
+        os.unlink(part)  # noqa: PTH108
 
 
 def _different_folders(name: str | None, other: str | None) -> tuple[str, str] | None:
