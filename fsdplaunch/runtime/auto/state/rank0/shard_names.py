@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -88,8 +89,20 @@ def count_changes_from_now(tensor: Any) -> None:
     _begun[identity(tensor)] = _counted(tensor)
 
 
+@contextmanager
+def counting_one_change(tensor: Any) -> Iterator[None]:
+    """Count what gives a shard other memory as one change, on all ranks: FSDP2 copies a smaller one, to pad it."""
+    earlier = changes(tensor)
+    _begun.pop(identity(tensor), None)
+    yield
+    _begun[identity(tensor)] = _counted(tensor) - earlier - 1
+    moves.append(moves.pop() + 1)
+
+
+moves = [0]
+"""How often a shard was given other memory: its `identity` is another one then."""
 _begun: dict[tuple[Any, ...], int] = {}
-"""Changes that count no more, by what is changed: models, which stay until the script ends."""
+"""Changes that do not count, by what is changed: models, which stay until the script ends. Below 0 some do."""
 
 
 def _counted(tensor: Any) -> int:
