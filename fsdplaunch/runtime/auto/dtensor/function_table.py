@@ -27,6 +27,7 @@ from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0, full_by_all_o
 from fsdplaunch.runtime.auto.dtensor.row_loops import rows
 from fsdplaunch.runtime.auto.dtensor.shared_memory import read_only, refuse_memory
 from fsdplaunch.runtime.auto.dtensor.updates import WrappedUpdates, make_into
+from fsdplaunch.runtime.auto.dtensor.writes_after_steps import WritesAfterSteps
 from fsdplaunch.runtime.auto.model.written_in_passes import take_data
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.torch_internals.dtensor import knows_operator
@@ -65,8 +66,10 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
     """Install the handlers; they compute where the launcher shards for the script."""
     ours = hook_context.ownership
     data: Any = torch.Tensor.data
-    set_data = _handled(data.__set__, partial(handlers.assign_data, hook_context.models), ours)
-    table = OperatorTable(ours)
+    writes = WritesAfterSteps(hook_context)
+    assign = writes.waiting(partial(handlers.assign_data, hook_context.models))
+    set_data = _handled(data.__set__, assign, ours)
+    table = OperatorTable(ours, writes)
     parts = PartsWithGradients(table.see_writes)
     cut_parts, take_shape = by_all_or_rank0(parts), by_all_or_rank0(parts.shape)
     with ExitStack() as stack:

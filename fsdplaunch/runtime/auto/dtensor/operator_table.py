@@ -19,6 +19,7 @@ from fsdplaunch.runtime.auto.dtensor.own_collectives import ALIKE, COLLECTIVES, 
 from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0, operator_by_all_or_rank0
 from fsdplaunch.runtime.auto.dtensor.unknown_operators import UnknownOperators, by_torch
 from fsdplaunch.runtime.auto.dtensor.updates import WrappedUpdates
+from fsdplaunch.runtime.auto.dtensor.writes_after_steps import WritesAfterSteps
 from fsdplaunch.runtime.auto.state.rank0.computed import Namer
 from fsdplaunch.runtime.torch_internals.dtensor import (
     computing_unknown,
@@ -51,10 +52,12 @@ class OperatorTable:
 
     Args:
         ownership: Says whether the launcher shards for the script: they compute only then.
+        writes: Lets this rank wait where it writes into parameters.
     """
 
-    def __init__(self, ownership: Ownership) -> None:
+    def __init__(self, ownership: Ownership, writes: WritesAfterSteps) -> None:
         self.ownership = ownership
+        self._writes = writes
         self._own = _operators(ownership)
         self._table = operator_handlers()
         self._kept = dict(self._table)
@@ -93,7 +96,8 @@ class OperatorTable:
     def _ask_for_rank0(self) -> None:
         """Have the operators that have no handler look whether rank 0 alone computes, from the first model on."""
         if not self._asking:
-            self._asking.update(op for op in shard_writes.computing_operators() if op not in self._handled)
+            asking = (*shard_writes.computing_operators(), *shard_writes.writing_operators())
+            self._asking.update(op for op in asking if op not in self._handled)
             self._put(dict.fromkeys(self._asking, by_torch))
 
     def see_writes(self) -> None:
@@ -112,6 +116,8 @@ class OperatorTable:
         self._handled |= handlers_of.keys()
         for op, each in handlers_of.items():
             handler = operator_by_all_or_rank0(each) if shard_writes.is_computing(op) else each
+            if shard_writes.is_writing(op):
+                handler = self._writes.waiting(handler)
             self._table[op] = _operator(handler, self.ownership, self._kept.get(op))
 
 

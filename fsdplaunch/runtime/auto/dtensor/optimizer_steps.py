@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fsdplaunch.runtime.auto.dtensor.reads import decided
 from fsdplaunch.runtime.auto.dtensor.row_loops import put_kept_rows
-from fsdplaunch.runtime.auto.dtensor.shard_handlers import cuts
+from fsdplaunch.runtime.auto.dtensor.shard_handlers import cuts, full_tensor
 from fsdplaunch.runtime.state_dict.split_like import split_like
 from fsdplaunch.runtime.torch_internals.dtensor import operator_handlers, placements_of, use_operator_handlers
 
@@ -43,7 +43,7 @@ def stepping_without_handlers(
         put_kept_rows()
         if (len(args) > 1 or kwargs) and any(each is not None for each in (*args[1:], *kwargs.values())):
             return
-        _cut_plain_gradients(optimizer)
+        _place_gradients(optimizer)
         seen = steps.look_at(optimizer)
         (handlers if seen.by_element else asked).take_out()
         if seen.small and (seen.replicates or any(map(_has_other_gradient, seen.small))):
@@ -61,14 +61,19 @@ def stepping_without_handlers(
         yield
 
 
-def _cut_plain_gradients(optimizer: Optimizer) -> None:
-    """Cut gradients that the script has set to plain tensors (`p.grad = torch.from_numpy(g)`), which are full."""
+def _place_gradients(optimizer: Optimizer) -> None:
+    """Give each parameter a gradient of its own kind, where the script has set one of the other.
+
+    Plain ones are full (`p.grad = torch.from_numpy(g)`). Plain parameters are copies of the weights that the
+    script steps in their place, in higher precision (`master.grad = p.grad.float()`).
+    """
     for group in optimizer.param_groups:
         params: list[Any] = group["params"]
         for param in params:
             gradient = param.grad
-            if gradient is not None and isinstance(param, DTensor) and not isinstance(gradient, DTensor):
-                param.grad = split_like(gradient, param)
+            if gradient is None or isinstance(gradient, DTensor) is isinstance(param, DTensor):
+                continue
+            param.grad = split_like(gradient, param) if isinstance(param, DTensor) else full_tensor(gradient)
 
 
 class _Handlers:

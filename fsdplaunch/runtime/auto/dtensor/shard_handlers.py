@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 
 from fsdplaunch.runtime.auto.model.written_in_passes import is_gathered, put_data
 from fsdplaunch.runtime.auto.rng.rng_streams import RngStreams
+from fsdplaunch.runtime.auto.state.rank0.shard_names import counting_one_change
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
@@ -116,7 +117,8 @@ def assign_data(models: Iterable[nn.Module], func: Any, args: Any, _kwargs: Any)
     shard = placed_like(param, value) if isinstance(value, DTensor) else cut_to_shard(value, param)
     local = shard.to_local().to(param.to_local().device, param.dtype).detach().contiguous()
     shared = isinstance(value, DTensor) and local.data_ptr() == value.to_local().data_ptr()
-    put_shard(holder, param, local, value if shared else None)
+    with counting_one_change(param):
+        put_shard(holder, param, local, value if shared else None)
 
 
 def replicate(func: Any, args: Any, kwargs: Any) -> Any:

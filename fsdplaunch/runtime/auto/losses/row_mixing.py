@@ -173,7 +173,7 @@ def _reaches_other_rows(loss: torch.Tensor, reduction: Any, at: int, rows: int, 
     with ExitStack() as stack:
         for node in below:
             stack.callback(node.register_prehook(_keep_one(at, reduced_shape(reduction), rows)).remove)
-        for node in {edge.node for edge, _ in others}:
+        for node in {edge.node for edge, _ in outputs}:
             stack.callback(node.register_prehook(_nothing).remove)  # what one output is made of is its model's own
         edges = [edge for edge, _ in others]
         gradients = torch.autograd.grad(loss, edges, retain_graph=True, allow_unused=True)

@@ -34,6 +34,7 @@ class Position:
         states: Calls of `state_dict()` of optimizers that train what FSDP1 has divided.
         met: Calls that every rank must make, and in which all have met; and those of the ranks of one replica.
         inside: The call that every rank must make and that this one is in, or None.
+        stepped_at: The counts and `met` when the last such step was made.
         ended: Whether the script is at its end, or has destroyed the process group.
         event: On a GPU, what was computed when a count last changed; None elsewhere.
     """
@@ -42,6 +43,7 @@ class Position:
         self.steps = self.passes = self.collectives = 0
         self.states = 0
         self.met = [0, 0]
+        self.stepped_at: tuple[int, ...] = ()
         self.inside: str | None = None
         self.ended = False
         self.event: torch.cuda.Event | None = None
@@ -50,6 +52,15 @@ class Position:
     def counts(self) -> tuple[int, int]:
         """Return how far the script is between two optimizer steps."""
         return self.passes, self.collectives
+
+    def note_step(self) -> None:
+        """Note that an optimizer has trained shards."""
+        self.steps += 1
+        self.stepped_at = (self.passes, self.collectives, *self.met)
+
+    def is_after_step(self) -> bool:
+        """Return whether nothing that all ranks do has followed the last step: rank 0 may save what it made."""
+        return self.stepped_at == (*self.counts(), *self.met)
 
     def begin_pass(self) -> None:
         """Note that a sharded model is called."""
@@ -91,7 +102,8 @@ def counting(position: Position) -> Iterator[None]:
     """Count optimizer steps and the script's collectives."""
 
     def count_step(optimizer: Optimizer, *_: Any) -> None:
-        position.steps += trains_shards(optimizer)
+        if trains_shards(optimizer):
+            position.note_step()
 
     def counted(original: Any) -> Any:
         @functools.wraps(original)

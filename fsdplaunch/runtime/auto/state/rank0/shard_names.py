@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,14 +21,21 @@ ShardName = str
 
 
 def named_shards(hook_context: HookContext) -> Iterator[tuple[ShardName, DTensor]]:
-    """Yield every sharded parameter and every sharded tensor of an optimizer's state."""
+    """Yield every sharded parameter, of models and of optimizers, and every sharded tensor of their state.
+
+    Optimizers may train shards that no model has: copies of the weights in higher precision.
+    """
+    of_models = set()
     for model, number in list(hook_context.numbers.items()):
         for name, param in named_parameters(model):
             if isinstance(param, DTensor):
+                of_models.add(id(param))
                 yield json.dumps(["model", number, name]), param
     for number, optimizer in hook_context.numbered_optimizers():
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for index, param in enumerate(params):
+            if isinstance(param, DTensor) and id(param) not in of_models:
+                yield json.dumps(["trained", number, index]), param
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, DTensor):
                     yield json.dumps(["state", number, index, key]), value
@@ -61,7 +69,8 @@ def readable(name: ShardName) -> str:
         return f"parameter {rest[1]} of unit {rest[0]}"
     if kind == "flat state":
         return f"{rest[0]} of parameter {rest[3]} of unit {rest[2]}"
-    return f"{rest[1]} of parameter {rest[0]} of optimizer {number}"
+    state = "" if kind == "trained" else f"{rest[1]} of "
+    return f"{state}parameter {rest[0]} of optimizer {number}"
 
 
 def identity(tensor: Any) -> tuple[Any, ...]:
@@ -80,8 +89,20 @@ def count_changes_from_now(tensor: Any) -> None:
     _begun[identity(tensor)] = _counted(tensor)
 
 
+@contextmanager
+def counting_one_change(tensor: Any) -> Iterator[None]:
+    """Count what gives a shard other memory as one change, on all ranks: FSDP2 copies a smaller one, to pad it."""
+    earlier = changes(tensor)
+    _begun.pop(identity(tensor), None)
+    yield
+    _begun[identity(tensor)] = _counted(tensor) - earlier - 1
+    moves.append(moves.pop() + 1)
+
+
+moves = [0]
+"""How often a shard was given other memory: its `identity` is another one then."""
 _begun: dict[tuple[Any, ...], int] = {}
-"""Changes that count no more, by what is changed: models, which stay until the script ends."""
+"""Changes that do not count, by what is changed: models, which stay until the script ends. Below 0 some do."""
 
 
 def _counted(tensor: Any) -> int:

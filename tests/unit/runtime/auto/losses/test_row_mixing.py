@@ -72,6 +72,23 @@ def test_losses_of_each_row_are_not(loss: Loss) -> None:
     assert not mixes(loss)
 
 
+def test_rows_that_a_judging_model_mixes_are_its_own_beside_another_way_to_them() -> None:
+    """A loss of super resolution: a discriminator with BatchNorm judges what a frozen network looks at as well."""
+    judge, frozen = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)), nn.Linear(6, 3)
+
+    def judged(made: torch.Tensor) -> torch.Tensor:
+        out = judge(made)
+        mark_outputs(out)
+        return out
+
+    def loss(f: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        made = f(X)
+        return F.l1_loss(frozen(made), Y[:, :3]) + F.mse_loss(judged(made), Y[:, :1])
+
+    assert not mixes(loss)
+    assert mixes(lambda f: F.mse_loss(judged(made := f(X)), Y[:, :1]) + centred(made).pow(2).mean())
+
+
 def test_rows_without_a_gradient_that_a_loss_multiplies_by_are_listed() -> None:
     out = nn.Linear(6, 6)(X)
     mark_outputs(out)
