@@ -44,9 +44,11 @@ class WritesAfterSteps:
 
     def _wait(self, target: Any) -> None:
         """Meet all ranks, unless it is no parameter that is written into; rank 0 asks once at each line."""
+        if not any(map(self._is_parameter, (target,) if isinstance(target, DTensor) else tree_leaves(target))):
+            return
         position = self._hook_context.position
         at = (script_line(), *position.stepped_at)
-        if at == self._alone_at or not any(map(self._is_parameter, tree_leaves(target))):
+        if at == self._alone_at:
             return
         meet_rank0(f"a change of parameters at {at[0]}")
         self._alone_at = at if position.is_after_step() else ()
