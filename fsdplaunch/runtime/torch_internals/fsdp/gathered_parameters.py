@@ -54,8 +54,9 @@ def take_local_gradients(ref: weakref.ref[Any], shards: set[int]) -> list[tuple[
     pending: list[tuple[Any, torch.Tensor]] = []
     for param in () if group is None else group.fsdp_params:
         if id(param.sharded_param) in shards and hasattr(param, "_unsharded_param"):
-            found = (param.unsharded_accumulated_grad, param._unsharded_param.grad)
-            pending += [(param.sharded_param, gradient) for gradient in found if gradient is not None]
+            apart, gradient = param.unsharded_accumulated_grad, param._unsharded_param.grad
+            found = (gradient,) if apart is gradient else (apart, gradient)  # the same one in 2.15
+            pending += [(param.sharded_param, each) for each in found if each is not None]
     drop_local_gradients(ref, shards)
     return pending
 
