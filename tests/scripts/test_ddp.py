@@ -94,7 +94,10 @@ def test_ranks_that_a_script_spawns_are_the_launched_workers(forks: Forks, tmp_p
     script = tmp_path / "train.py"
     script.write_text(SPAWNED)
     port = str(_free_port())
-    wanted = forks.run(script, tmp_path / "plain", "spawn", port, "2")
+    for _ in range(4):  # without us, some of gloo's ranks are aborted by torch at their exit (2.15: 1 run of 4)
+        wanted = forks.run(script, tmp_path / "plain", "spawn", port, "2")
+        if wanted.codes == [0]:
+            break
     assert wanted.codes == [0], wanted.err
     done = forks.run(script, tmp_path / "run", "spawn", port, "2", ranks=2)
     assert done.codes == [0, 0], done.err
