@@ -19,8 +19,8 @@ from fsdplaunch.runtime.auto.dtensor.own_collectives import ALIKE, COLLECTIVES, 
 from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0, operator_by_all_or_rank0
 from fsdplaunch.runtime.auto.dtensor.unknown_operators import UnknownOperators, by_torch
 from fsdplaunch.runtime.auto.dtensor.updates import WrappedUpdates
-from fsdplaunch.runtime.auto.dtensor.writes_after_steps import WritesAfterSteps
 from fsdplaunch.runtime.auto.state.rank0.computed import Namer
+from fsdplaunch.runtime.auto.state.rank0.writes_after_steps import WritesAfterSteps
 from fsdplaunch.runtime.torch_internals.dtensor import (
     computing_unknown,
     finishing_results,

@@ -4,18 +4,21 @@ Needed because rank 0 may still save what they have: `prototypes.weight.copy_(no
 weights that are clamped after an epoch. A pass, or a collective, is where they wait otherwise.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler
 from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.rank0.copies import in_optimizer_step
 from fsdplaunch.runtime.auto.state.rank0.passes import meet_rank0
 from fsdplaunch.runtime.auto.state.rank0.shard_names import identity, moves
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves
+
+Handler = Callable[[Any, Any, Any], Any]
+"""Computes a call of a function with shards: the function, its arguments, those by name."""
 
 
 class WritesAfterSteps:
