@@ -115,7 +115,7 @@ PENALTIES = {
     "elastic": "each(x, r).mean() + sum((p - q).pow(2).sum() for p, q in zip(model.parameters(), old))",
     "scaled by a parameter": "(each(x, r) * model.scale.exp().mean()).mean() / model.scale.detach().norm()",
 }
-"""Terms of parameters alone, which are the same on all ranks."""
+"""Terms of parameters alone, which are the same on all ranks. Only the first four of one kind are looked at."""
 KEPT = "kept = 0.9 * 0.2 + 0.1 * r.mean().item()"
 
 
@@ -130,9 +130,7 @@ def program(expressions: Mapping[str, str] = ALL) -> str:
 @pytest.mark.parametrize("names", [list(PENALTIES)[i : i + 4] for i in range(0, len(PENALTIES), 4)], ids=str)
 def test_penalties_on_parameters_are_equal_and_not_told(forks: Forks, tmp_path: Path, names: list[str]) -> None:
     script = tmp_path / "train.py"
-    script.write_text(
-        program({name: PENALTIES[name] for name in names})
-    )  # the first four of one kind are looked at
+    script.write_text(program({name: PENALTIES[name] for name in names}))
     plain = forks.run(script, tmp_path / "plain")
     many = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
     assert (plain.codes, many.codes) == ([0], [0] * RANKS), many.err

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -100,13 +101,31 @@ def _are_ranks(words: Sequence[str]) -> bool:
 
 def note_saved(saved: SavedPaths, path: str | None) -> None:
     """Remember a path that all ranks have just saved to. Collective."""
-    names = from_all(path)
+    sent = from_all((path, _stamp(path)))
+    names = [name for name, _ in sent]
     if path is not None:
         saved.note(path, same=all(name == path for name in names))
         saved.tell_of_folders(names)
-        if names[0] is not None and names[0] != path:
-            with suppress(OSError):  # such as another machine's file: what reads it finds none
-                _link(names[0], path)
+        written, stamp = sent[0]
+        if written is not None and written != path and stamp is not None and _stamp(written) == stamp:
+            with suppress(OSError):  # such as another file system's: what reads it finds none, and says so
+                _link(written, path)
+
+
+def _stamp(path: str | None) -> tuple[int, ...] | None:
+    """Return what tells a file or folder from another one of its name; None for nothing.
+
+    An earlier run may have left one on another machine. Of a folder it is its number alone: rank 0 may go on to
+    write into it.
+    """
+    try:
+        found = os.stat(path) if path is not None else None  # noqa: PTH116
+    except OSError:
+        return None
+    if found is None:
+        return None
+    folder = stat.S_ISDIR(found.st_mode)
+    return (found.st_ino,) if folder else (found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def _link(written: str, name: str) -> None:
@@ -119,9 +138,11 @@ def _link(written: str, name: str) -> None:
         return
     part = f"{name}.{os.getpid()}.part"
     os.link(written, part)
-    os.replace(part, name)  # noqa: PTH105  (at once: what reads the earlier file goes on)
-    with suppress(FileNotFoundError):  # two names of one file, of which nothing is replaced
-        os.unlink(part)  # noqa: PTH108
+    try:
+        os.replace(part, name)  # noqa: PTH105  (at once: what reads the earlier file goes on)
+    finally:
+        with suppress(FileNotFoundError):  # still there where both were names of one file already
+            os.unlink(part)  # noqa: PTH108
 
 
 def _different_folders(name: str | None, other: str | None) -> tuple[str, str] | None:

@@ -17,9 +17,6 @@ from fsdplaunch.runtime.auto.state.rank0.shard_names import identity, moves
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves
 
-Handler = Callable[[Any, Any, Any], Any]
-"""Computes a call of a function with shards: the function, its arguments, those by name."""
-
 
 class WritesAfterSteps:
     """Waits at the first such write after a step, in scripts that have ranks: others save on all ranks.
@@ -34,12 +31,12 @@ class WritesAfterSteps:
         self._parameters: set[tuple[Any, ...]] = set()
         self._alone_at: tuple[Any, ...] = ()
 
-    def waiting(self, write: Handler) -> Handler:
+    def waiting(self, write: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
         """Return a handler of what writes into its first argument."""
 
         def compute(func: Any, args: Any, kwargs: Any) -> Any:
-            position = self._hook_context.position
-            if position.is_after_step() and self._hook_context.ownership.ranked and not in_optimizer_step():
+            here = self._hook_context
+            if here.ownership.ranked and here.position.is_after_step() and not in_optimizer_step():
                 self._wait(args[0])
             return write(func, args, kwargs)
 
