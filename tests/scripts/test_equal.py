@@ -235,4 +235,4 @@ def test_optimizers_that_need_full_tensors_are_named(runs: Callable[[str], tuple
     assert many.err[0].count("Adafactor needs full tensors: each parameter is gathered for its step") == 2
     muon = hasattr(torch.optim, "Muon")
     assert many.err[0].count("Muon needs full tensors") == muon
-    assert many.err[0].count("needs full tensors") == 3 + muon
+    assert many.err[0].count("needs full tensors") == 2 + muon  # Rprop steps on local shards

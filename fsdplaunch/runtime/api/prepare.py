@@ -17,6 +17,7 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.probe.torch_version import mismatch
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.model.deepcopy import allow_deepcopy_of_units
+from fsdplaunch.runtime.auto.optimizers.local_steps import step_with_local_shards
 from fsdplaunch.runtime.collectives.gloo_threads import wait_for_gloo_at_exit
 from fsdplaunch.runtime.collectives.hang_detector import watch_main_thread
 from fsdplaunch.runtime.data.data_loader import shard_loader
@@ -90,6 +91,7 @@ def prepare(
         known = known_parameters()
         for optimizer in _of(objects, Optimizer):
             repoint(optimizer, known)
+            step_with_local_shards()
         results = tuple(ready[id(item)] if id(item) in ready else _fit(item, place) for item in objects)
     return results[0] if len(results) == 1 else results
 

@@ -12,13 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-
-def local_tensor(tensor: Any) -> torch.Tensor:
-    """Return a DTensor's shard, the very object, which `to_local` may wrap; all versions."""
-    local: torch.Tensor = tensor._local_tensor
-    return local
-
-
+local_tensor: Callable[[Any], torch.Tensor] = operator.attrgetter("_local_tensor")
+"""Return a DTensor's shard, the very object, which `to_local` may wrap; all versions."""
 placements_of: Callable[[Any], Any] = operator.attrgetter("_spec.placements")
 """Return how a DTensor is placed, in a third of the time that its property takes; all versions."""
 

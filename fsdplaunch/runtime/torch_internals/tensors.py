@@ -57,6 +57,11 @@ def change_count(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
+def note_changes(tensors: list[torch.Tensor]) -> None:
+    """Count a change of each of some tensors whose memory was changed by another tensor; all versions."""
+    torch.autograd.graph.increment_version(tensors)
+
+
 def overwriting_uncounted(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
     """Return a context in which tensors are overwritten without autograd's notice; all versions."""
     uncounted: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors))

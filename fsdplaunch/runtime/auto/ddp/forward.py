@@ -133,7 +133,8 @@ def clearing_local_gradients() -> Iterator[None]:
         @functools.wraps(original)
         def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
             original(self, set_to_none)
-            _clear(param for group in self.param_groups for param in group["params"])
+            if _accumulating:
+                _clear(param for group in self.param_groups for param in group["params"])
 
         return zero_grad
 
@@ -141,7 +142,8 @@ def clearing_local_gradients() -> Iterator[None]:
         @functools.wraps(original)
         def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
             original(self, set_to_none)
-            _clear(self.parameters())
+            if _accumulating:
+                _clear(self.parameters())
 
         return zero_grad
 
@@ -213,7 +215,7 @@ def _averaged(gradient: torch.Tensor, shard: Any) -> Any:
 
 def _clear(params: Iterable[Any]) -> None:
     """Clear what was added up for these shards by models that have ever added up."""
-    shards = {id(param) for param in params} if _accumulating else set()
+    shards = {id(param) for param in params}
     for forward in list(_accumulating):
         for ref in forward.groups:
             drop_local_gradients(ref, shards)

@@ -14,11 +14,11 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor import mixtures, shard_parts, shard_writes
 from fsdplaunch.runtime.auto.dtensor import shard_handlers as handlers
-from fsdplaunch.runtime.auto.dtensor.optimizer_steps import stepping_without_handlers
 from fsdplaunch.runtime.auto.dtensor.own_collectives import ALIKE, COLLECTIVES, FUNCTIONAL, refusing
 from fsdplaunch.runtime.auto.dtensor.reads import by_all_or_rank0, operator_by_all_or_rank0
 from fsdplaunch.runtime.auto.dtensor.unknown_operators import UnknownOperators, by_torch
 from fsdplaunch.runtime.auto.dtensor.updates import WrappedUpdates
+from fsdplaunch.runtime.auto.optimizers.optimizer_steps import stepping_without_handlers
 from fsdplaunch.runtime.auto.state.rank0.computed import Namer
 from fsdplaunch.runtime.auto.state.rank0.writes_after_steps import WritesAfterSteps
 from fsdplaunch.runtime.torch_internals.dtensor import (
@@ -79,14 +79,11 @@ class OperatorTable:
         self._put(dict.fromkeys(views, partial(shard_parts.take_part, self.see_writes)))
         unknown = UnknownOperators(self.ownership, hook_context.streams, self._put, self.see_writes)
         hook_context.when_sharded.append(self._ask_for_rank0)
-        many = (*views, *shard_writes.writing_operators(), *shard_writes.filling_operators())
         try:
             with (
                 computing_unknown(unknown.begin, unknown.meet),
                 finishing_results(lambda result: handlers.finish(result) if self.ownership.ours else result),
-                stepping_without_handlers(
-                    [*_overloads((*_MIXING, *_UPDATING)), *many], self._asking, updates.wrap
-                ),
+                stepping_without_handlers(self._asking, self.ownership, updates.wrap),
             ):
                 yield
         finally:

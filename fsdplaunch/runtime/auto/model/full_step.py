@@ -23,7 +23,7 @@ from fsdplaunch.runtime.rank import configured_data_ranks
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals.modules import LBFGS_ADDS, LBFGS_GATHERS
 
-_FACTORING = frozenset({"Adafactor", "Rprop", "Shampoo", "DistributedShampoo", "SOAP", "CAME", "SM3"})
+_FACTORING = frozenset({"Adafactor", "Shampoo", "DistributedShampoo", "SOAP", "CAME", "SM3"})
 """Classes, of torch and of others, whose step needs each parameter in full."""
 _MUON: Any = getattr(torch.optim, "Muon", ())
 """Torch's, from 2.9 on: it multiplies in bf16, where products of shards are rounded before they are added."""

@@ -23,7 +23,7 @@ from fsdplaunch.runtime.inspection.units import is_unit, reshard
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import pass_look
-from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import gathered_now, group_refs
+from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import gathered_now, group_refs, still_gathered
 from fsdplaunch.runtime.torch_internals.tensors import change_count
 
 
@@ -49,9 +49,8 @@ class GatheredView:
             reshard(model)
             self.kept = []
             return
-        found = [(ref, gathered_now(ref)) for ref in self.groups]
-        self.kept = [ref for ref, pairs in found if pairs]
-        pairs = [pair for _, pairs in found for pair in pairs]
+        self.kept = still_gathered(self.groups)
+        pairs = self.pairs()
         self.changes = _changes(pairs)
         self.shown = _shown(pairs)
 

@@ -69,6 +69,11 @@ def gathered_now(ref: weakref.ref[Any]) -> list[tuple[Any, Any]]:
     return [(param._unsharded_param, param.sharded_param) for param in group.fsdp_params]
 
 
+def still_gathered(refs: list[weakref.ref[Any]]) -> list[weakref.ref[Any]]:
+    """Return those groups whose parameters are gathered now; all versions."""
+    return [ref for ref in refs if (group := ref()) is not None and group.is_unsharded]
+
+
 def gathered_parameters(module: Any) -> list[tuple[Any, Any]]:
     """List the parameters that an FSDP2 unit has gathered before, each with its shard; all versions."""
     held = [param for group in param_groups(module) for param in group.fsdp_params]

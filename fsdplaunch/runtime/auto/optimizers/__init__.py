@@ -1,0 +1,1 @@
+"""The steps of optimizers that train shards."""
