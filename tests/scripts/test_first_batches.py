@@ -110,6 +110,7 @@ PENALTIES = {
     "norms together": "each(x, r).mean() + 0.01 * torch.stack([p.norm() for p in model.parameters()]).max()",
     "all parameters": "each(x, r).mean() + parameters_to_vector(model.parameters()).square().mean()",
     "orthogonal": "each(x, r).mean() + (model.last.weight @ model.last.weight.T - torch.eye(4)).square().sum()",
+    "orthogonal columns": "each(x, r).mean() + (model.last.weight.T @ model.last.weight - torch.eye(7)).norm()",
     "largest of a parameter": "each(x, r).mean() + model.scale.max() + model.first.weight.amax(1).mean()",
     "distances of parameters": "each(x, r).mean() + torch.cdist(model.last.weight, model.last.weight).mean()",
     "elastic": "each(x, r).mean() + sum((p - q).pow(2).sum() for p, q in zip(model.parameters(), old))",
@@ -129,10 +130,19 @@ def program(expressions: Mapping[str, str] = ALL) -> str:
 
 @pytest.mark.parametrize("names", [list(PENALTIES)[i : i + 4] for i in range(0, len(PENALTIES), 4)], ids=str)
 def test_penalties_on_parameters_are_equal_and_not_told(forks: Forks, tmp_path: Path, names: list[str]) -> None:
+    _check_penalties(forks, tmp_path, names)
+
+
+def test_penalties_on_parameters_that_stay_gathered_are_equal_and_not_told(forks: Forks, tmp_path: Path) -> None:
+    names = ["sum of squares", "orthogonal", "orthogonal columns", "scaled by a parameter"]
+    _check_penalties(forks, tmp_path, names, fsdp_config__fsdp_reshard_after_forward=False)
+
+
+def _check_penalties(forks: Forks, tmp_path: Path, names: list[str], **keys: bool) -> None:
     script = tmp_path / "train.py"
     script.write_text(program({name: PENALTIES[name] for name in names}))
     plain = forks.run(script, tmp_path / "plain")
-    many = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
+    many = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True, **keys)
     assert (plain.codes, many.codes) == ([0], [0] * RANKS), many.err
     assert [line for line in _lines(plain.out[0]) if line[0] in names] == _lines(many.out[0])
     assert len(_lines(many.out[0])) == len(names)

@@ -14,6 +14,7 @@ def flat(value):
     return [float(values)]
 
 
+eye, both, square = torch.eye(5), torch.linspace(-1, 1, 35).view(7, 5), torch.linspace(-1, 1, 49).view(7, 7)
 index, five, seven = torch.tensor([4, 1]), torch.linspace(-1, 1, 5), torch.linspace(-1, 2, 7)
 WRITES = {
     "hardtanh_": lambda w, b: F.hardtanh_(w, -0.2, 0.2),
@@ -85,6 +86,13 @@ PENALTIES = {
     "one_chunk": lambda w, b: w.chunk(3)[1].pow(2).sum() + torch.chunk(w, dim=1, chunks=2)[1].abs().mean(),
     "one_of_split": lambda w, b: torch.split(w, [2, 5])[1].abs().mean() + b.split(3, dim=0)[2].square().sum(),
     "one_row": lambda w, b: w.unbind()[-1].pow(2).sum() + torch.unbind(w, dim=1)[2].abs().sum(),
+    "products": lambda w, b: (w.t() @ w - eye).square().sum() + torch.mm(w.t(), w).sub(eye).norm(),
+    "turned": lambda w, b: (eye - w.t() @ w).square().sum() + torch.einsum("ij,ik->jk", w, w).add(eye).norm(),
+    "products_in_place": lambda w, b: (w.t() @ w).sub_(eye).mul_(1 - eye).square().sum(),
+    "chosen": lambda w, b: torch.where(eye > 0, eye, w.t() @ w).sum() + torch.maximum(w, 0.1 * both).sum(),
+    "distance": lambda w, b: torch.dist(w.t() @ w, eye) + (w.sum(0) - five).square().sum(),
+    "traces": lambda w, b: torch.trace(w.t() @ w) + (w @ w.T @ w @ w.T).trace() + torch.logdet(w.t() @ w + eye),
+    "square": lambda w, b: ((w @ w.t()) @ square).square().mean(),
 }
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).to("cpu")

@@ -43,6 +43,13 @@ FUNCTIONS = (
     *("add", "sub", "subtract", "where", "dot", "inner", "outer", "maximum", "minimum"),
 )
 """The same as functions, of which the plain tensor may be the first argument."""
+_OF_FULL = frozenset(
+    (
+        *("where", "maximum", "minimum", "dot", "inner", "outer", "einsum"),
+        *("__matmul__", "__rmatmul__", "matmul", "mm", "mv", "bmm", "addmm", "baddbmm"),
+    )
+)
+"""With a plain tensor of any shape: cut as the shard is, it would be a part of another result or gradient."""
 
 
 def compute_full(
@@ -65,7 +72,7 @@ def compute_full(
 
         def compute(func: Any, args: Any, kwargs: Any) -> Any:
             given = (*args, *kwargs.values())
-            if torch.compiler.is_compiling() or not _needs_full(given):
+            if torch.compiler.is_compiling() or not (_is_mixed(given) if name in _OF_FULL else _needs_full(given)):
                 note_numbers(given)
                 return torchs(func, args, kwargs)
             result = read(func, args, kwargs)
@@ -118,6 +125,12 @@ def with_shards(func: Any, handler: Handler, ownership: Ownership) -> Any:
 
 def _by_torch(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
+
+
+def _is_mixed(values: Iterable[Any]) -> bool:
+    """Return whether some are shards and others plain tensors."""
+    kinds = {is_plain(value) for value in values if isinstance(value, torch.Tensor) and value.dim()}
+    return len(kinds) > 1
 
 
 def _needs_full(values: Iterable[Any]) -> bool:

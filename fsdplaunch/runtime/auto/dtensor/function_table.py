@@ -53,6 +53,8 @@ _FUNCTIONS = (
     *((torch.linalg, name) for name in ("norm", "vector_norm", "matrix_norm")),
 )
 """What penalties are written with; in `loss += torch.norm(weight)` it is too late to gather when it is added."""
+_DIAGONALS = ("trace",)
+"""Their backward writes shards of a gradient into a plain tensor."""
 _SHAPES = ("reshape", "flatten", "ravel")
 _CUTS = (
     *("unbind", "chunk", "split", "split_with_sizes"),
@@ -86,6 +88,9 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
         reduce = by_all_or_rank0(handlers.reduce)
         for owner, name in _FUNCTIONS:
             stack.enter_context(replaced(owner, name, lambda function: _function(function, reduce, ours)))
+        read = by_all_or_rank0(handlers.gather)
+        for name in _DIAGONALS:
+            stack.enter_context(replaced(torch, name, lambda function: _function(function, read, ours)))
         draw_like = by_all_or_rank0(partial(handlers.draw_like, hook_context.streams))
         for name in _LIKE:
             stack.enter_context(replaced(torch, name, lambda function: _handled(function, draw_like, ours)))
@@ -122,6 +127,7 @@ def _methods(hook_context: HookContext, cut_parts: Handler, take_shape: Handler)
         **dict.fromkeys(("view", *_SHAPES), take_shape),
         "detach": detached,
         **dict.fromkeys(_CUTS, cut_parts),
+        **dict.fromkeys(_DIAGONALS, read),
         "__iter__": by_all_or_rank0(rows),
         "__getitem__": partial(_taken, read, cut_parts),
     }

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor.own_numbers import note_numbers
-from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler, full_tensor, is_partial, placed_like
+from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler, finish, full_tensor, is_partial, placed_like
 from fsdplaunch.runtime.state_dict.split_like import split_like
 from fsdplaunch.runtime.torch_internals.dtensor import placements_of
 
@@ -30,7 +30,8 @@ def update_mixed(read: Handler) -> Handler:
             return read(func, args, kwargs)
         note_numbers((*args[1:], *kwargs.values()))
         if target is args[0]:
-            return _mix(func, (target, *placed_as_updated(target, args[1:])), kwargs)
+            operands = placed_as_updated(target, args[1:])
+            return func(target, *(operands if is_partial(target) else cut_as_updated(target, operands)), **kwargs)
         if not all(isinstance(each, DTensor) for each in args[0]):
             return _apart(compute, func, args, kwargs)
         return func(args[0], *(_cut_each(each, args[0]) for each in args[1:]), **kwargs)
@@ -88,16 +89,22 @@ def combine_mixed(read: Handler, ownership: Ownership) -> Handler:
     def compute(func: Any, args: Any, kwargs: Any) -> Any:
         operands = args if ownership.ranked else args[:1]  # Python turns `plain + shard` round
         full = not torch.is_grad_enabled() and any(is_plain(each) and each.dim() for each in operands)
-        return read(func, args, kwargs) if full else _mix(func, args, kwargs)
+        return read(func, args, kwargs) if full else _combine(func, args, kwargs)
 
     return compute
 
 
-def _mix(func: Any, args: Any, kwargs: Any) -> Any:
-    """Cut a plain tensor of a parameter's shape that is computed with its shard."""
+def _combine(func: Any, args: Any, kwargs: Any) -> Any:
+    """Cut a plain tensor of a parameter's shape that is computed with its shard.
+
+    What is still to be added up over the ranks, as `weight.t() @ weight` is, is added up before.
+    """
     like = next((arg for arg in args if isinstance(arg, DTensor)), None)
-    if like is not None and like.dim() and not is_partial(like):
+    if like is not None and like.dim():
         note_numbers((*args, *kwargs.values()))
+        if is_partial(like) and any(_is_plain_of(like.shape, arg) for arg in args):
+            args = finish(list(args))
+            like = next(arg for arg in args if isinstance(arg, DTensor))
         args = [split_like(arg, like) if _is_plain_of(like.shape, arg) else arg for arg in args]
     return func(*args, **kwargs)
 

@@ -39,10 +39,14 @@ _CONVOLUTIONS = ("convolution", "convolution_backward")
 """Of shards torch computes each rank's own part, as if images were divided: LoRA merged into weights."""
 _MIXING = ("add", "sub", "mul", "div", "lerp", "masked_fill")
 """How `average * decay + parameter * (1 - decay)` is computed, where the average is no shard."""
+_COMBINING = (*_MIXING, "rsub", "dist")
+"""The same, and what penalties compare a parameter, or a product of it, with a plain tensor by."""
 _AVERAGING = (*(f"{name}_" for name in _MIXING), "copy_", "addcmul_", "addcdiv_")
 """How it is updated in place."""
 _UPDATING = (*_AVERAGING, *(f"_foreach_{name}" for name in _AVERAGING))
 """The same, and `torch._foreach_lerp_` and the like, which do so for many."""
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot")
+"""Of parameters with each other, as an orthogonality penalty has them; scripts write into what they give."""
 EXTREMES = ("max", "min", "amax", "amin")
 _EXTREME_OPERATORS = (*EXTREMES, "aminmax", "linalg_vector_norm")
 
@@ -127,7 +131,8 @@ def _operators(ownership: Ownership) -> dict[Any, Handler]:
         ((*losses, "std", "argmax", "argmin", *_CONVOLUTIONS), handlers.replicate),
         (_EXTREME_OPERATORS, handlers.replicate_empty),
         (("mean",), handlers.replicate_unequal),
-        (_MIXING, mixtures.combine_mixed(read, ownership)),
+        (_PRODUCTS, handlers.add_up),
+        (_COMBINING, mixtures.combine_mixed(read, ownership)),
         (_UPDATING, mixtures.update_mixed(read)),
         (("_foreach_copy_",), mixtures.copy_each),
         (shard_writes.FULL_WRITES, shard_writes.write_full),

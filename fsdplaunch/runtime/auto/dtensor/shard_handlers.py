@@ -148,6 +148,11 @@ def replicate_unequal(func: Any, args: Any, kwargs: Any) -> Any:
     return replicate(func, args, kwargs) if _has_unequal_shards(args[0]) else func(*args, **kwargs)
 
 
+def add_up(func: Any, args: Any, kwargs: Any) -> Any:
+    """Add up over the ranks what an operator leaves to be added up, which nothing plain can be written into."""
+    return finish(func(*args, **kwargs))
+
+
 def fill(func: Any, args: Any, _kwargs: Any) -> Any:
     """Fill shards by a mask in place, as the gradient of a norm does; torch 2.7 to 2.10 cannot."""
     shards, mask, value = args

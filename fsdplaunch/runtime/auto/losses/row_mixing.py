@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdplaunch.runtime.auto.losses.graph import BatchReduction
+from fsdplaunch.runtime.auto.model.gathered_view import gathering_again
 from fsdplaunch.runtime.torch_internals.graphs.graph_nodes import (
     computed_dims,
     fixed_factor,
@@ -176,6 +177,7 @@ def _reaches_other_rows(loss: torch.Tensor, reduction: Any, at: int, rows: int, 
         for node in {edge.node for edge, _ in outputs}:
             stack.callback(node.register_prehook(_nothing).remove)  # what one output is made of is its model's own
         edges = [edge for edge, _ in others]
+        stack.enter_context(gathering_again())
         gradients = torch.autograd.grad(loss, edges, retain_graph=True, allow_unused=True)
     pairs = zip(gradients, others, strict=True)
     return any(grad is not None and _is_spread(grad, tuple(shape), rows) for grad, (_, shape) in pairs)

@@ -27,6 +27,7 @@ LOSSES = frozenset(
     )
 )
 PRODUCTS = ("Mul", "Div")
+_OF_MATRICES = ("Mm", "Bmm", "Addmm", "Baddbmm", "Mv", "Addmv", "Dot")
 PLAIN = ("Sum", "Mean")
 ALONG = frozenset(
     (
@@ -73,8 +74,8 @@ def has_rows(node: Any) -> bool:
 def is_of_parameters(node: Any) -> bool:
     """Return whether only parameters are below a node, as below a penalty.
 
-    They are sharded where the script takes them itself; where it does so in the model's forward, nothing but
-    arithmetic of single elements is between.
+    They are sharded where the script takes them itself. Where it does so in the model's forward, or while they
+    stay gathered after it, only arithmetic of single elements is between, and products of parameters.
     """
     waiting, seen = [node], set[Any]()
     simple = sharded = True
@@ -89,6 +90,7 @@ def is_of_parameters(node: Any) -> bool:
         if name == "AccumulateGrad":
             sharded = sharded and hasattr(each.variable, "device_mesh")
         elif each is not node and name not in ELEMENTWISE and name not in PLAIN:
-            simple = False
+            multiplied = name in _OF_MATRICES and None not in [below for below, _ in each.next_functions]
+            simple = simple and multiplied  # no rows: those have no gradient
         waiting += [below for below, _ in each.next_functions]
     return (simple or sharded) and len(seen) > 1
