@@ -156,8 +156,8 @@ def test_parameters_of_two_optimizers_are_told_where_the_first_exchanged_them(
         line for line in runs("optimizers")[1].err[0].splitlines() if "parameters that SGD has as well" in line
     ]
     assert len(told) == 1
-    assert "optimizers.py:89: Adam gets 2 parameters" in told[0]
-    assert "exchanged for shards at optimizers.py:88" in told[0]
+    assert "optimizers.py:103: Adam gets 2 parameters" in told[0]
+    assert "exchanged for shards at optimizers.py:102" in told[0]
 
 
 @pytest.mark.parametrize(("set_to", "factor"), [("sum", 2.0), ("mean", 1.0)])

@@ -35,6 +35,19 @@ class Stacked(torch.optim.Optimizer):
             torch._foreach_copy_(params, list(stack.unbind(0)))
 
 
+class Rolled(torch.optim.Optimizer):
+    """Its step calls what torch does not know of shards, the first time in the run."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(group["lr"] * param.grad.roll(1, 0).renorm(2, 0, 1.0))
+
+
 torch.manual_seed(0)
 inputs, wanted = torch.randn(32, 4), torch.randn(32, 3)
 OPTIMIZERS = {
@@ -43,6 +56,7 @@ OPTIMIZERS = {
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
     "transformers": lambda params: Adafactor(params, lr=1e-2, relative_step=False),
     "stacked": lambda params: Stacked([param for param in params if param.shape == (7, 7)]),
+    "rolled": lambda params: Rolled([param for param in params if param.dim() > 1]),
     "rprop": lambda params: torch.optim.Rprop(params, lr=1e-2),
     "adamax": lambda params: torch.optim.Adamax(params, lr=1e-2),
     "radam": lambda params: torch.optim.RAdam(params, lr=1e-2),
@@ -57,7 +71,7 @@ for name, build in OPTIMIZERS.items():
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
     def step():
-        if name in ("transformers", "stacked"):  # computes closures without gradients, has none
+        if name in ("transformers", "stacked", "rolled"):  # computes closures without gradients, has none
             closure()
             optimizer.step()
         else:

@@ -119,7 +119,8 @@ class OperatorTable:
             handler = operator_by_all_or_rank0(each) if shard_writes.is_computing(op) else each
             if shard_writes.is_writing(op):
                 handler = self._writes.waiting(handler)
-            self._table[op] = _operator(handler, self.ownership, self._kept.get(op))
+            for table in (self._table, operator_handlers()):  # another one while an optimizer steps
+                table[op] = _operator(handler, self.ownership, self._kept.get(op))
 
 
 def _operators(ownership: Ownership) -> dict[Any, Handler]:
