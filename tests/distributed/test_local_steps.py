@@ -69,7 +69,7 @@ def differing(name: str, options: dict[str, Any]) -> list[str]:
         for place, (one, other) in enumerate(zip(plain, params, strict=True))
         if not torch.equal(one.to_local(), other.to_local()) or one.placements != other.placements
     ]
-    if any(param._version == 0 for param in params):  # what autograd goes by
+    if any(each._version == 0 for each in [*params, *sharded_state(optimizer, params)]):  # what autograd goes by
         found.append("changes")
     for place, (one, other) in enumerate(zip(plain, params, strict=True)):
         state, expected = optimizer.state[other], of_plain.state[one]
@@ -79,6 +79,11 @@ def differing(name: str, options: dict[str, Any]) -> list[str]:
             if type(value) is not type(state[key]) or not same(value, state[key]):
                 found.append(f"{key} of {place}: {value}, {state[key]}")
     return found
+
+
+def sharded_state(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[Any]:
+    """Return the state that is divided, of parameters that stepped more than once."""
+    return [value for param in params for value in optimizer.state[param].values() if isinstance(value, DTensor)]
 
 
 def same(one: Any, other: Any) -> bool:

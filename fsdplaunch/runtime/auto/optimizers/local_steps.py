@@ -57,10 +57,12 @@ def _with_local_shards(function: Callable[..., None]) -> Callable[..., None]:
             function(*args, **kwargs)
             return
         function(*local, **kwargs)
+        changed: list[Any] = list(args[0])
         for given, now in zip(args[2:], local[2:], strict=True):
             if isinstance(given, list):
                 _put_new(given, now, args[0])
-        note_changes(args[0])
+                changed += given
+        note_changes([value for value in changed if isinstance(value, DTensor)])
 
     return compute
 
