@@ -70,6 +70,12 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def is_compilers(module: nn.Module) -> bool:
+    """Return whether the compiler makes a module for itself, as it does of a step's parameters; all versions."""
+    graphs = isinstance(module, torch.fx.GraphModule) and torch.compiler.is_compiling()
+    return graphs or type(module).__module__.startswith("torch._dynamo.")
+
+
 def compiles_backward(caller: str) -> bool:
     """Return whether the compiler asks for gradients, by the name of the calling module; all versions.
 
