@@ -82,7 +82,7 @@ def differing(name: str, options: dict[str, Any]) -> list[str]:
 
 
 def sharded_state(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[Any]:
-    """Return the state that is divided, of parameters that stepped more than once."""
+    """Return the state that is divided as its parameters are."""
     return [value for param in params for value in optimizer.state[param].values() if isinstance(value, DTensor)]
 
 

@@ -91,7 +91,7 @@ def prepare(
         known = known_parameters()
         for optimizer in _of(objects, Optimizer):
             repoint(optimizer, known)
-            step_with_local_shards()
+        step_with_local_shards()  # also optimizers that are built later
         results = tuple(ready[id(item)] if id(item) in ready else _fit(item, place) for item in objects)
     return results[0] if len(results) == 1 else results
 

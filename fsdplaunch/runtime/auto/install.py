@@ -38,6 +38,7 @@ from fsdplaunch.runtime.auto.model.functional_calls import computing_with_given_
 from fsdplaunch.runtime.auto.model.gathered_view import showing_shards
 from fsdplaunch.runtime.auto.model.moves import keeping_hooks
 from fsdplaunch.runtime.auto.model.renamed_parameters import refusing_renames
+from fsdplaunch.runtime.auto.optimizers.local_steps import stepping_with_local_shards
 from fsdplaunch.runtime.auto.rng.global_draws import drawing_for_global_batch
 from fsdplaunch.runtime.auto.rng.rng_streams import drawing_alike_in_evaluation, seeding_by_rank
 from fsdplaunch.runtime.auto.rng.unseeded import seeding_alike
@@ -78,6 +79,7 @@ def hooks(hook_context: HookContext, *, alike: bool = True) -> Iterator[HookCont
         sharding_when_training_begins(hook_context),
         sharding_replicas(hook_context),
         stepping_shards_plainly(hook_context.ownership),
+        stepping_with_local_shards(),
         averaging_replicas_only(hook_context),
         refusing_replicate(hook_context.ownership),
         running_spawned_ranks(),

@@ -70,7 +70,7 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def is_compilers(module: nn.Module) -> bool:
+def is_made_by_compiler(module: nn.Module) -> bool:
     """Return whether the compiler makes a module for itself, as it does of a step's parameters; all versions."""
     graphs = isinstance(module, torch.fx.GraphModule) and torch.compiler.is_compiling()
     return graphs or type(module).__module__.startswith("torch._dynamo.")

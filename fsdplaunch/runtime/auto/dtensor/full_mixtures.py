@@ -17,39 +17,17 @@ from fsdplaunch.runtime.auto.dtensor.own_numbers import note_numbers
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler
 from fsdplaunch.runtime.torch_internals.graphs.node_kinds import mark_rows
 
-METHODS = (
-    *("__mul__", "__rmul__", "mul", "multiply", "__truediv__", "__rtruediv__", "div", "divide", "true_divide"),
-    *("__add__", "__radd__", "add", "__sub__", "__rsub__", "sub", "subtract", "where", "dot", "inner", "outer"),
-    *("__matmul__", "__rmatmul__", "matmul", "mm", "mv", "maximum", "minimum"),
-)
-"""What a shard is computed with plain tensors by, operators above all: Python asks the shard first."""
-
-
-FUNCTIONS = (
-    *(
-        "matmul",
-        "mm",
-        "mv",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "einsum",
-        "mul",
-        "multiply",
-        "div",
-        "divide",
-        "true_divide",
-    ),
-    *("add", "sub", "subtract", "where", "dot", "inner", "outer", "maximum", "minimum"),
-)
-"""The same as functions, of which the plain tensor may be the first argument."""
-_OF_FULL = frozenset(
-    (
-        *("where", "maximum", "minimum", "dot", "inner", "outer", "einsum"),
-        *("__matmul__", "__rmatmul__", "matmul", "mm", "mv", "bmm", "addmm", "baddbmm"),
-    )
-)
+_ELEMENTWISE = ("mul", "multiply", "div", "divide", "true_divide", "add", "sub", "subtract")
+_OF_FULL = ("where", "maximum", "minimum", "dot", "inner", "outer", "matmul", "mm", "mv")
 """With a plain tensor of any shape: cut as the shard is, it would be a part of another result or gradient."""
+_ELEMENTWISE_METHODS = (
+    *("__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__add__", "__radd__", "__sub__", "__rsub__"),
+    *_ELEMENTWISE,
+)
+METHODS = (*_ELEMENTWISE_METHODS, *_OF_FULL, "__matmul__", "__rmatmul__")
+"""What a shard is computed with plain tensors by, operators above all: Python asks the shard first."""
+FUNCTIONS = (*_ELEMENTWISE, *_OF_FULL, "bmm", "addmm", "baddbmm", "einsum")
+"""The same as functions, of which the plain tensor may be the first argument."""
 
 
 def compute_full(
@@ -69,10 +47,11 @@ def compute_full(
 
     def handler(name: str) -> Handler:
         torchs = otherwise.get(name, _by_torch)
+        needs_full = _needs_full if name in _ELEMENTWISE_METHODS else _is_mixed
 
         def compute(func: Any, args: Any, kwargs: Any) -> Any:
             given = (*args, *kwargs.values())
-            if torch.compiler.is_compiling() or not (_is_mixed(given) if name in _OF_FULL else _needs_full(given)):
+            if torch.compiler.is_compiling() or not needs_full(given):
                 note_numbers(given)
                 return torchs(func, args, kwargs)
             result = read(func, args, kwargs)

@@ -53,8 +53,6 @@ _FUNCTIONS = (
     *((torch.linalg, name) for name in ("norm", "vector_norm", "matrix_norm")),
 )
 """What penalties are written with; in `loss += torch.norm(weight)` it is too late to gather when it is added."""
-_DIAGONALS = ("trace",)
-"""Their backward writes shards of a gradient into a plain tensor."""
 _SHAPES = ("reshape", "flatten", "ravel")
 _CUTS = (
     *("unbind", "chunk", "split", "split_with_sizes"),
@@ -88,9 +86,7 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
         reduce = by_all_or_rank0(handlers.reduce)
         for owner, name in _FUNCTIONS:
             stack.enter_context(replaced(owner, name, lambda function: _function(function, reduce, ours)))
-        read = by_all_or_rank0(handlers.gather)
-        for name in _DIAGONALS:
-            stack.enter_context(replaced(torch, name, lambda function: _function(function, read, ours)))
+        stack.enter_context(replaced(torch, "trace", lambda function: _function(function, _reading(), ours)))
         draw_like = by_all_or_rank0(partial(handlers.draw_like, hook_context.streams))
         for name in _LIKE:
             stack.enter_context(replaced(torch, name, lambda function: _handled(function, draw_like, ours)))
@@ -113,7 +109,7 @@ def handling_shards(hook_context: HookContext) -> Iterator[None]:
 
 def _methods(hook_context: HookContext, cut_parts: Handler, take_shape: Handler) -> dict[str, Handler]:
     """Return the handler of each method of a shard that needs one."""
-    read = shard_parts.fresh(by_all_or_rank0(handlers.gather))
+    read = _reading()
     return {
         **dict.fromkeys(_READS, read),
         **dict.fromkeys(("numpy", "__array__"), read_only(read, hook_context)),
@@ -127,15 +123,20 @@ def _methods(hook_context: HookContext, cut_parts: Handler, take_shape: Handler)
         **dict.fromkeys(("view", *_SHAPES), take_shape),
         "detach": detached,
         **dict.fromkeys(_CUTS, cut_parts),
-        **dict.fromkeys(_DIAGONALS, read),
+        "trace": read,  # its backward writes shards of a gradient into a plain tensor
         "__iter__": by_all_or_rank0(rows),
         "__getitem__": partial(_taken, read, cut_parts),
     }
 
 
+def _reading() -> Handler:
+    """Return the handler that computes with full tensors."""
+    return shard_parts.fresh(by_all_or_rank0(handlers.gather))
+
+
 def _mixing(names: Iterable[str], hook_context: HookContext, otherwise: dict[str, Handler]) -> dict[str, Handler]:
     """Return the handlers of methods or functions that compute a shard with plain tensors."""
-    read = shard_parts.fresh(by_all_or_rank0(handlers.gather))
+    read = _reading()
     return compute_full(names, read, otherwise, hook_context.batches.may_have_rows)
 
 

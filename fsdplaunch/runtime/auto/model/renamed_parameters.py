@@ -14,7 +14,7 @@ from fsdplaunch.runtime.auto.model.forward_hooks import late_parameter
 from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import places_of_shards
-from fsdplaunch.runtime.torch_internals.wrappers import is_compilers
+from fsdplaunch.runtime.torch_internals.wrappers import is_made_by_compiler
 
 
 @contextmanager
@@ -24,7 +24,11 @@ def refusing_renames(hook_context: HookContext) -> Iterator[None]:
     def register(original: Any) -> Any:
         @functools.wraps(original)
         def register_parameter(self: nn.Module, name: str, param: Any) -> None:
-            if isinstance(param, DTensor) and not _is_gathering(sys._getframe(1)) and not is_compilers(self):
+            if (
+                isinstance(param, DTensor)
+                and not _is_gathering(sys._getframe(1))
+                and not is_made_by_compiler(self)
+            ):
                 _check(self, name, param, hook_context)
             original(self, name, param)
 

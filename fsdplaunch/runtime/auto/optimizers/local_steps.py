@@ -77,14 +77,10 @@ def _local_lists(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | N
     found: list[Any] = []
     for given in args:
         local = _local(given, args[0]) if isinstance(given, list) else given
-        if local is _NONE:
+        if local is None and given is not None:
             return None
         found.append(local)
     return found
-
-
-_NONE: list[Any] = []
-"""Stands for a list that has no local tensors."""
 
 
 def _are_shards(params: list[Any]) -> bool:
@@ -98,19 +94,20 @@ def _are_shards(params: list[Any]) -> bool:
     return True
 
 
-def _local(given: list[Any], params: list[Any]) -> list[Any]:
+def _local(given: list[Any], params: list[Any]) -> list[Any] | None:
     """Return the local tensors of a list that has one entry for each parameter, or is empty.
 
-    Counts of steps are plain tensors of one number. A momentum is None before the first step.
+    None where one of them is divided otherwise. Counts of steps are plain tensors of one number. A momentum is
+    None before the first step.
     """
     local: list[Any] = []
     for value, param in zip(given, params, strict=False):
         if isinstance(value, DTensor):
             if placements_of(value) != placements_of(param):
-                return _NONE
+                return None
             local.append(local_tensor(value))
         elif isinstance(value, torch.Tensor) and value.dim():
-            return _NONE
+            return None
         else:
             local.append(value)
     return local

@@ -14,7 +14,7 @@ from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor.reads import decided
 from fsdplaunch.runtime.auto.dtensor.row_loops import put_kept_rows
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import cuts, full_tensor
-from fsdplaunch.runtime.auto.optimizers.local_steps import stepping_with_local_shards, steps_with_local_shards
+from fsdplaunch.runtime.auto.optimizers.local_steps import steps_with_local_shards
 from fsdplaunch.runtime.state_dict.split_like import split_like
 from fsdplaunch.runtime.torch_internals.dtensor import operator_handlers, placements_of, use_operator_handlers
 
@@ -25,7 +25,7 @@ _Table = dict[Any, Any]
 def stepping_without_handlers(
     operators: Set[Any], ownership: Ownership, wrap: Callable[[], None]
 ) -> Iterator[None]:
-    """Take handlers out of DTensor's table for the time of a step, and compute torch's own with local shards.
+    """Take handlers out of DTensor's table for the time of a step.
 
     A step with a closure computes what the script does in it.
 
@@ -53,7 +53,6 @@ def stepping_without_handlers(
         stack.callback(end)  # a step that failed has not
         stack.callback(register_optimizer_step_pre_hook(begin).remove)
         stack.callback(register_optimizer_step_post_hook(end).remove)
-        stack.enter_context(stepping_with_local_shards())
         yield
 
 
