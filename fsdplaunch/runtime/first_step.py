@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import optimizer as optimizers
 
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.sharding_watch import may_stay_unsharded, never_sharded
 from fsdplaunch.runtime.step_hooks import before_first_step
 

@@ -32,7 +32,7 @@ def _check_group() -> None:
 
     if dist.is_available() and dist.is_initialized():
         return
-    from fsdplaunch.runtime.auto.script_line import script_line
+    from fsdplaunch.runtime.script_line import script_line
 
     workers = os.environ.get("WORLD_SIZE")
     msg = (

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.losses.scale import WEIGHT
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.comparison.named_models import Known, NamedModels, squared_gradient
 from fsdplaunch.runtime.inspection.accessors import full_tensor
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.modules import CALL_METHOD
 from fsdplaunch.runtime.torch_internals.tensors import is_function_transforms
 

@@ -13,13 +13,13 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdplaunch.runtime.auto.patch import own_attribute
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer, gathered
 from fsdplaunch.runtime.auto.state.late_files import late_gatherer, writing_late
 from fsdplaunch.runtime.collectives.hang_detector import watch_main_thread
 from fsdplaunch.runtime.compat.import_hook import once_imported
 from fsdplaunch.runtime.compat.trainer_saves import adapt_trainer
 from fsdplaunch.runtime.inspection.replace_modules import without_wrappers
+from fsdplaunch.runtime.patch import own_attribute
 from fsdplaunch.runtime.rank import rank
 from fsdplaunch.runtime.sharding_events import on_sharding
 from fsdplaunch.runtime.state_dict.full_state import check_shapes, full_state, holds_shards, remember_wrappers

@@ -7,8 +7,8 @@ CUDA's.
 import functools
 from typing import Any
 
-from fsdplaunch.runtime.auto.patch import own_attribute
 from fsdplaunch.runtime.compat.import_hook import once_imported
+from fsdplaunch.runtime.patch import own_attribute
 
 _CONNECTORS = (
     *(

@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.sharding.blocks import class_name
 
 _COPIES = (torch.Tensor.to, torch.Tensor.detach, torch.Tensor.clone)

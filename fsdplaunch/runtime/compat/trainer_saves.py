@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from fsdplaunch.runtime.auto.patch import own_attribute
 from fsdplaunch.runtime.auto.state.late_files import late_gatherer, writing_late
+from fsdplaunch.runtime.patch import own_attribute
 from fsdplaunch.runtime.rank import rank
 from fsdplaunch.runtime.state_dict.full_state import full_state, holds_shards
 from fsdplaunch.runtime.state_dict.known_state import knowing_state

@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from fsdplaunch.config.schema.kinds import SequenceAttentionName
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.context_parallel.exchanges import exchanged, own_piece
 from fsdplaunch.runtime.context_parallel.part_attention import Scoring
 from fsdplaunch.runtime.context_parallel.ring import ring_attention
+from fsdplaunch.runtime.script_line import script_line
 
 _HEADS, _POSITIONS, _DIMENSIONS = 1, 2, 4
 _ATTENTION = nn.functional.scaled_dot_product_attention

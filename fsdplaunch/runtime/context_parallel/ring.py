@@ -13,7 +13,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.context_parallel.part_attention import (
     Scoring,
     added,
@@ -29,6 +28,7 @@ from fsdplaunch.runtime.context_parallel.passing import (
     summed_over_heads,
     unpacked,
 )
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.operators import AttentionKernel, kernel_for
 from fsdplaunch.runtime.torch_internals.wrappers import untraced
 

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdplaunch.config.schema.kinds import SequenceAttentionName
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.context_parallel.attention import SplitAttention
 from fsdplaunch.runtime.context_parallel.exchanges import check_length, joined, own_piece
+from fsdplaunch.runtime.script_line import script_line
 
 SEQUENCE = 1
 """The dimension of positions in what goes through blocks."""

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer, gathered
 from fsdplaunch.runtime.auto.state.late_tensors import LateTensors
 from fsdplaunch.runtime.auto.state.rank0.flat_states import FlatSource, model_state
@@ -22,6 +21,7 @@ from fsdplaunch.runtime.inspection.parameter_names import clean_name, named_para
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, has_shards, is_sharded
 from fsdplaunch.runtime.rank import rank
 from fsdplaunch.runtime.saving.flat_param_layout import flat_layout
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.state_dict.late_units import late_units
 from fsdplaunch.runtime.state_dict.state_dict_type import state_dict_type
 

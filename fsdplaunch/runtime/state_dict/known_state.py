@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdplaunch.runtime.auto.patch import own_attribute
+from fsdplaunch.runtime.patch import own_attribute
 from fsdplaunch.runtime.state_dict.full_state import State, below
 
 _known: list[tuple[nn.Module, Mapping[str, Any]]] = []

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdplaunch.errors import LaunchError, ShardingError
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.sharding.blocks import class_name
 from fsdplaunch.runtime.torch_internals.wrappers import eagerly
 

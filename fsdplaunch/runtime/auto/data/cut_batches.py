@@ -17,8 +17,8 @@ from torch import nn
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.row_order import tell_once, trains_on_batch
-from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import is_user_file
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import is_user_file
 from fsdplaunch.runtime.torch_internals.modules import CALL_METHOD
 
 _CUT = "rows of the batch are taken by their position: each rank takes them of its own rows"

@@ -21,12 +21,12 @@ from fsdplaunch.runtime.auto.data.made_batches import read_made_batches
 from fsdplaunch.runtime.auto.data.padded_rows import note_padding
 from fsdplaunch.runtime.auto.data.same_data import tell_other_data
 from fsdplaunch.runtime.auto.data.samplers import RankTurns, tell_undivided
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.rng.own_generators import OwnGenerators
 from fsdplaunch.runtime.auto.rng.single_draws import drawing_items
 from fsdplaunch.runtime.auto.rng.worker_draws import WorkerDraws
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.data.data_loader import check_divisible, count_readers, is_split, set_attributes
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.data_loaders import iterator_class, iterator_methods, set_iterator_methods
 
 

@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.script_line import script_line
 
 
 class EarlyLengths:

@@ -7,8 +7,8 @@ from torch.utils.data import BatchSampler, IterableDataset
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.samplers import FullBatches, RankBatches, RankItems
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.data.data_loader import set_attributes
+from fsdplaunch.runtime.script_line import script_line
 
 
 def fit(loader: Any, hook_context: HookContext) -> None:

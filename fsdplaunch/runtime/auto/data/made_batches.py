@@ -15,7 +15,7 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.samplers import own_share
 from fsdplaunch.runtime.auto.rng.single_draws import drawing_items
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.data_loaders import iterator_methods, set_iterator_methods
 
 

@@ -15,8 +15,8 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.row_order import trains_on_batch
 from fsdplaunch.runtime.auto.losses.first_batches.program import Call, Made, marks, name_of
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.rng.drawing_code import has_literal_size, has_size_of_rows
+from fsdplaunch.runtime.patch import replaced
 
 _COUNTING = ("arange", "linspace")
 _COMPUTING = (

@@ -11,7 +11,7 @@ import torch
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.held_tensors import tensors_held
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves
 

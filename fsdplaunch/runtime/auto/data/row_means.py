@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.torch_internals.tensors import is_function_transforms
 
 _MARK = "fsdplaunch_mean_of_rows"

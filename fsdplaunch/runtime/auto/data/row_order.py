@@ -15,8 +15,8 @@ from torch.utils.data import get_worker_info
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import script_line
 
 _MIXED = "rows of the batch are put into another order: each rank mixes its own rows only"
 

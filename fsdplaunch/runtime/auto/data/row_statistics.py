@@ -18,9 +18,9 @@ from fsdplaunch.runtime.auto.data.padded_rows import tell_padding
 from fsdplaunch.runtime.auto.data.row_means import is_row_mean, marking_row_means
 from fsdplaunch.runtime.auto.data.row_order import is_between_reads
 from fsdplaunch.runtime.auto.losses.first_batches.program import is_used
-from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.collectives.rank_group import from_all
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.tensors import is_function_transforms
 
 _RANKING = ("topk", "sort", "argsort", "msort", "kthvalue", "median", "nanmedian", "quantile", "nanquantile")

@@ -16,8 +16,8 @@ import torch
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.collectives.rank_group import from_all
+from fsdplaunch.runtime.script_line import script_line
 
 _LOOKED_AT = 32
 """Values of a tensor or a list, evenly spaced, by which it is compared."""

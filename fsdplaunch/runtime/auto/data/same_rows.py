@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.script_line import script_line
 
 _UNTIL = ", until rows are shuffled again, which each rank does by random numbers of its own"
 """What is added where ranks draw for themselves: the first pass over the data was shuffled before they did."""

@@ -17,8 +17,8 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.same_data import tell_other_data
 from fsdplaunch.runtime.auto.rng.rng_streams import random_states, set_random_states
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0
+from fsdplaunch.runtime.script_line import script_line
 
 
 def rounds(sampler: Any, size: int, hook_context: HookContext) -> Iterator[list[Any]]:

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.modules import BUILTIN_HOOK
 
 _LOSSLESS = (

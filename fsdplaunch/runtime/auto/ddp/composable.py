@@ -6,8 +6,8 @@ from typing import Any
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
-from fsdplaunch.runtime.auto.patch import replaced_once_imported
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.patch import replaced_once_imported
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.modules import REPLICATE
 
 

@@ -33,10 +33,10 @@ from fsdplaunch.runtime.auto.ddp.sent_buffers import keeping_unsent_buffers, sen
 from fsdplaunch.runtime.auto.ddp.unused_parameters import agree_on_unused
 from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model
 from fsdplaunch.runtime.auto.detect.optimizers import regroup
-from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.inspection.units import has_shards, is_sharded, is_unit
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.sharding.gradient_hooks import hook_local_gradients
 from fsdplaunch.runtime.sharding.optimizer_params import waits_for_shards
 from fsdplaunch.runtime.torch_internals.modules import IGNORED_NAMES, SEND_STATES

@@ -19,11 +19,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.api.gradients import set_gradient_sync
-from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.rank0.passes import is_alone_without_compiling, turns_on_all_ranks
 from fsdplaunch.runtime.auto.state.rank0.shard_names import changes
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import (
     drop_local_gradients,
     group_refs,

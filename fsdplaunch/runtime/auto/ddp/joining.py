@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.algorithms.join import Join
 
 from fsdplaunch.runtime.auto.ddp.forward import Forward
-from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.patch import replaced
 
 _CONTEXT = "fsdplaunch_joining"
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.patch import replaced_once_imported
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.patch import replaced_once_imported
+from fsdplaunch.runtime.script_line import script_line
 
 
 @contextmanager

@@ -18,8 +18,8 @@ import torch.multiprocessing
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.detect.import_scan import makes_a_group
-from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import is_user_file, script_line
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import is_user_file, script_line
 from fsdplaunch.standard_streams import flush_both
 
 _HINT = "leave the processes to fsdplaunch launch: call in the script what each of them would run"

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
-from fsdplaunch.runtime.auto.patch import replaced_once_imported
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.patch import replaced_once_imported
+from fsdplaunch.runtime.script_line import script_line
 
 _PLAIN = ("step", "state_dict", "load_state_dict", "add_param_group")
 """The methods that divide work over ranks; those of the optimizer's class stand in their place."""

@@ -19,7 +19,6 @@ from fsdplaunch.runtime.auto.losses.row_mixing import mark_inner_outputs, mark_o
 from fsdplaunch.runtime.auto.model.deepcopy import allow_deepcopy
 from fsdplaunch.runtime.auto.model.forward_hooks import ForwardHooks, late_parameter, original_name
 from fsdplaunch.runtime.auto.model.written_in_passes import keep_written
-from fsdplaunch.runtime.auto.script_line import calling_library, script_line
 from fsdplaunch.runtime.auto.state.gather import allow_pickling
 from fsdplaunch.runtime.auto.state.rank0.passes import Passes, note_passes
 from fsdplaunch.runtime.auto.state.rank0.pulling import open_once
@@ -29,6 +28,7 @@ from fsdplaunch.runtime.auto.state.saving_threads import await_main_thread_here
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.inspection.units import is_sharded, is_unit, restore_classes
 from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin, ambient_plugin
+from fsdplaunch.runtime.script_line import calling_library, script_line
 from fsdplaunch.runtime.sharding.blocks import class_name, find_blocks, runs
 from fsdplaunch.runtime.sharding.optimizer_params import sharded_home
 from fsdplaunch.runtime.sharding.root_unit import misses_most

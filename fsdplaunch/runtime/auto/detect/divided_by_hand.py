@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.import_scan import makes_a_group
-from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import pass_look
 
 _IN_LAYERS = ("all_reduce", "all_gather", "all_to_all", "all_to_all_single", "reduce_scatter", "broadcast")

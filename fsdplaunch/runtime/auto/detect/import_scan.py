@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdplaunch.runtime.auto.script_line import is_user_file
+from fsdplaunch.runtime.script_line import is_user_file
 
 _SHARDERS: dict[str, tuple[str, ...]] = {
     "fsdplaunch": ("prepare", "apply_fsdp2", "fsdp2_prepare_model"),

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
+from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.sharding.blocks import runs
 from fsdplaunch.runtime.torch_internals.modules import is_built, own_children, own_parameters
 

@@ -17,10 +17,10 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model, check_no_gradients, check_not_gathered
 from fsdplaunch.runtime.auto.detect.shared_parameters import tell_of_others
 from fsdplaunch.runtime.auto.model.full_step import step_on_full_tensors
-from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.inspection.units import reshard
+from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.plugin.plugin import ambient_plugin
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.sharding.mesh import shard_target
 from fsdplaunch.runtime.sharding.optimizer_params import repoint
 from fsdplaunch.runtime.sharding.registry import known_parameters

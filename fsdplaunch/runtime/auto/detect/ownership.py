@@ -11,8 +11,8 @@ from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.detect.import_scan import Mention, find_mention, user_files
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.library_watch import built_library
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.sharding_events import on_sharding
 from fsdplaunch.runtime.sharding_watch import sharded_by
 

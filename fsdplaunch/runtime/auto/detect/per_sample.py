@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.compat.import_hook import once_imported
+from fsdplaunch.runtime.script_line import script_line
 
 _MODULE, _CLASS = "opacus.optimizers.optimizer", "DPOptimizer"
 

@@ -17,10 +17,10 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.adopt_model import adopt_model
 from fsdplaunch.runtime.auto.model.batch_norm import tell_compiled
-from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import being_built, script_line
 from fsdplaunch.runtime.inspection.parameter_names import unwrapped
 from fsdplaunch.runtime.inspection.units import is_sharded, is_unit
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import being_built, script_line
 from fsdplaunch.runtime.sharding.blocks import class_name
 from fsdplaunch.runtime.torch_internals.modules import CALL_METHOD, parse_move
 

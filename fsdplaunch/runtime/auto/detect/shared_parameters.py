@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.script_line import script_line
 
 
 def tell_of_others(optimizer: Optimizer, hook_context: HookContext) -> None:

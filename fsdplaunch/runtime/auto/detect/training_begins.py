@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.late_iterator import LateIterator, asked_by_constructor
 from fsdplaunch.runtime.auto.detect.optimizers import regroup
-from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.patch import replaced
 
 
 @contextmanager

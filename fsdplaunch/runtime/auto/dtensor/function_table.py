@@ -28,8 +28,8 @@ from fsdplaunch.runtime.auto.dtensor.row_loops import rows
 from fsdplaunch.runtime.auto.dtensor.shared_memory import read_only, refuse_memory
 from fsdplaunch.runtime.auto.dtensor.updates import WrappedUpdates, make_into
 from fsdplaunch.runtime.auto.model.written_in_passes import take_data
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.rank0.writes_after_steps import WritesAfterSteps
+from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.torch_internals.dtensor import knows_operator
 
 Handler = handlers.Handler

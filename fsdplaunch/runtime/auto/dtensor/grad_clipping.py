@@ -17,8 +17,8 @@ from torch.nn.utils import clip_grad
 from fsdplaunch.runtime.api import gradients
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.ddp.forward import average_local_gradients
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.compat.import_hook import once_imported
+from fsdplaunch.runtime.patch import replaced
 
 Ours = Callable[[list[Any]], bool]
 """Whether among these there are shards that the launcher has made for the script."""

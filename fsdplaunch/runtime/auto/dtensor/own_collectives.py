@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.rank0.copies import copied_from
 from fsdplaunch.runtime.auto.state.rank0.shard_names import changes
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
 
 COLLECTIVES = (

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.rank0.position import trains_shards
 from fsdplaunch.runtime.collectives.rank_group import from_all
+from fsdplaunch.runtime.script_line import script_line
 
 _MOST = 32
 """Numbers of a line that are compared."""

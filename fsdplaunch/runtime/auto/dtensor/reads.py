@@ -14,7 +14,6 @@ from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor.row_loops import put_kept_rows
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import averaged
 from fsdplaunch.runtime.auto.dtensor.shard_parts import outside_of_inference_mode
-from fsdplaunch.runtime.auto.script_line import calling_lines, calling_stack, is_user_file
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer
 from fsdplaunch.runtime.auto.state.rank0.copies import in_optimizer_step
 from fsdplaunch.runtime.auto.state.rank0.fetching import COMPUTING
@@ -22,6 +21,7 @@ from fsdplaunch.runtime.auto.state.rank0.position import Position
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
 from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
 from fsdplaunch.runtime.auto.state.saving_threads import in_thread_of_torch, in_turn
+from fsdplaunch.runtime.script_line import calling_lines, calling_stack, is_user_file
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves, tree_map
 
 _together: set[tuple[str | int, ...]] = set()

@@ -9,7 +9,7 @@ import torch
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import full_tensor
 from fsdplaunch.runtime.auto.dtensor.shard_parts import full_copy
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
 from fsdplaunch.runtime.torch_internals.tensors import change_count

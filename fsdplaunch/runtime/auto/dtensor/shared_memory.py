@@ -12,7 +12,7 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.dtensor.shard_handlers import Handler
 from fsdplaunch.runtime.auto.dtensor.shard_parts import origin_of
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
 from fsdplaunch.runtime.torch_internals.tensors import storage_identity
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor.mixtures import placed_as_updated
 from fsdplaunch.runtime.auto.dtensor.shard_writes import FULL_WRITES
-from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 
 _OPERATORS = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod"))

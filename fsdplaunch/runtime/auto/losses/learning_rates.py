@@ -12,11 +12,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.rank0.passes import check_all_ranks
 from fsdplaunch.runtime.auto.state.rank0.position import trains_shards
 from fsdplaunch.runtime.collectives.rank_group import from_all
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import script_line
 
 _HINT = "call scheduler.step(metric) on all ranks, with a metric that all of them have"
 

@@ -25,8 +25,8 @@ from fsdplaunch.runtime.auto.losses.report import LossReport
 from fsdplaunch.runtime.auto.losses.terms import LossTerms, term_name
 from fsdplaunch.runtime.auto.losses.whole_value import WholeValue, common_factor, has_one_value, has_penalty
 from fsdplaunch.runtime.auto.model.own_buffers import tell_own_buffers
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.collectives.rank_group import from_all
+from fsdplaunch.runtime.script_line import script_line
 
 WEIGHT = "_fsdplaunch_weight"
 """The attribute of a loss by which its value counts in the mean over ranks, where that is not equal."""

@@ -18,9 +18,9 @@ from fsdplaunch.runtime.auto.losses.whole_value import WholeValue
 from fsdplaunch.runtime.auto.model.double_backward import differentiable_grad, refuse_parameters
 from fsdplaunch.runtime.auto.model.forward_hooks import check_not_gathered
 from fsdplaunch.runtime.auto.model.parameter_gradients import gradients_by_backward, sharded_parameters
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.rng.random_alignment import align_random_states
 from fsdplaunch.runtime.auto.rng.single_draws import tell_single
+from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.torch_internals.graphs.graph_nodes import is_in_backward
 from fsdplaunch.runtime.torch_internals.tensors import is_of_transform
 from fsdplaunch.runtime.torch_internals.wrappers import compiles_backward

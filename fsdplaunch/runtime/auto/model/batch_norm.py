@@ -15,8 +15,8 @@ from torch import nn
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.modules import BatchNorm
 
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.forward_hooks import original_name
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.rank0.passes import check_all_ranks
+from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.torch_internals.modules import BatchNorm, is_persistent, own_buffers
 
 

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer
 from fsdplaunch.runtime.auto.state.saving_threads import await_main_thread_here
 from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.inspection.units import reshard
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.sharding.mesh import ShardTarget, own_device
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.sharding.shard import shard_model

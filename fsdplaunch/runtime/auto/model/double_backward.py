@@ -18,9 +18,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.unsharded_copy import as_before
 from fsdplaunch.runtime.inspection.units import reshard
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import root_mixed_precision
 from fsdplaunch.runtime.torch_internals.graphs.node_kinds import noted
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves, tree_map

@@ -19,10 +19,10 @@ from fsdplaunch.runtime.auto.model.computing_methods import computing_methods
 from fsdplaunch.runtime.auto.model.double_backward import ModelPass, keep_pass, may_be_differentiated_twice
 from fsdplaunch.runtime.auto.model.gathered_view import view_of
 from fsdplaunch.runtime.auto.model.inner_calls import gather_around_parts
-from fsdplaunch.runtime.auto.script_line import being_built, script_line
 from fsdplaunch.runtime.auto.state.rank0.full_passes import FullPasses
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
+from fsdplaunch.runtime.script_line import being_built, script_line
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import pass_look
 from fsdplaunch.runtime.torch_internals.modules import computes_without_gradients
 from fsdplaunch.runtime.torch_internals.tensors import apart_from_parameters, return_no_parameters, tree_map

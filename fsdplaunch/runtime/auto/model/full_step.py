@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from fsdplaunch.config.environment import decode
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.losses.whole_value import is_whole
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.inspection.accessors import full_tensor
 from fsdplaunch.runtime.rank import configured_data_ranks
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 from fsdplaunch.runtime.torch_internals.modules import LBFGS_ADDS, LBFGS_GATHERS
 

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.losses.row_mixing import mark_outputs
 from fsdplaunch.runtime.auto.model.double_backward import full_parameters, refuse_parameters
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.unsharded_copy import as_before
 from fsdplaunch.runtime.inspection.units import reshard
+from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import is_in_pass, root_mixed_precision
 from fsdplaunch.runtime.torch_internals.graphs.node_kinds import mark_rows
 from fsdplaunch.runtime.torch_internals.modules import with_parameters

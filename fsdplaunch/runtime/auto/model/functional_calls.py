@@ -16,9 +16,9 @@ from torch.nn.utils import stateless
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.double_backward import full_parameters
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.unsharded_copy import as_before
 from fsdplaunch.runtime.inspection.units import is_unit, reshard
+from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import root_mixed_precision
 
 

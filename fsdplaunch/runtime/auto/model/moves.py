@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.inspection.units import has_shards, is_unit
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.sharding.blocks import class_name
 from fsdplaunch.runtime.sharding.gradient_hooks import add_hook, hook_local_gradients, place_gradients
 from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import gathered_parameters

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.forward_hooks import late_parameter
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.inspection.units import is_unit
+from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import places_of_shards
 from fsdplaunch.runtime.torch_internals.wrappers import is_made_by_compiler
 

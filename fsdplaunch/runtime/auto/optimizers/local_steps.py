@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor, placements_of, with_local_tensor
 from fsdplaunch.runtime.torch_internals.tensors import note_changes
 

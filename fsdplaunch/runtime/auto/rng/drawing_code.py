@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdplaunch.runtime.auto.rng.size_code import assigned, is_fixed_call, size_at
-from fsdplaunch.runtime.auto.script_line import is_user_file
+from fsdplaunch.runtime.script_line import is_user_file
 
 _RECURRENT = frozenset(kind.forward.__code__ for kind in (nn.LSTM, nn.GRU, nn.RNN))
 _PACKAGE = f"{Path(__file__).parents[3]}/"

@@ -14,7 +14,6 @@ import torch
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.row_order import tell_once
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.rng.drawing_code import (
     has_literal_size,
     has_size_of_rows,
@@ -28,6 +27,7 @@ from fsdplaunch.runtime.auto.rng.python_draws import drawing_by_python
 from fsdplaunch.runtime.auto.rng.rejected_draws import drawing_by_rejection
 from fsdplaunch.runtime.auto.rng.single_draws import note_single
 from fsdplaunch.runtime.auto.rng.table_draws import drawing_from_tables
+from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.torch_internals.operators import below, drawing_instead
 
 _IN_PLACE = (

@@ -13,7 +13,7 @@ import torch
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.row_order import tell_once
-from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.patch import replaced
 
 _JOINING = ("cat", "concat", "concatenate", "vstack")
 _RESHAPING = ("view", "reshape", "flatten")

@@ -9,9 +9,9 @@ import numpy as np
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.row_order import permuted, tell_once, telling_order
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.rng.own_rows import own_rows
 from fsdplaunch.runtime.auto.rng.single_draws import count_single
+from fsdplaunch.runtime.patch import replaced
 
 _SIZE_FIRST = ("random", "standard_normal", "standard_exponential", "standard_cauchy")
 _SIZE_SECOND = ("exponential", "poisson", "geometric", "rayleigh", "weibull", "standard_gamma", "standard_t")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fsdplaunch.runtime.auto.script_line import is_user_file
+from fsdplaunch.runtime.script_line import is_user_file
 
 _MOST_OBJECTS = 2000
 _MOST_ITEMS = 64

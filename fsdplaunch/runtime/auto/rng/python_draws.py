@@ -10,9 +10,9 @@ from functools import wraps
 from typing import Any
 
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.rng.own_rows import own_rows
 from fsdplaunch.runtime.auto.rng.single_draws import count_single
+from fsdplaunch.runtime.patch import replaced
 
 _SINGLE = ("random", "uniform", "gauss", "normalvariate", "randint", "randrange", "choice", "betavariate")
 

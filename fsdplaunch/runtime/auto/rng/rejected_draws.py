@@ -13,8 +13,8 @@ import torch
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import script_line
 
 _FUNCTIONS = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
 """What torch.distributions call: Beta a Dirichlet, Gamma, Chi2 and StudentT a gamma."""

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.collectives.rank_group import from_all
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import script_line
 
 _STRIDE = 1_000_003
 """Between the seeds of neighbouring ranks; a prime, so that a script's own seeds in a row do not meet them."""

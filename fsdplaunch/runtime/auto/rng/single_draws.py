@@ -13,7 +13,7 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.row_order import tell_once, trains_on_batch
 from fsdplaunch.runtime.auto.rng.drawing_code import has_size_of_rows
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import is_in_pass
 
 

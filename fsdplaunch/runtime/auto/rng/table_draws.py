@@ -14,9 +14,9 @@ import torch
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.data.row_order import tell_once
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.rng.drawing_code import sizes_of_distributions
 from fsdplaunch.runtime.auto.rng.own_rows import own_part
+from fsdplaunch.runtime.patch import replaced
 
 _UNREPEATED = (
     "numbers are drawn for the batch's rows without replacement: each rank draws those of its own rows among"

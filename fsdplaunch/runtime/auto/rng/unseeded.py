@@ -16,10 +16,10 @@ import numpy.random.bit_generator as numpy_generators
 import torch
 
 from fsdplaunch.config.environment import COMPARE_DIR
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.rng.rng_streams import RngStreams, random_states, set_random_states
-from fsdplaunch.runtime.auto.script_line import is_user_file
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import is_user_file
 
 SEED = 0
 """Of both runs of a comparison, for scripts that set none: they must begin alike."""

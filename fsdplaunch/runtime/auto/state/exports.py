@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer, tensors_of
 from fsdplaunch.runtime.auto.state.scripted import telling_unequal
 from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
 from fsdplaunch.runtime.inspection.units import has_shards, reshard
+from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.torch_internals.tensors import resolving_as_torch
 
 _EXPORTS = (

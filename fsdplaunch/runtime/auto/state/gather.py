@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.ownership import Ownership
 from fsdplaunch.runtime.auto.dtensor.row_loops import put_kept_rows
-from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.late_storages import SMALLEST, LateStorages
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
 from fsdplaunch.runtime.auto.state.saved_paths import named_by_rank
@@ -26,6 +24,8 @@ from fsdplaunch.runtime.auto.state.saving_threads import await_main_thread, refu
 from fsdplaunch.runtime.auto.state.unsharded_copy import unsharded_copy
 from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier
 from fsdplaunch.runtime.collectives.rank_group import from_all, raise_on_all_ranks
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.tensors import storage_identity
 
 _TOGETHER = "let all ranks make this call; rank 0 alone can, from the first step of the model's optimizer on"

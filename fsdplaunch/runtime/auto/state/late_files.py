@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer
 from fsdplaunch.runtime.auto.state.late_tensors import LateTensor, LateTensors
 from fsdplaunch.runtime.auto.state.tensor_files import file_entries, one_by_one, write_file
+from fsdplaunch.runtime.patch import replaced
 
 _NAMES = ("save_file", "safe_save_file")
 """What libraries call safetensors' function: they keep it from when they were imported."""

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.forward_hooks import original_name
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.rank0.passes import meet_rank0
 from fsdplaunch.runtime.inspection.parameter_names import clean_name
 from fsdplaunch.runtime.inspection.units import reshard
+from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
 
 

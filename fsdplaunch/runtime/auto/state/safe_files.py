@@ -11,13 +11,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer, gathered
 from fsdplaunch.runtime.auto.state.late_files import streaming
 from fsdplaunch.runtime.auto.state.saved_paths import note_saved, path_of
 from fsdplaunch.runtime.auto.state.saving_threads import in_turn
 from fsdplaunch.runtime.auto.state.tensor_files import file_entries, one_by_one, storage_of, write_file
 from fsdplaunch.runtime.inspection.units import has_shards
+from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
 
 

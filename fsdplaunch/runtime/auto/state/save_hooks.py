@@ -27,8 +27,6 @@ from fsdplaunch.atomic_file import atomic_file
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import is_user_file, script_line
 from fsdplaunch.runtime.auto.state.files.opened_files import write_in_turn
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer, pickling_full_tensors
 from fsdplaunch.runtime.auto.state.late_storages import LateStorages
@@ -40,7 +38,9 @@ from fsdplaunch.runtime.auto.state.saved_paths import note_saved, path_of
 from fsdplaunch.runtime.auto.state.saving_threads import beside_training, failed, in_turn
 from fsdplaunch.runtime.collectives.rank_group import from_all
 from fsdplaunch.runtime.inspection.units import has_shards
+from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.rank import rank
+from fsdplaunch.runtime.script_line import is_user_file, script_line
 
 _SPOOLED_BYTES = 64 << 20
 """What is held in memory before it goes to a temporary file."""

@@ -11,8 +11,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.collectives.rank_group import from_all
+from fsdplaunch.runtime.script_line import script_line
 
 
 class SavedPaths:

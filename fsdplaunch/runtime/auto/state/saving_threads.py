@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.collectives.hang_detector import in_torch
+from fsdplaunch.runtime.script_line import script_line
 
 PATIENCE_SECONDS = 5.0
 """How long the main thread may take to the line where it waits."""

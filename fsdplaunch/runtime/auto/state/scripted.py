@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.script_line import script_line
 
 _UNEQUAL = re.compile(r"aten::(bernoulli|multinomial|poisson|batch_norm)\(")
 """Operators that compute for this rank's rows alone. Others come down to operators that are hooked themselves."""

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdplaunch.runtime.auto.patch import own_attribute
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.compat.import_hook import once_imported
+from fsdplaunch.runtime.patch import own_attribute
 from fsdplaunch.runtime.torch_internals.modules import is_persistent, own_buffers, put_tensor, set_persistent
 
 

@@ -9,9 +9,9 @@ import functools
 from typing import Any
 
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.compat.import_hook import once_imported
 from fsdplaunch.runtime.data.data_loader import check_divisible
+from fsdplaunch.runtime.script_line import script_line
 
 _DIVIDES = (
     "keep_global_batch: accelerate divides each batch over the ranks (split_batches); not as in one process are\n"

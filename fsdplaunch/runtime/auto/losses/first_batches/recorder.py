@@ -32,8 +32,8 @@ from fsdplaunch.runtime.auto.losses.first_batches.program import (
     results_of,
     sliced,
 )
-from fsdplaunch.runtime.auto.patch import original_of
-from fsdplaunch.runtime.auto.script_line import script_line
+from fsdplaunch.runtime.patch import original_of
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.function_modes import put_below, take_off
 from fsdplaunch.runtime.torch_internals.operators import exchanges
 from fsdplaunch.runtime.torch_internals.tensors import change_count, is_function_transforms, is_in_transform

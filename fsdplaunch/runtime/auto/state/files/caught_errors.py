@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from fsdplaunch.runtime import script
-from fsdplaunch.runtime.auto.script_line import is_user_file
+from fsdplaunch.runtime.script_line import is_user_file
 
 _EXITS = ("exit", "_exit", "quit", "abort")
 _OWN = str(Path(__file__).parents[4]) + "/"

@@ -15,11 +15,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.files.path_store import from_open_folder
 from fsdplaunch.runtime.auto.state.gather import ShardGatherer
 from fsdplaunch.runtime.auto.state.rank0.pulling import rank0_saves
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0
+from fsdplaunch.runtime.patch import replaced
 
 _MOVES, _REMOVALS = ("rename", "replace"), ("remove", "unlink")
 _WITH_TARGET = (*((os, name) for name in (*_MOVES, "link", "symlink")), (shutil, "copyfile"))

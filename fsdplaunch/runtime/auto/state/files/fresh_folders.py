@@ -14,10 +14,10 @@ from typing import Any
 
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.import_scan import speaks_of_ranks
-from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import is_user_file
 from fsdplaunch.runtime.auto.state.files import path_store
 from fsdplaunch.runtime.auto.state.files.caught_errors import goes_on_after
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import is_user_file
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.files.path_store import note, wait_for_note
+from fsdplaunch.runtime.script_line import script_line
 
 _PATIENCE_SECONDS = 1.0
 """How late the rank before may be; one that saves alone waits so long."""

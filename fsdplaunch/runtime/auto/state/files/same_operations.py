@@ -20,10 +20,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.files import file_operations, path_store
 from fsdplaunch.runtime.auto.state.files.caught_errors import goes_on_after
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import script_line
 
 _FAILURES = {errno.EEXIST: FileExistsError, errno.ENOENT: FileNotFoundError}
 _DONE = (

@@ -20,10 +20,10 @@ from typing import Any
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.detect.import_scan import excludes_others, speaks_of_ranks
-from fsdplaunch.runtime.auto.patch import replaced
-from fsdplaunch.runtime.auto.script_line import is_user_file, script_line
 from fsdplaunch.runtime.auto.state.files import path_store
 from fsdplaunch.runtime.auto.state.files.caught_errors import goes_on_after, is_foreign
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import is_user_file, script_line
 
 _PATIENCE_SECONDS = 5.0
 """How late rank 0 may be at a line; one that does not come there leaves the file to the others."""

@@ -18,10 +18,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.rank0.position import Position
 from fsdplaunch.runtime.auto.state.rank0.shard_names import ShardName, changes, identity, numbered
 from fsdplaunch.runtime.inspection.accessors import as_bytes
+from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
 
 _METHODS = (

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.late_storages import SMALLEST
 from fsdplaunch.runtime.auto.state.late_tensors import LateTensors
 from fsdplaunch.runtime.auto.state.rank0.flat_shards import (
@@ -27,6 +26,7 @@ from fsdplaunch.runtime.auto.state.rank0.flat_shards import (
 from fsdplaunch.runtime.auto.state.rank0.pulling import Rank0Saves, rank0_saves
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, joined
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import (
     WRAPPED_ATTRIBUTE,
     flat_parameter,

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.rank0.pulling import Rank0Saves
 from fsdplaunch.runtime.auto.state.rank0.shard_names import changes, is_over_all_ranks
 from fsdplaunch.runtime.inspection.parameter_names import count
 from fsdplaunch.runtime.inspection.units import is_unit
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import mixed_precision_of, param_groups
 from fsdplaunch.runtime.torch_internals.fsdp.suspended_units import cast_inputs, cast_output, suspend_unit
 from fsdplaunch.runtime.torch_internals.modules import own_parameters, put_tensor

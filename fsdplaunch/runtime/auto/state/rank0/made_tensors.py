@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdplaunch.runtime.auto.patch import replaced
 from fsdplaunch.runtime.auto.state.rank0.copies import in_optimizer_step
 from fsdplaunch.runtime.auto.state.rank0.position import Position
 from fsdplaunch.runtime.auto.state.rank0.shard_names import ShardName, changes, identity
+from fsdplaunch.runtime.patch import replaced
 
 _MAKERS = (
     *((torch, name) for name in ("zeros_like", "ones_like", "full_like", "empty_like")),

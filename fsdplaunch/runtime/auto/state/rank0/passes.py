@@ -12,10 +12,10 @@ from torch import nn
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.script_line import calling_lines, script_line
 from fsdplaunch.runtime.auto.state.rank0.full_passes import FullPasses
 from fsdplaunch.runtime.auto.state.rank0.pulling import Rank0Saves, rank0_saves
 from fsdplaunch.runtime.auto.state.saving_threads import failed, raise_failed
+from fsdplaunch.runtime.script_line import calling_lines, script_line
 
 _HINT = (
     "call the model on all ranks: take the evaluation out of `if rank == 0:`, give all ranks as many batches, and"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fsdplaunch.runtime.auto.patch import replaced
+from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import is_in_flat_parameter
 
 _COLLECTIVES = (

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from fsdplaunch.errors import CheckpointError, ShardingError
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.rank0.passes import check_all_ranks
 from fsdplaunch.runtime.inspection.parameter_names import clean_name
 from fsdplaunch.runtime.inspection.units import is_unit
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import before_reducing_gradients, names_without_gradient
 
 _CALL_HINT = (

@@ -10,11 +10,11 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.script_line import script_line
 from fsdplaunch.runtime.auto.state.rank0.copies import in_optimizer_step
 from fsdplaunch.runtime.auto.state.rank0.passes import meet_rank0
 from fsdplaunch.runtime.auto.state.rank0.shard_names import identity, moves
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves
 
 

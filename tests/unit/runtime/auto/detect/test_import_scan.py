@@ -9,7 +9,7 @@ import pytest
 from fsdplaunch.runtime.auto.data.visible_gpu import see_own_gpu
 from fsdplaunch.runtime.auto.detect import import_scan
 from fsdplaunch.runtime.auto.detect.import_scan import find_mention, speaks_of_ranks
-from fsdplaunch.runtime.auto.script_line import is_user_file
+from fsdplaunch.runtime.script_line import is_user_file
 
 
 def mention(folder: Path, text: str) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 from fsdplaunch.runtime.compat.import_hook import once_imported
 from fsdplaunch.runtime.torch_internals.tensors import known_to_scripts, not_scripted, scripted_as
 
-_PACKAGE = str(Path(__file__).parents[2])
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 @contextmanager

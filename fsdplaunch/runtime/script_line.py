@@ -15,7 +15,7 @@ def is_user_file(file: str) -> bool:
 
 
 _FOREIGN = (
-    str(Path(__file__).parents[2]) + "/",
+    str(Path(__file__).parents[1]) + "/",
     *{sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib")},
     "<",
 )
