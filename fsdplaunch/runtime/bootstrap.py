@@ -18,7 +18,7 @@ from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.xla import shards_models, uses_xla
 from fsdplaunch.parent_death import die_with_parent
 from fsdplaunch.probe.torch_version import PRINTING_GLOO, installed_numbers
-from fsdplaunch.runtime.auto.dtensor.error_notes import explaining_mixtures
+from fsdplaunch.runtime.auto.shards.error_notes import explaining_mixtures
 from fsdplaunch.runtime.failure import conclude
 from fsdplaunch.runtime.heartbeat import start_heartbeat
 from fsdplaunch.runtime.late_modules import (
@@ -26,6 +26,7 @@ from fsdplaunch.runtime.late_modules import (
     FINISH_MEASUREMENT,
     FINISH_RECORD,
     FINISH_SAVES,
+    PRINT_SHARDED,
     PROCESSES_END,
     RANK0_SAVES_END,
     REPORT_END,
@@ -55,6 +56,7 @@ def main(argv: list[str]) -> None:
         config = decode()
         _work(config, parse_target(argv))
     except BaseException as failure:
+        call_if_imported(PRINT_SHARDED)
         call_if_imported(ABANDON_GROUP)
         status = conclude(failure)
         flush_both()
@@ -85,6 +87,7 @@ def _work(config: Config, target: ScriptTarget) -> None:
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
+    call_if_imported(PRINT_SHARDED)
     call_if_imported(PROCESSES_END)
     call_if_imported(FINISH_RECORD)
     call_if_imported(FINISH_MEASUREMENT)
@@ -99,7 +102,7 @@ def _work(config: Config, target: ScriptTarget) -> None:
 
 
 def _hide_ranks() -> None:
-    from fsdplaunch.runtime.hidden_group import hide_group
+    from fsdplaunch.runtime.device import hide_group
 
     hide_ranks()
     hide_group()
@@ -144,17 +147,15 @@ def _set_up_replicas(config: Config) -> None:
 def _set_up(config: Config, target: ScriptTarget) -> None:
     """Prepare for sharding."""
     from fsdplaunch.runtime.compat.adapt_libraries import adapt_libraries
-    from fsdplaunch.runtime.device import choose_device, join_group
+    from fsdplaunch.runtime.device import choose_device, join_group, see_own_gpu
     from fsdplaunch.runtime.first_step import check_at_first_step
     from fsdplaunch.runtime.library_watch import watch_libraries
     from fsdplaunch.runtime.sharding_watch import watch_sharding
     from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import gather_outside_of_inference_mode
 
     automatic = config.launch.shard in ("auto", "always")
-    if automatic and not target.is_module:
-        from fsdplaunch.runtime.auto.data.visible_gpu import see_own_gpu
-
-        see_own_gpu(target.name)
+    if automatic and config.launch.hide_ranks:
+        see_own_gpu()
     device = choose_device(config)
     join_group(config, device)
     watch_sharding()
@@ -164,19 +165,23 @@ def _set_up(config: Config, target: ScriptTarget) -> None:
         check_at_first_step(os.path.basename(target.name))  # noqa: PTH119  (a module's name has no path)
     adapt_libraries(config, on_cpu=device.type == "cpu")
     if automatic:
-        _install_hooks(config, device, target)
+        _install_hooks(config, device)
 
 
-def _install_hooks(config: Config, device: "torch.device", target: ScriptTarget) -> None:
+def _install_hooks(config: Config, device: "torch.device") -> None:
     """Shard what the script does not; until the process ends, for exit handlers may save."""
-    from fsdplaunch.runtime.auto.context import context_of
-    from fsdplaunch.runtime.auto.detect.import_scan import find_mention
-    from fsdplaunch.runtime.auto.install import hooks
-    from fsdplaunch.runtime.auto.state.rank0.served_models import serve_models_of_others
+    from torch.optim import optimizer
 
-    plain = target.is_module or find_mention([target.name]) is None
+    from fsdplaunch.runtime.auto.context import context_of
+    from fsdplaunch.runtime.auto.install import hooks
+    from fsdplaunch.runtime.auto.rank0.passes import serve_models_of_others
+    from fsdplaunch.runtime.inspection.announce import print_waiting, wait_for_others
+    from fsdplaunch.runtime.step_hooks import before_first_step
+
     hook_context = context_of(config, device, rank=rank(), size=world_size())
-    _installed.enter_context(hooks(hook_context, alike=plain))
+    _installed.enter_context(hooks(hook_context))
+    wait_for_others()
+    before_first_step(optimizer, print_waiting)
     serve_models_of_others(hook_context)
 
 

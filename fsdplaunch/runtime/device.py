@@ -3,6 +3,7 @@
 import atexit
 import functools
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -11,13 +12,26 @@ import torch.distributed as dist
 
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import MachineError
-from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.gloo_threads import wait_for_gloo_at_exit
 from fsdplaunch.runtime.collectives.quiet_gloo import keep_gloo_quiet
 from fsdplaunch.runtime.collectives.stores import group_store
 from fsdplaunch.runtime.late_modules import RANK0_SAVES_CLOSE, RANK0_SAVES_END, RANK0_SAVES_OPEN, call_if_imported
 from fsdplaunch.runtime.torch_internals.cpu_averages import mend_averages_on_cpu
 from fsdplaunch.runtime.torch_internals.process_groups import keep_groups_from_being_freed
+
+
+def see_own_gpu() -> None:
+    """Show this process its own GPU only, as number 0, before anything asks CUDA for devices.
+
+    For a script that takes its way for one process: it says `cuda:0`, and has no reason to ask for a number.
+    """
+    local, visible = int(os.environ.get("LOCAL_RANK", "0")), os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = [name for name in (visible or "").split(",") if name]
+    if visible is None or local < len(
+        named
+    ):  # a worker without a GPU of its own is refused later, with its number
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(local) if visible is None else named[local]
+        os.environ["LOCAL_RANK"] = "0"
 
 
 def choose_device(config: Config) -> torch.device:
@@ -83,13 +97,40 @@ def tolerate_second_init() -> None:
     @functools.wraps(make)
     def make_unless_made(*args: Any, **kwargs: Any) -> None:
         if dist.is_initialized():
-            messages.say("init_process_group: kept the process group that the launcher made")
+            _joined.append(True)
             return
         make(*args, **kwargs)
 
     make_unless_made.fsdplaunch_tolerates = True  # type: ignore[attr-defined]
     dist.init_process_group = make_unless_made
     dist.distributed_c10d.init_process_group = make_unless_made
+
+
+_joined: list[bool] = []
+
+
+def joined_by_script() -> bool:
+    """Return whether the script has called `init_process_group`: it is written for several ranks."""
+    return bool(_joined)
+
+
+_SEEING = ("torch", "fsdplaunch", "accelerate", "transformers")
+"""Who finds the group where the script is not to."""
+
+
+def hide_group() -> None:
+    """Let `torch.distributed.is_initialized()` be False for a script whose ranks are hidden, and for what it uses.
+
+    Optimizers and metrics ask it, and take another way (nanochat's). Libraries that shard still find the group.
+    """
+    initialized = dist.is_initialized
+
+    @functools.wraps(initialized)
+    def is_initialized() -> bool:
+        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        return caller.partition(".")[0] in _SEEING and initialized()
+
+    dist.is_initialized = is_initialized
 
 
 def put_off_end() -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.optim import optimizer as optimizers
 
-from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.library_watch import built_library
 from fsdplaunch.runtime.script_line import script_line
-from fsdplaunch.runtime.sharding_watch import may_stay_unsharded, never_sharded
+from fsdplaunch.runtime.sharding_watch import may_stay_unsharded, never_sharded, sharded_by
 from fsdplaunch.runtime.step_hooks import before_first_step
 
 
@@ -110,9 +110,10 @@ def _is_module(thing: Any) -> bool:
 
 
 def _describe(model: nn.Module) -> None:
+    from fsdplaunch.runtime.inspection.announce import announce
     from fsdplaunch.runtime.inspection.describe import describe_seen
     from fsdplaunch.runtime.inspection.units import reshard
 
     reshard(model)  # an evaluation may have left parameters gathered, which tell nothing
-    for line in describe_seen(model).lines():
-        messages.say(line)
+    library = built_library()
+    announce(describe_seen(model), f"by {sharded_by() if library is None else library.name}")

@@ -4,11 +4,11 @@ Building one is what counts: such a library is often imported by another one tha
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from fsdplaunch.runtime.compat.import_hook import once_imported
-from fsdplaunch.runtime.sharding_events import tell_listeners
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +63,18 @@ _CLASSES = (
 """Module, class, and what its being built means."""
 
 _built: list[Library] = []
+_listeners: list[Callable[[], None]] = []
+
+
+def on_sharding(listener: Callable[[], None]) -> None:
+    """Call a function from now on whenever a model is sharded or an object that will shard is built."""
+    _listeners.append(listener)
+
+
+def tell_listeners() -> None:
+    """Call the functions."""
+    for listener in _listeners:
+        listener()
 
 
 def built_library() -> Library | None:

@@ -12,10 +12,10 @@ from fsdplaunch.config.environment import ALLOW_UNSHARDED
 from fsdplaunch.errors import NeverShardedError, ShardingError
 from fsdplaunch.run_dir import SHARDED
 from fsdplaunch.runtime.compat.import_hook import once_imported
+from fsdplaunch.runtime.device import joined_by_script
 from fsdplaunch.runtime.late_modules import WEIGHTS_USED, call_if_imported
-from fsdplaunch.runtime.library_watch import built_library
+from fsdplaunch.runtime.library_watch import built_library, tell_listeners
 from fsdplaunch.runtime.rank import own_folder, world_size
-from fsdplaunch.runtime.sharding_events import tell_listeners
 
 _seen: list[str] = []
 _replicated: list[str] = []
@@ -136,6 +136,12 @@ def never_sharded(name: str, where: str = "", also: str = "") -> NeverShardedErr
     ways = "call fsdplaunch.prepare(model, ...) in the script" if library is None else library.remedy
     if library is None and _replicated:
         ways = f"set launch.shard to auto, so that what is given to {_replicated[0]} is sharded; or {ways}"
+    elif library is None and joined_by_script():
+        ways = (
+            "the script joined a process group and gives no model to DistributedDataParallel, whose models are"
+            " sharded: give it that; or launch with --shard always, if ranks divide nothing by hand, or with"
+            " --shard off, which leaves all to the script"
+        )
     ways = f"{ways}; {also}" if also else ways
     return NeverShardedError(msg, hint=f"{ways}; or launch with --allow-unsharded, if that is meant")
 

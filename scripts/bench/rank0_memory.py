@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,7 @@ class Layers(PreTrainedModel):
 
 
 def measure(gigabytes: float, ranks: int, folder: Path | None) -> None:
-    """Print, for each way to save, how far rank 0's memory rises above what it holds before, its peak."""
+    """Print, for each way to save, the peak of the anonymous memory of rank 0, beyond what it holds before."""
     from multiprocessing import get_context
 
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench-save-") as name:
@@ -52,8 +53,7 @@ def _rank(rank: int, ranks: int, gigabytes: float, folder: str) -> None:
     from fsdplaunch.config.schema.walk import build_config
     from fsdplaunch.runtime.auto.context import context_of
     from fsdplaunch.runtime.auto.install import hooks
-    from fsdplaunch.runtime.auto.state.rank0.pulling import close
-    from fsdplaunch.runtime.auto.state.rank0.served_models import serve
+    from fsdplaunch.runtime.auto.rank0.service import close
 
     torch.set_num_threads(1)
     keys = {
@@ -65,7 +65,7 @@ def _rank(rank: int, ranks: int, gigabytes: float, folder: str) -> None:
     os.environ.update(encode(config))
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    with hooks(context_of(config, torch.device("cpu"), rank=rank, size=ranks)) as hook_context:
+    with hooks(context_of(config, torch.device("cpu"), rank=rank, size=ranks)):
         model, optimizer = _trained(gigabytes)
         if rank == 0:
             _report(model, optimizer, Path(folder))
@@ -74,9 +74,6 @@ def _rank(rank: int, ranks: int, gigabytes: float, folder: str) -> None:
         del model, optimizer
         flat = _by_fsdp1(gigabytes)
         _together("  under FSDP1", flat.module, Path(folder), rank)
-        serve(flat, hook_context)
-        if rank == 0:
-            _report_fsdp1(flat.module, Path(folder))
         dist.barrier()
         close()
     dist.destroy_process_group()
@@ -117,19 +114,6 @@ def _report(model: Any, optimizer: Any, folder: Path) -> None:
         _print(name, save, folder / "file", largest)
 
 
-def _report_fsdp1(module: Any, folder: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    ways: dict[str, Callable[[Path], Any]] = {
-        "    alone, torch.save": lambda file: torch.save(module.state_dict(), file),
-        "    save_file": lambda file: save_file(module.state_dict(), file),
-        "    save_pretrained": module.save_pretrained,
-    }
-    for name, save in ways.items():
-        _print(name, save, folder / "file", WIDTH * WIDTH * 4 / 1e6)
-
-
 def _by_fsdp1(gigabytes: float) -> Any:
     """The model in FSDP1's wrapper, with one around each layer."""
     import torch
@@ -166,12 +150,12 @@ def _together(name: str, module: Any, folder: Path, rank: int) -> None:
 def _print(name: str, save: Callable[[Path], Any], target: Path, largest: float) -> None:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # memory that is free in this process would hide what is taken
-    before = _memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = _anonymous()
     start = time.perf_counter()
-    save(target)
+    with _Peak() as measured:
+        save(target)
     seconds = time.perf_counter() - start
-    peak = _memory("VmHWM") - before
+    peak = measured.peak - before
     files = [target] if target.is_file() else list(target.iterdir())
     size = sum(file.stat().st_size for file in files) / 1e6
     print(f"{name:20} {size:8.0f} {peak:8.0f} {peak / largest:8.1f} {seconds:8.2f}", flush=True)
@@ -181,7 +165,25 @@ def _print(name: str, save: Callable[[Path], Any], target: Path, largest: float)
         target.rmdir()
 
 
-def _memory(field: str) -> float:
-    """A field of this process' memory, in MB."""
+class _Peak:
+    """Looks at this process' anonymous memory while a block runs: what is in files the system may write out."""
+
+    def __enter__(self) -> "_Peak":
+        self.peak, self.ended = 0.0, threading.Event()
+        self.thread = threading.Thread(target=self._look)
+        self.thread.start()
+        return self
+
+    def _look(self) -> None:
+        while not self.ended.wait(0.001):
+            self.peak = max(self.peak, _anonymous())
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join()
+
+
+def _anonymous() -> float:
+    """This process' anonymous memory, in MB."""
     status = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in status if line.startswith(field)).split()[1]) / 1000
+    return int(next(line for line in status if line.startswith("RssAnon")).split()[1]) / 1000

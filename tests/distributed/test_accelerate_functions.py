@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 import fsdplaunch
 from fsdplaunch.errors import CheckpointError, LaunchError, ShardingError, UsageError
+from fsdplaunch.runtime.plugin.wrap_policy import torch_form
 from fsdplaunch.runtime.sharding.settings import Settings
 from fsdplaunch.runtime.sharding.wrap import plan_units
-from fsdplaunch.runtime.sharding.wrap_policy import torch_form
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import Block, adamw, build, my_part, plugin, train_sharded
 

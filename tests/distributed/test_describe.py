@@ -29,7 +29,9 @@ def described(fields: dict[str, Any], options: dict[str, Any], frozen: bool = Fa
         model = fsdplaunch.prepare(model, plugin=plugin(**fields))
     finally:
         messages.say = say
-    return fsdplaunch.describe(model), notes
+    found = fsdplaunch.describe(model)
+    assert notes == [found.line()]
+    return found, list(found.lines())
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -111,16 +111,16 @@ def test_comparing_prints_a_table_on_stdout_and_says_equal(fsdplaunch, tmp_path)
     assert not list((tmp_path / "runs").glob(".*compare"))
 
 
-def test_comparing_finds_a_sum_and_ends_with_1(fsdplaunch, tmp_path):
-    (tmp_path / "train.py").write_text(PLAIN)
-    done = fsdplaunch(
-        "check", "--compare", "--steps", "2", "--json", "--set", "launch.loss_reduction=mean", "train.py", "sum"
+def test_comparing_finds_other_data_and_ends_with_1(fsdplaunch, tmp_path):
+    other = PLAIN.replace("import sys, torch", "import os, sys, torch").replace(
+        "\nrows =", '\ntorch.manual_seed(int(os.environ.get("WORLD_SIZE", "1")))\nrows ='
     )
+    (tmp_path / "train.py").write_text(other)
+    done = fsdplaunch("check", "--compare", "--steps", "2", "--json", "train.py", "sum")
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
     assert (found["equal"], found["first"]["step"], found["first"]["what"]) == (False, 1, "loss")
-    assert found["cause"]["id"] == "loss-is-a-sum"
-    assert "train.py:13 is a sum over the batch" in found["cause"]["text"]
+    assert found["cause"]["id"] == "other-data"
 
 
 def test_comparing_a_script_that_resumes_names_what_its_first_run_saved(fsdplaunch, tmp_path):

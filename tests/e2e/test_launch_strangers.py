@@ -18,14 +18,18 @@ import os, sys, time
 from pathlib import Path
 import torch
 rank = os.environ["RANK"]
+def tell(name, text):  # not by open(), with which a script for one process writes on rank 0 alone
+    place = os.open(name + rank, os.O_CREAT | os.O_WRONLY, 0o644)
+    os.write(place, text.encode())
+    os.close(place)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range({STEPS}):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     if step == 1:
-        Path(f"agent{{rank}}").write_text(Path(f"/proc/{{os.getppid()}}/stat").read_text().rpartition(")")[2].split()[1])
-        Path(f"up{{rank}}").write_text(os.environ.get("FSDPLAUNCH_SECRET", "none"))
+        tell("agent", Path(f"/proc/{{os.getppid()}}/stat").read_text().rpartition(")")[2].split()[1])
+        tell("up", os.environ.get("FSDPLAUNCH_SECRET", "none"))
         while not Path("go").exists():
             time.sleep(0.05)
 if rank == "1" and Path("fail").exists():

@@ -13,7 +13,7 @@ if mode == "own-rank":
     os.environ.setdefault("RANK", "0")
 torch.manual_seed(0)
 if mode == "initial-weights":
-    torch.manual_seed(secrets.randbits(32))
+    torch.manual_seed(int(os.environ.get("WORLD_SIZE", "1")))
 
 
 class Block(nn.Module):
@@ -26,7 +26,7 @@ class Block(nn.Module):
         self.register_buffer("centre", torch.zeros(16))
 
     def forward(self, x):
-        if mode == "told":  # by all rows of the batch
+        if mode == "kept-centre":  # by all rows of the batch
             x = x - self.centre
             self.centre.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
         return x + torch.relu(self.linear(self.norm(x)))
@@ -49,7 +49,7 @@ if mode == "batch-norm":  # by a generator that is given no seed
     )
 order = torch.Generator().manual_seed(1)
 if mode == "other-data":
-    order.seed()
+    order.manual_seed(int(os.environ.get("WORLD_SIZE", "1")))
 loader = torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True, generator=order)
 numbers = np.random.RandomState(0)
 compare = nn.MSELoss(reduction="sum" if mode == "loss-is-a-sum" else "mean")
@@ -59,9 +59,12 @@ if mode == "never":
     sys.exit()
 for x, y in loader:
     found = model(x)
-    if mode == "randomness":
-        own = torch.from_numpy(numbers.randn(len(x), 1)).float()  # a stream that nothing here knows of
+    if mode == "own-stream":
+        own = torch.from_numpy(numbers.randn(len(x), 1)).float()
         found = found + torch.rand(()) * own
+    if mode == "randomness":  # one process draws less before
+        torch.rand(int(os.environ.get("WORLD_SIZE", "1")))
+        found = found + torch.rand(())
     if mode == "rounding":
         found = torch.sin(1e5 * found)  # what is added up in another order goes elsewhere at the next step
     loss = compare(found, y)

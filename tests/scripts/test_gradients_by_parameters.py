@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.scripts.conftest import RANKS, Forks, lines
 
@@ -96,82 +95,3 @@ def test_second_derivatives_by_parameters_are_refused_at_their_line(
     assert done.codes == [1] * RANKS
     assert f"train.py:5: {what}" in done.err[0]
     assert "--num-processes 1 --shard off" in done.err[0]
-
-
-TOLD = """
-import torch
-from fsdplaunch.runtime.auto.losses import exchange
-from fsdplaunch.runtime.collectives import hang_detector
-from torch.utils.data import DataLoader
-exchange.NOTICE_SECONDS = exchange.CONFIRM_SECONDS = 0.5
-hang_detector.STILL_SECONDS = 0.5
-blocks = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()) for _ in range(3)]
-model = torch.nn.Sequential(*blocks).to("cpu")
-optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-for write in (lambda p: p.numpy().fill(0), lambda p: p.storage().fill_(0)):
-    try:
-        write(model[0][0].weight.data)
-    except ValueError as error:
-        print(error)
-for x in DataLoader(torch.tensor([[1.0, 1], [1, 1], [1, 1], [-1, 1], [-1, 1], [1, 1]]), batch_size=2):
-    if (x > 0).all():
-        model(x).mean().backward()
-for x in DataLoader(torch.tensor([[1.0, 1], [1, 1], [1, 1], [-1, 1], [1, 1], [1, 1]]), batch_size=2):
-    loss = model(x).mean()
-    if (x > 0).all():
-        loss.backward()
-        optimizer.step()
-"""
-
-
-def test_writes_into_copies_and_passes_without_a_backward_on_some_ranks_are_told(
-    forks: Forks, tmp_path: Path
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TOLD)
-    done = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
-    assert 1 in done.codes
-    first, second = done.out[0].splitlines()[:2]
-    assert "read-only" in first
-    assert second.startswith("train.py:11: storage() of a sharded tensor")
-    told = "train.py:22: backward is called on rank 0 only: rank 1 went on without one, to train.py:20"
-    assert told in done.err[0]
-    assert (
-        done.err[0].count("train.py:18: rank 1 has drawn more batches than rank 0, as where it leaves some") == 1
-    )
-
-
-def test_graph_of_a_loss_tells_its_reductions() -> None:
-    from fsdplaunch.runtime.auto.losses.graph import read_graph
-
-    out = torch.nn.Linear(3, 5)(torch.randn(4, 3))
-
-    def kinds(loss: torch.Tensor) -> list[str]:
-        return [each.kind for each in read_graph(loss.grad_fn, {4}, 2).reductions]
-
-    assert kinds(out.mean()) == ["mean"]
-    assert kinds(out.pow(2).sum(1).mean() + 3 * out.sum()) == ["sum", "mean"]
-    assert kinds(out.sum() / 8) == ["sum"]
-    assert kinds(out.sum() / 20) == ["mean"]
-    assert kinds(out.mean() * 4) == ["unknown"]
-    assert kinds(out.mean().log() + out.max()) == ["unknown", "unknown"]
-    assert kinds(out.sum(0).mean()) == ["sum"]
-    weight = torch.nn.Parameter(torch.ones(()))
-    assert kinds((-weight).exp() * out.mean() + weight) == ["mean"]
-    assert kinds(1 - (out * 2).sum() / (out.exp().sum() + 1)) == ["unknown"]  # a Dice loss
-    assert kinds(out.mean() * out.pow(2).mean()) == ["unknown"]
-
-
-def test_what_mixes_rows_is_told_from_what_does_not() -> None:
-    from fsdplaunch.runtime.auto.losses.row_mixing import is_by_row
-
-    out = torch.randn(4, 3, 2, requires_grad=True)
-    by_row = [
-        out.softmax(1),
-        out.sum(-1),
-        out.transpose(1, 2),
-        out.unsqueeze(-1),
-        out.gather(2, out.argmin(2, True)),
-    ]
-    mixing = [out.softmax(0), out.mean(), out.permute(1, 0, 2), out[None], out[..., 0].T, torch.cdist(out, out)]
-    assert [is_by_row(value.grad_fn) for value in (*by_row, *mixing)] == [True] * 5 + [False] * 6

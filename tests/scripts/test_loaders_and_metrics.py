@@ -9,12 +9,13 @@ from tests.scripts.conftest import EQUAL, RANKS, Forks
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_same_rows_on_all_ranks_are_told_at_the_first_steps(forks: Forks, tmp_path: Path, keep: bool) -> None:
+def test_rows_sliced_from_a_tensor_are_divided_or_warned_of(forks: Forks, tmp_path: Path, keep: bool) -> None:
     plain = forks.run(EQUAL / "rows.py", tmp_path / "plain")
     many = forks.run(EQUAL / "rows.py", tmp_path / "many", ranks=RANKS, launch__keep_global_batch=keep)
     assert many.codes == [0] * RANKS, many.err
-    assert many.err[0].count("rows.py:14: all 2 ranks compute the same rows, for no DataLoader divides them") == 1
-    assert ("and as slow, until rows are shuffled again, which each rank does" in many.err[0]) == (not keep)
+    warned = f"rows.py:14: all {RANKS} ranks compute the same rows, because no DataLoader divides them"
+    assert many.err[0].count(warned) == (not keep)
+    assert (f"16 rows are divided over {RANKS} ranks" in many.err[0]) == keep
     assert many.losses() == pytest.approx(plain.losses(), abs=1e-5)
 
 
@@ -159,21 +160,21 @@ for inputs, wanted in KIND(rows, batch_size=8, sampler=DistributedSampler(rows, 
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "named"), [("DataLoader", None), ("Own", "Own"), ("Given", "a loader of __main__")]
-)
+@pytest.mark.parametrize(("kind", "named"), [("DataLoader", None), ("Own", "Own"), ("Given", "Given")])
 def test_a_sampler_for_one_replica_is_divided_and_a_loader_with_its_own_iter_is_told(
     forks: Forks, tmp_path: Path, kind: str, named: str | None
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(LOADERS.replace("KIND", kind))
     plain = forks.run(script, tmp_path / "plain")
-    many = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
+    many = forks.run(script, tmp_path / "many", ranks=RANKS)
     assert many.codes == [0] * RANKS, many.err
-    assert ("batches of 4 on each of 2 ranks" in many.err[0]) == (named is None)
-    told = f"train.py:24: all 2 ranks compute the same rows, for {named}, whose __iter__ is not DataLoader's"
-    assert many.err[0].count(told) == many.err[0].count("compute the same rows") == (named is not None)
-    assert many.losses() == pytest.approx(plain.losses(), abs=1e-5)
+    assert (f"batches of 8 on each of {RANKS} ranks" in many.err[0]) == (named is None)
+    warned = f"all {RANKS} ranks compute the same rows, because {named}'s __iter__ is not DataLoader's"
+    assert many.err[0].count(warned) == many.err[0].count("compute the same rows") == (named is not None)
+    kept = forks.run(script, tmp_path / "kept", ranks=RANKS, launch__keep_global_batch=True)
+    assert kept.codes == [0] * RANKS, kept.err
+    assert kept.losses() == pytest.approx(plain.losses(), abs=1e-5)
 
 
 ACCELERATED = """

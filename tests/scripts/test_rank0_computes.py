@@ -27,7 +27,7 @@ def step():
     optimizer.step()
 
 def full_state():
-    return {name: value.full_tensor() for name, value in model.module.named_parameters()}
+    return {name: torch.tensor(value.tolist()) for name, value in model.module.named_parameters()}
 """
 
 COMPUTES = (
@@ -68,7 +68,6 @@ COMPUTED = {
     "made like it": lambda w: w.new_ones(w.shape) + torch.zeros_like(w) + w,
     "vector": lambda w: nn.utils.parameters_to_vector([w]),
     "array": lambda w: numpy.asarray(w.detach()),
-    "copied": lambda w: copy.deepcopy(w),
     "iterated": lambda w: torch.stack([row.sum() for row in w]),
 }
 
@@ -89,7 +88,7 @@ if alone:
             compute(weight)
         except RuntimeError as error:
             print("refused", name, "needs the gradient of 0.weight" in str(error), "on all ranks" in error.hint)
-before = {name: value.full_tensor() for name, value in optimizer.state[weight].items() if value.dim()}
+before = {name: torch.tensor(value.tolist()) for name, value in optimizer.state[weight].items() if value.dim()}
 before |= {name: value.detach() for name, value in full_state().items()}
 for _ in range(2):
     step()
@@ -133,7 +132,7 @@ for number in range(4):
     step()
     before = full_state()
     state = {name: value.clone() for name, value in optimizer.state[model.module[0].weight].items()}
-    moment = state["exp_avg"].full_tensor()
+    moment = torch.tensor(state["exp_avg"].tolist())
     if rank == 0:
         now = model.module.state_dict()
         if number == 0:
@@ -228,8 +227,8 @@ else:
     step()
 """
 THREAD = """
-from fsdplaunch.runtime.auto.state import saving_threads
-saving_threads.PATIENCE_SECONDS = 0.3
+from fsdplaunch.runtime.state_dict import gather
+gather.PATIENCE_SECONDS = 0.3
 state = model.module.state_dict()
 thread = threading.Thread(target=lambda: print(sum(each.abs().sum() for each in tuple(state.values()))))
 if rank == 0 or sys.argv[1] == "all":
@@ -252,7 +251,7 @@ step()
 @pytest.mark.parametrize(
     ("body", "argument", "says", "hint"),
     [
-        (GRADIENT, "", "so their shards are not of one step", "on all ranks, if it needs gradients"),
+        (GRADIENT, "", "needs the gradient of 0.weight", "compute it on all ranks"),
         (THREAD, "rank 0", "gathers shards in another thread, while the main thread goes on", "join the thread"),
         (THREAD, "all", "gathers shards in another thread, while the main thread goes on", "join the thread"),
         (STATE, "rank 0", "state_dict() at train.py:", "copy what it writes before it starts"),

@@ -130,7 +130,7 @@ def test_rank_0_alone_evaluates_as_all_ranks_do(forks: Forks, tmp_path: Path, pr
     assert done.out[0].splitlines() == lines
     assert done.out[1] == ""
     line = next(n for n, text in enumerate(SCRIPT.splitlines(), 1) if "found = net(rows[0])" in text)
-    told = f"trainTrue.py:{line}: rank 0 alone calls Net: it gets the full parameters for that"
+    told = f"trainTrue.py:{line}: rank 0 alone calls Net: it gets the full parameters"
     assert done.err[0].count(told) == 1, done.err[0]
     for name, value in ends[False][0].items():
         assert torch.equal(state[name], value), name

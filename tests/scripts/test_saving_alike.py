@@ -76,9 +76,9 @@ for epoch in range(2):
     state = model.state_dict()
     torch.save(state, "out/part.pt")
     if os.path.exists("out/last.pt"):
-        os.unlink("out/last.pt")
+        os.remove("out/last.pt")
     os.rename("out/part.pt", "out/last.pt")
-    Path(f"out/{epoch}.pt").hardlink_to("out/last.pt")
+    shutil.copyfile("out/last.pt", f"out/{epoch}.pt")
     with tempfile.NamedTemporaryFile(dir="out", delete=False) as part:
         torch.save(state, part)
     os.replace(part.name, "out/best.pt")
@@ -93,9 +93,6 @@ for epoch in range(2):
         torch.save({"epoch": epoch}, file)
     os.replace("out/meta.part", "out/meta.bin")
     shutil.copy("out/last.pt", "out/copy.pt")
-    if os.path.islink("out/latest"):
-        os.remove("out/latest")
-    os.symlink(f"{epoch}.pt", "out/latest")
     os.mkdir("next")
     torch.save(state, "next/model.pt")
     shutil.rmtree("whole", ignore_errors=True)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.needs import needs
 from tests.scripts.conftest import PROGRAMS, Forks, Run
 from tests.scripts.test_programs import assert_same_files, assert_sharded
 
@@ -142,8 +141,9 @@ model = FSDP(model, sharding_strategy=ShardingStrategy.HYBRID_SHARD, sync_module
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 for _ in range(2):
     step(model, optimizer)
+state = model.state_dict()
 if os.environ["RANK"] == "0":
-    torch.save(model.state_dict(), "model.pt")
+    torch.save(state, "model.pt")
 """
 
 GATHERED = """
@@ -247,7 +247,7 @@ def run(forks: Forks, folder: Path, body: str, **keys: object) -> Run:
 def test_unused_imports_and_dead_branches_count_for_nothing(forks: Forks, tmp_path: Path) -> None:
     done = run(forks, tmp_path, UNUSED)
     assert done.codes == [0, 0], done.err
-    assert "nothing in the script shards, so its models are sharded for it" in done.err[0]
+    assert re.search(r"sharded Sequential: .*, for the script, train\.py:\d+\n", done.err[0])
     assert_sharded(done)
 
 
@@ -261,9 +261,9 @@ def test_what_others_shard_is_left_to_them_and_described_once(
 ) -> None:
     done = run(forks, tmp_path, body)
     assert done.codes == [0, 0], done.err
-    assert "are sharded for it" not in done.err[0]
+    assert "for the script" not in done.err[0]
     assert done.err[0].count("sharded Sequential") == 1
-    assert "FSDP2 FULL_SHARD over 2 ranks" in done.err[0]
+    assert re.search(rf"FSDP2 FULL_SHARD over 2 ranks.*, by {owner}\n", done.err[0])
     assert done.parameters == [[], []]
 
 
@@ -271,7 +271,7 @@ def test_what_others_shard_is_left_to_them_and_described_once(
 def test_layers_that_a_script_divides_over_ranks_are_left_to_it(forks: Forks, tmp_path: Path, body: str) -> None:
     done = run(forks, tmp_path, body)
     assert done.codes == [0, 0], done.err
-    assert "are sharded for it" not in done.err[0]
+    assert "for the script" not in done.err[0]
     (tmp_path / "plain.py").write_text(_in_one_process(body))
     plain = forks.run(tmp_path / "plain.py", tmp_path / "plain")
     assert done.out == [plain.out[0]] * 2
@@ -361,34 +361,52 @@ def test_script_without_an_optimizer_ends_at_its_second_backward_or_is_sharded_w
     assert_sharded(moved)
 
 
-@pytest.mark.parametrize("body", [BY_COLLECTIVES, BY_FUNCTIONAL_COLLECTIVES], ids=["in place", "functional"])
-def test_script_that_averages_gradients_by_itself_is_told_at_that_line(
+@pytest.mark.parametrize(
+    "body",
+    [BY_COLLECTIVES, BY_FUNCTIONAL_COLLECTIVES, TENSOR_PARALLEL, PIPELINE, AVERAGED],
+    ids=["gradients", "gradients, functional", "tensor parallel", "pipeline", "averaged"],
+)
+def test_script_that_joins_a_group_and_gives_no_model_to_ddp_is_refused_at_its_first_step(
     forks: Forks, tmp_path: Path, body: str
 ) -> None:
     done = run(forks, tmp_path, body)
+    assert 0 not in done.codes
+    where = "its first optimizer step, train.py:9" if "step(" in body else "its end"
+    for err in done.err:
+        assert f"2 workers trained independent replicas; found at {where}" in err
+        assert "joined a process group and gives no model to DistributedDataParallel" in err
+        assert "--shard off, which leaves all to the script" in err
+
+
+@pytest.mark.parametrize("body", [BY_COLLECTIVES, BY_FUNCTIONAL_COLLECTIVES], ids=["in place", "functional"])
+def test_script_that_averages_gradients_of_shards_is_refused_at_that_line(
+    forks: Forks, tmp_path: Path, body: str
+) -> None:
+    done = run(forks, tmp_path, body, launch__shard="always")
     assert done.codes == [1, 1]
     line = (HEAD + body).count("\n")
     assert f"train.py:{line} exchanges parameters or gradients of a sharded model" in done.err[0]
     assert "--shard off" in done.err[0]
 
 
-@pytest.mark.parametrize(
-    ("body", "at", "what"),
-    [
-        (TENSOR_PARALLEL, "dist.all_reduce", "exchanges tensors of ranks inside of a model's pass"),
-        (PIPELINE, "dist.recv", "exchanges tensors with another rank"),
-        (AVERAGED, "averager.average", "averages models that ranks were to train apart"),
-    ],
-    ids=["tensor parallel", "pipeline", "averaged"],
-)
-def test_what_ranks_train_apart_is_refused_with_the_way_to_leave_it_to_the_script(
-    forks: Forks, tmp_path: Path, body: str, at: str, what: str
+LATE_ACCELERATOR = """
+import accelerate.accelerator as late
+del late  # so that nothing in the script's names speaks of it
+model.to("cpu")
+import accelerate.accelerator as late
+late.Accelerator()
+"""
+
+
+def test_a_library_that_shards_after_a_model_was_sharded_for_the_script_is_refused(
+    forks: Forks, tmp_path: Path
 ) -> None:
-    done = run(forks, tmp_path, body)
-    assert 0 not in done.codes
-    line = next(number for number, text in enumerate((HEAD + body).splitlines(), 1) if text.strip().startswith(at))
-    assert f"train.py:{line} {what}" in done.err[1]
-    assert "--shard off, which leaves all to the script" in done.err[1]
+    done = run(forks, tmp_path, LATE_ACCELERATOR)
+    assert done.codes == [1, 1]
+    line = (HEAD + LATE_ACCELERATOR).count("\n")
+    said = f"train.py:{line} builds Accelerator after a model was sharded for the script, train.py:{line - 2}"
+    assert said in done.err[0]
+    assert "--shard explicit, which leaves all to Accelerator" in done.err[0]
 
 
 def test_gradients_that_are_set_to_plain_tensors_are_full_ones(forks: Forks, tmp_path: Path) -> None:
@@ -431,27 +449,3 @@ def test_accelerate_shards_models_that_have_buffers_and_parameters_of_their_own(
     assert done.codes == [0, 0], done.err
     names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     assert done.out == ["stepped\nplace " + " ".join(f"1.{name}" for name in names) + "\n"] * 2
-
-
-BY_HAND_IN_INFERENCE_MODE = """
-import torch
-from torch.distributed.fsdp import fully_shard
-model = torch.nn.Linear(4, 3)
-fully_shard(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model(torch.ones(2, 4)).sum().backward()
-optimizer.step()
-with torch.inference_mode():  # as sentence-transformers' encode does
-    model.to("cpu")
-    print(tuple(model.weight.detach().shape), tuple(model.weight[0].shape), tuple(model.weight.data.t().shape))
-model(torch.ones(2, 4)).sum().backward()
-"""
-
-
-@needs("torch", "2.9", "moves no sharded model in inference mode")
-def test_views_of_what_the_script_has_sharded_can_be_had_in_inference_mode(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(BY_HAND_IN_INFERENCE_MODE)
-    done = forks.run(script, tmp_path / "run", ranks=2)
-    assert done.codes == [0, 0], done.err
-    assert done.out[0].strip() == "(3, 4) (4,) (4, 3)"

@@ -3,13 +3,9 @@
 import json
 from pathlib import Path
 
-from tests.scripts.conftest import Forks
+import pytest
 
-NO_TEST = """
-import sys  # this process began in a file that names ranks, as no launched worker does
-for name in [name for name, module in sys.modules.items() if "forks.py" in str(vars(module).get("__file__"))]:
-    del sys.modules[name]
-"""
+from tests.scripts.conftest import Forks
 
 SCRIPT = """
 import csv, json, logging, os, pathlib, random, time
@@ -49,7 +45,7 @@ kept.close()
 
 def test_files_that_every_rank_writes_are_written_once(forks: Forks, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(NO_TEST + SCRIPT)
+    script.write_text(SCRIPT)
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "begun.txt").write_text("of an earlier run")
@@ -67,8 +63,6 @@ def test_files_that_every_rank_writes_are_written_once(forks: Forks, tmp_path: P
         "0.json": json.dumps([10] * 3000),
         "1.json": json.dumps([11] * 3000),
     }
-    line = (NO_TEST + SCRIPT).split("open(", maxsplit=1)[0].count("\n") + 1
-    assert f"train.py:{line}: rank 0 alone writes begun.txt and other text files" in done.err[0]
 
 
 LIBRARY = """
@@ -94,8 +88,7 @@ import pickle, sys, tempfile, zipfile
 import torch
 sys.path.insert(0, "site-packages")
 import library
-if sys.argv[1] == "2":
-    library.save("before.zip", 2)  # nothing is sharded yet
+library.save("before.zip", 2)  # nothing is sharded yet
 model = torch.nn.Linear(4, 1).to("cpu")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for number in range(4):
@@ -109,18 +102,74 @@ for number in range(4):
         file.flush()
     with open("values.pkl", "rb") as file:
         assert len(pickle.load(file)) == 20000 + number
-if sys.argv[1] == "2":
-    print(library.cache(tempfile.mkdtemp()).decode(), library.own_file().decode())
+print(library.cache(tempfile.mkdtemp()).decode(), library.own_file().decode())
 """
 
 
 def test_files_of_bytes_are_complete_when_a_rank_reads_them(forks: Forks, tmp_path: Path) -> None:
     script, folder = tmp_path / "train.py", tmp_path / "run"
-    script.write_text(NO_TEST + BYTES)
+    script.write_text(BYTES)
     (folder / "site-packages").mkdir(parents=True)
     (folder / "site-packages" / "library.py").write_text(LIBRARY)
     done = forks.run(script, folder, "2", ranks=2, timeout=60)
     assert done.codes == [0, 0], done.err
-    assert [out.split()[-2:] for out in done.out] == [["0", "own"], ["1", "own"]]  # caches and names of their own
-    assert {path.name for path in folder.glob("*.bin")} == {"state-0.bin", "state-1.bin"}
-    assert done.err[0].count("rank 0 alone writes model.zip and other files of bytes") == 1
+    assert [out.split()[-2:] for out in done.out] == [["0", "own"], ["1", "own"]]  # caches; names of their own
+    assert {path.name for path in folder.iterdir() if path.is_file()} == {
+        *("before.zip", "model.zip", "values.pkl", "state-0.bin"),
+    }
+    assert "only this rank writes " in done.err[1]
+    assert "state-1.bin: not kept" in done.err[1]
+
+
+CACHED = """
+import os, pickle, sys, time
+import torch
+rank = os.environ["RANK"]
+model = torch.nn.Linear(4, 1).to("cpu")
+if rank != sys.argv[1]:
+    time.sleep(0.7)
+if os.path.exists("cache.pkl"):
+    rows = pickle.load(open("cache.pkl", "rb"))
+else:
+    with open("cache.pkl", "wb") as file:
+        file.write(pickle.dumps(list(range(50000)))[:10000])
+        file.flush()
+        time.sleep(1.5)
+        file.write(pickle.dumps(list(range(50000)))[10000:])
+    rows = pickle.load(open("cache.pkl", "rb"))
+if os.path.exists("cache.pt"):
+    values = torch.load("cache.pt")
+else:
+    torch.save(torch.arange(200000), "cache.pt")
+    values = torch.load("cache.pt")
+print(len(rows), len(values))
+"""
+
+
+@pytest.mark.parametrize("first", ["0", "1"])
+def test_a_cache_that_another_rank_is_building_is_read_when_it_is_complete(
+    forks: Forks, tmp_path: Path, first: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(CACHED)
+    done = forks.run(script, tmp_path / "run", first, ranks=2, timeout=60)
+    assert done.codes == [0, 0], done.err
+    assert done.out == ["50000 200000\n"] * 2
+
+
+LINKED = """
+import os
+import torch
+model = torch.nn.Linear(4, 1).to("cpu")
+torch.save(model.state_dict(), "model.pt")
+os.symlink("model.pt", "latest")
+"""
+
+
+def test_a_link_that_every_rank_would_make_is_an_error_at_its_line(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LINKED)
+    done = forks.run(script, tmp_path / "run", ranks=2, timeout=60)
+    assert done.codes[1] == 1
+    assert "train.py:6: os.symlink of latest on rank 1: rank 0 has the files" in done.err[1]
+    assert "hint: let rank 0 do it" in done.err[1]

@@ -42,16 +42,9 @@ class LaunchSection:
     keep_global_batch: bool = key(
         v.FLAG,
         False,
-        """Compute what one process would where a script is sharded for it: each batch of its loaders is divided
-        over the workers, and what it draws at random is the same on all. Otherwise every worker takes whole
-        batches of its own, and draws of its own.""",
-    )
-    loss_reduction: v.LossReductionName = key(
-        v.LOSS_REDUCTION,
-        "auto",
-        """How a script's losses are reduced over the batch, where keep_global_batch divides it over the workers:
-        gradients are averaged for a mean and added up for a sum. auto: read from each loss, and printed where it
-        is a sum or cannot be told.""",
+        """Compute what one process would where a script is sharded for it: every worker runs the script on the
+        global batch, with the same random numbers, and only the model's passes are divided over them. Otherwise
+        every worker takes batches of its own, and draws of its own, as under DDP.""",
     )
     max_restarts: int = key(v.WHOLE, 0, "How often all workers are started again after one of them failed.")
     monitor_interval_seconds: float = key(

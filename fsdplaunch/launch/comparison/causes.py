@@ -1,7 +1,7 @@
 """Which known cause fits a difference between two runs: the first whose evidence is in the records."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fsdplaunch.launch.comparison.records import RunFacts, StepFacts
@@ -33,6 +33,7 @@ class Evidence:
         first: Where the runs part.
         plain: The step there, in one process.
         sharded: The same step of the workers.
+        drawn: Whether other random numbers, drawn in its forward pass, fit what the steps before it show.
         layers: Layers that compute something else with another batch.
         told: What the workers said to differ from one process.
         dtype: What parameters are computed in, where the configuration sets it.
@@ -41,6 +42,7 @@ class Evidence:
     first: Difference
     plain: StepFacts
     sharded: StepFacts
+    drawn: bool
     layers: tuple[str, ...]
     told: tuple[str, ...]
     dtype: str | None
@@ -60,11 +62,24 @@ def find_cause(first: Difference, plain: RunFacts, sharded: RunFacts, dtype: str
         first=first,
         plain=plain.steps[at],
         sharded=sharded.steps[at],
+        drawn=_part_by_draws(plain.steps[: at + 1], sharded.steps[: at + 1]),
         layers=tuple(sharded.layers),
         told=tuple(sharded.told),
         dtype=dtype,
     )
     return next(cause for find in _KNOWN if (cause := find(evidence)) is not None)
+
+
+def _part_by_draws(plain: Sequence[StepFacts], sharded: Sequence[StepFacts]) -> bool:
+    """Return whether workers drew other numbers in the last of some steps, and in none of those before.
+
+    A step that was equal, whatever was drawn in it, shows that draws make no difference.
+    """
+    *before, last = [
+        (one.draws or many.draws) and any(each != one.random[0] for each in many.random)
+        for one, many in zip(plain, sharded, strict=True)
+    ]
+    return last and not any(before)
 
 
 def _initial(evidence: Evidence) -> Cause | None:
@@ -92,8 +107,6 @@ def _same_rows(evidence: Evidence) -> Cause | None:
             text=f"the global batch is {_rows(many)} rows instead of {one.rows[0]}: each worker reads its own",
             hint=f"divide the script's batch size by {len(many.rows)} to compare, or accept the larger batch",
         )
-    if not _is_random(evidence):
-        return None
     return _random(evidence)
 
 
@@ -142,16 +155,12 @@ def _told(evidence: Evidence) -> Cause | None:
     return Cause(
         id="told",
         text=f"the workers said so: {evidence.told[0]}",
-        hint="see docs/keep-global-batch.md, what cannot be equal: what it means, and what can be done",
+        hint="see docs/limits.md: what it means, and what can be done",
     )
 
 
-def _is_random(evidence: Evidence) -> bool:
-    return evidence.plain.draws or evidence.sharded.draws
-
-
 def _random(evidence: Evidence) -> Cause | None:
-    if not _is_random(evidence):
+    if not evidence.drawn:
         return None
     drops = [layer for layer in evidence.layers if "Dropout" in layer]
     named = f" ({drops[0]}{f' and {len(drops) - 1} more' if len(drops) > 1 else ''})" if drops else ""
@@ -199,7 +208,7 @@ def _unequal_means(evidence: Evidence) -> Cause | None:
         id="unequal-means",
         text="what was recorded shows none of the other causes; a loss that is a mean over unequal numbers of rows"
         f" or tokens (padding, ignored labels) does this: {evidence.plain.line or 'the loss'}",
-        hint="see docs/unmodified-scripts.md, what is different from one process",
+        hint="see docs/limits.md, what is different from one process",
     )
 
 

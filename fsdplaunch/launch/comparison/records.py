@@ -22,6 +22,7 @@ class StepFacts:
         rows: Rows of the first batch on each process; None where no tensor was seen.
         contents: The sum of the first batch on each process.
         draws: Whether random numbers were drawn in the forward pass.
+        random: What each process has drawn so far, as a digest.
         line: Of the script's backward.
     """
 
@@ -33,6 +34,7 @@ class StepFacts:
     contents: tuple[float, ...]
     draws: bool
     line: str
+    random: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,7 @@ def _step(parts: Sequence[Mapping[str, Any]]) -> StepFacts:
         rows=tuple(part["rows"] for part in parts),
         contents=tuple(part["content"] for part in parts),
         draws=any(part["draws"] for part in parts),
+        random=tuple(part.get("random", "") for part in parts),
         line=parts[0]["line"],
     )
 

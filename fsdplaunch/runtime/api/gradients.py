@@ -141,15 +141,12 @@ def total_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 
 def _norm_of_kind(kind: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm over gradients of one kind. Torch adds up over one axis of ranks; over several we do.
+    """Return the norm over gradients of one kind, by one exchange for each axis of ranks that they are split over.
 
-    We also find the largest value: a rank whose shards are empty has none, at which torch raises on that rank.
+    Torch raises where a rank's shards are empty, and adds up over one axis only.
     """
     axes = split_groups(kind[0])
-    if not axes or (len(axes) == 1 and norm_type != inf):
-        norm: torch.Tensor = full_tensor(get_total_norm(kind, norm_type))
-        return norm
-    norm = _local_norm(kind, norm_type)
+    norm: torch.Tensor = _local_norm(kind, norm_type) if axes else full_tensor(get_total_norm(kind, norm_type))
     for group in axes:
         if norm_type == inf:
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)

@@ -16,20 +16,17 @@ from fsdplaunch.config.xla import shards_on_xla
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.probe.torch_version import mismatch
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.auto.model.deepcopy import allow_deepcopy_of_units
-from fsdplaunch.runtime.auto.optimizers.local_steps import step_with_local_shards
 from fsdplaunch.runtime.collectives.gloo_threads import wait_for_gloo_at_exit
 from fsdplaunch.runtime.collectives.hang_detector import watch_main_thread
-from fsdplaunch.runtime.data.data_loader import shard_loader
 from fsdplaunch.runtime.inspection.units import is_sharded
-from fsdplaunch.runtime.loading.deferred_weights import DeferredWeights
-from fsdplaunch.runtime.loading.load import load_weights
 from fsdplaunch.runtime.loading.pretrained import pretrained_for
 from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin, ambient_plugin
+from fsdplaunch.runtime.sharding.local_steps import step_with_local_shards
 from fsdplaunch.runtime.sharding.mesh import ShardTarget, data_ranks, shard_target
 from fsdplaunch.runtime.sharding.optimizer_params import repoint
 from fsdplaunch.runtime.sharding.registry import known_parameters
 from fsdplaunch.runtime.sharding.shard import shard_model
+from fsdplaunch.runtime.state_dict.deepcopy import allow_deepcopy_of_units
 
 
 def prepare(
@@ -107,7 +104,11 @@ def _shard_models(
     """Shard the models among the objects, and return each one's sharded form by the identity of what was given."""
     models = _of(objects, nn.Module)
     pretrained = pretrained_for(models, weights=weights, strict=strict)
-    deferred = partial(DeferredWeights, where=pretrained.where, strict=pretrained.strict) if pretrained else None
+    deferred = None
+    if pretrained:
+        from fsdplaunch.runtime.loading.deferred_weights import DeferredWeights
+
+        deferred = partial(DeferredWeights, where=pretrained.where, strict=pretrained.strict)
     ready: dict[int, nn.Module] = {}
     for model in models:
         if not is_sharded(model):
@@ -116,6 +117,8 @@ def _shard_models(
             continue
         ready[id(model)] = model
         if weights:
+            from fsdplaunch.runtime.loading.load import load_weights
+
             load_weights(model, weights, strict=strict)
     return ready
 
@@ -137,6 +140,8 @@ def _of(objects: tuple[Any, ...], kind: type) -> list[Any]:
 
 def _fit(item: Any, place: ShardTarget) -> Any:
     if isinstance(item, DataLoader):
+        from fsdplaunch.runtime.data.data_loader import shard_loader
+
         return shard_loader(item, data_ranks(place.mesh, place.context))
     if isinstance(item, Optimizer) or hasattr(item, "state_dict"):
         return item  # a scheduler keeps its optimizer, and the optimizer is the same object as before

@@ -8,17 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.runtime.auto.data.local_batches import LocalBatches
-from fsdplaunch.runtime.auto.detect.module_registry import ModuleRegistry
-from fsdplaunch.runtime.auto.detect.ownership import Ownership
-from fsdplaunch.runtime.auto.losses.exchange import LossExchange
-from fsdplaunch.runtime.auto.losses.first_batches.recorder import Recorder
-from fsdplaunch.runtime.auto.rng.rng_streams import RngStreams
-from fsdplaunch.runtime.auto.state.rank0.position import Position, trains_shards
-from fsdplaunch.runtime.auto.state.saved_paths import SavedPaths
+from fsdplaunch.runtime.auto.batch.progress import Progress
+from fsdplaunch.runtime.auto.batch.streams import RngStreams
+from fsdplaunch.runtime.auto.model.who_shards import Ownership
+from fsdplaunch.runtime.auto.rank0.position import Position, trains_shards
+from fsdplaunch.runtime.data.random_state import seed_by_chance
+from fsdplaunch.runtime.inspection.module_registry import ModuleRegistry
 from fsdplaunch.runtime.rank import DataRanks, configured_data_ranks
 
 
@@ -40,17 +37,12 @@ class HookContext:
         complete: For each of them, what to call to check that no parameter was added since.
         printed: The messages that were printed and are not repeated.
         position: Where the script is.
-        saved: What all ranks have saved.
         numbers: The numbers of these models and of those that accelerate has sharded, the same on all ranks.
         _next: Gives the next of them.
         _optimizers: Those that were built, in order.
         optimizers: Those that train the shards.
-        exchanging: Those at whose building parameters were exchanged for shards, with the script's lines.
-        batches: This rank's shares of the batches.
-        exchange: By which ranks know of each other's losses.
-        inner_marks: What lets graphs remember the outputs of innermost modules, until losses are known.
+        batches: How far training is, and what passes are given.
         full: In a transform of torch.func, what stands for each shard of these models, by its identity.
-        recorder: Of what the script computes of its first batches.
     """
 
     config: Config
@@ -68,27 +60,17 @@ class HookContext:
     )
     printed: set[str] = field(default_factory=set)
     position: Position = field(default_factory=Position)
-    saved: SavedPaths = field(default_factory=SavedPaths)
     numbers: "weakref.WeakKeyDictionary[nn.Module, int]" = field(default_factory=weakref.WeakKeyDictionary)
     _next: "itertools.count[int]" = field(default_factory=itertools.count)
     _optimizers: "list[weakref.ref[Optimizer]]" = field(default_factory=list)
     optimizers: "weakref.WeakSet[Optimizer]" = field(default_factory=weakref.WeakSet)
-    exchanging: "weakref.WeakKeyDictionary[Optimizer, str]" = field(default_factory=weakref.WeakKeyDictionary)
-    batches: LocalBatches = field(default_factory=LocalBatches)
-    exchange: LossExchange = field(default_factory=LossExchange)
-    inner_marks: list[RemovableHandle] = field(default_factory=list)
+    batches: Progress = field(default_factory=Progress)
     full: dict[int, torch.Tensor] = field(default_factory=dict)
-    recorder: Recorder = field(default_factory=Recorder)
 
     @property
     def keeps_batch(self) -> bool:
-        """Return whether batches are divided over the workers, so that the run computes what one process would."""
+        """Return whether every rank runs the script on the global batch, with the model's passes divided."""
         return self.config.launch.keep_global_batch
-
-    @property
-    def divides_batch(self) -> bool:
-        """Return whether each rank has its share of every batch, so that its losses are those of some rows."""
-        return self.keeps_batch and self.data.size > 1
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Remember an optimizer, weakly."""
@@ -104,11 +86,7 @@ class HookContext:
     def number_model(self, model: nn.Module) -> None:
         """Give a model a number, by which ranks ask each other for its shards; in the same order on all ranks."""
         self.numbers[model] = next(self._next)
-
-    def stop_marking(self) -> None:
-        """Let graphs no longer remember the outputs of innermost modules."""
-        while self.inner_marks:
-            self.inner_marks.pop().remove()
+        self.position.watch(model)
 
     def numbered_optimizers(self) -> list[tuple[int, Optimizer]]:
         """Return the optimizers of shards that are alive, with numbers that are the same on all ranks.
@@ -123,6 +101,11 @@ class HookContext:
         """Return the optimizers that are alive, in the order they were built, which is the same on all ranks."""
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
+    def learning_rates(self) -> list[float]:
+        """Return the learning rates of the optimizers of shards."""
+        groups = [group for _, optimizer in self.numbered_optimizers() for group in optimizer.param_groups]
+        return [float(group["lr"]) for group in groups if "lr" in group]
+
     def evaluating(self) -> bool:
         """Return whether the script computes without training: no gradients, or no model in training mode."""
         return not torch.is_grad_enabled() or not any(model.training for model in list(self.models))
@@ -131,13 +114,17 @@ class HookContext:
 def context_of(config: Config, device: torch.device, *, rank: int, size: int) -> HookContext:
     """Make a worker's context at its start: nothing decided, nothing found."""
     data = configured_data_ranks(config, rank=rank, size=size)
+    streams = RngStreams(rank=data.rank, kept=config.launch.keep_global_batch, scripts=size == 1)
+    ownership = Ownership(config)
+    if rank:
+        ownership.leave_draws = lambda: seed_by_chance(streams.seeds)
     return HookContext(
         config=config,
         device=device,
         rank=rank,
         size=size,
         data=data,
-        ownership=Ownership(config),
+        ownership=ownership,
         module_registry=ModuleRegistry(),
-        streams=RngStreams(rank=data.rank, kept=config.launch.keep_global_batch, scripts=size == 1),
+        streams=streams,
     )

@@ -7,7 +7,6 @@ so does a plain process whose weights were changed in their last digits.
 """
 
 import os
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ from safetensors.torch import save_file
 
 from fsdplaunch.config.environment import COMPARE_CHANGED, COMPARE_DIR, REHEARSAL_STEPS
 from fsdplaunch.run_dir import COMPARED_CHANGED, COMPARED_PLAIN, write_json
-from fsdplaunch.runtime.auto.rng.rng_streams import RngStreams
-from fsdplaunch.runtime.auto.rng.unseeded import SEED, seeding_from
 from fsdplaunch.runtime.check_run import stop_after
 from fsdplaunch.runtime.comparison.last_digits import LastDigits
 from fsdplaunch.runtime.comparison.recorder import Recorder
 from fsdplaunch.runtime.compat.accelerate.loaders import shuffle_alike_of_accelerate
+from fsdplaunch.runtime.data.random_state import SEED, seed_all
+from fsdplaunch.runtime.data.seeding import Seeds, seeding_from
 from fsdplaunch.runtime.rank import rank, rank_variable
 from fsdplaunch.runtime.script import parse_target, run_target
 
@@ -34,7 +33,7 @@ _recorders: list[tuple[Recorder, int | None]] = []
 
 def record(steps: int) -> None:
     """Record the script that is about to run, and end it after so many optimizer steps."""
-    _seed()
+    seed_all(SEED)
     shuffle_alike_of_accelerate()
     recorder = Recorder()
     recorder.install()
@@ -48,13 +47,6 @@ def finish() -> None:
     """Write the record of a script that ended before its steps were made."""
     while _recorders:
         _finish(*_recorders.pop())
-
-
-def _seed() -> None:
-    torch.manual_seed(SEED)
-    random.seed(SEED)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(SEED)
 
 
 def _finish_at_step(_stepping: Any) -> dict[str, Any]:
@@ -109,7 +101,7 @@ def _distance(value: torch.Tensor, plain: torch.Tensor) -> float | None:
 
 def main(argv: list[str]) -> None:
     """Run and record the plain process; the workers' own set-up seeds what a script of theirs leaves to chance."""
-    with seeding_from(RngStreams(rank=0, kept=True), SEED):
+    with seeding_from(Seeds(SEED)):
         record(int(os.environ[REHEARSAL_STEPS]))
         try:
             run_target(parse_target(argv))

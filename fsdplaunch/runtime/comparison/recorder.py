@@ -14,12 +14,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.auto.losses.scale import WEIGHT
 from fsdplaunch.runtime.comparison.named_models import Known, NamedModels, squared_gradient
+from fsdplaunch.runtime.data.random_state import random_digest
 from fsdplaunch.runtime.inspection.accessors import full_tensor
 from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.modules import CALL_METHOD
 from fsdplaunch.runtime.torch_internals.tensors import is_function_transforms
+
+WEIGHT = "_fsdplaunch_weight"
+"""The attribute of a loss by which its value counts in the mean over ranks, where that is not equal."""
 
 
 @dataclass(slots=True)
@@ -32,6 +35,7 @@ class Step:
         rows: Rows of the first batch, by the first tensor that a module was given.
         content: The sum of that tensor.
         draws: Whether random numbers were drawn between forward and backward.
+        random: A digest of the random generators at the backward: equal where a process has drawn the same so far.
         gradients: For each parameter the sum of its squared gradient here, and whether others have more of it.
     """
 
@@ -40,6 +44,7 @@ class Step:
     rows: int | None = None
     content: float = 0.0
     draws: bool = False
+    random: str = ""
     gradients: dict[str, tuple[float, bool]] = field(default_factory=dict)
 
 
@@ -106,10 +111,6 @@ class Recorder:
                 done = backward(tensors, *args, **kwargs)
             finally:
                 self._depth -= 1
-                if counted and self._now.losses:
-                    # It is 0 where none of a rank's rows count, whose mean is no number.
-                    weight = getattr(loss, WEIGHT, 1.0)
-                    self._now.losses[-1] = self._now.losses[-1] * weight if weight else 0.0
             if counted and not self._depth and not self._built:
                 self._end_step(self.models.parameters_with_gradients())
                 self.count(self)
@@ -131,6 +132,7 @@ class Recorder:
             return False
         if self._state is not None:
             self._now.draws = self._now.draws or not torch.equal(self._state, torch.get_rng_state())
+        self._now.random = random_digest()
         self._now.losses.append(full_tensor(loss.detach()).float().item())
         self._now.line = script_line()
         return True

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdplaunch.runtime.auto.state.gather import ShardGatherer
-from fsdplaunch.runtime.auto.state.rank0.shard_names import is_over_all_ranks
 from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier
 from fsdplaunch.runtime.compat.import_hook import once_imported
+from fsdplaunch.runtime.inspection.units import is_over_all_ranks
 from fsdplaunch.runtime.rank import rank
 from fsdplaunch.runtime.sharding_watch import ever_sharded
+from fsdplaunch.runtime.state_dict.gather import ShardGatherer, files_of_ranks
 from fsdplaunch.runtime.torch_internals.tensors import tree_map
 
 _PACKAGE = "torch.distributed.checkpoint"
@@ -58,7 +58,8 @@ def _by_all_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
     def meet_and_call(*args: Any, **kwargs: Any) -> Any:
         if _in_main_thread_of_several() and not kwargs.get("no_dist") and _is_of_all(kwargs.get("process_group")):
             monitored_barrier(f"{_PACKAGE}.{function.__name__}", _HINT)
-        return function(*args, **kwargs)
+        with files_of_ranks():
+            return function(*args, **kwargs)
 
     return meet_and_call
 
@@ -75,12 +76,14 @@ def _by_all_ranks_or_rank_0(save: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(*args, **kwargs)
         given = call.arguments
         if not _in_main_thread_of_several() or given.get("no_dist") or not _is_of_all(given.get("process_group")):
-            return save(*args, **kwargs)
+            with files_of_ranks():
+                return save(*args, **kwargs)
         gathering = ShardGatherer(save.__name__, keep=True)
         gathering.call = f"{_PACKAGE}.{save.__name__}"  # ranks may make it at different lines
         gathering.meet()
         if gathering.together:
-            return save(*args, **kwargs)
+            with files_of_ranks():
+                return save(*args, **kwargs)
         with gathering.finish(f"write what {save.__name__} was given"):
             given["state_dict"] = tree_map(gathering.full_or_own, given["state_dict"])
             given |= {"no_dist": True, "process_group": None}

@@ -13,16 +13,13 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdplaunch.runtime.auto.state.gather import ShardGatherer, gathered
-from fsdplaunch.runtime.auto.state.late_files import late_gatherer, writing_late
-from fsdplaunch.runtime.collectives.hang_detector import watch_main_thread
 from fsdplaunch.runtime.compat.import_hook import once_imported
 from fsdplaunch.runtime.compat.trainer_saves import adapt_trainer
 from fsdplaunch.runtime.inspection.replace_modules import without_wrappers
 from fsdplaunch.runtime.patch import own_attribute
 from fsdplaunch.runtime.rank import rank
-from fsdplaunch.runtime.sharding_events import on_sharding
-from fsdplaunch.runtime.state_dict.full_state import check_shapes, full_state, holds_shards, remember_wrappers
+from fsdplaunch.runtime.state_dict.full_state import check_shapes, full_state, holds_shards
+from fsdplaunch.runtime.state_dict.gather import ShardGatherer, gathered
 from fsdplaunch.runtime.state_dict.known_state import known_state
 
 _WITH_SAVE_PRETRAINED = {
@@ -35,8 +32,6 @@ _WITH_SAVE_PRETRAINED = {
 
 def save_full_weights() -> None:
     """Adapt the libraries that save models, if and when the script imports them."""
-    remember_wrappers()
-    on_sharding(watch_main_thread)  # a save that only some ranks make is told from where the others wait
     for module, name in _WITH_SAVE_PRETRAINED.items():
         once_imported(module, functools.partial(_adapt_model_class, name=name))
     once_imported("huggingface_hub.serialization._torch", _adapt_hub)
@@ -96,13 +91,13 @@ def _gather_and_save(
     save: Callable[..., Any], model: nn.Module, given: Mapping[str, Any] | None, call: inspect.BoundArguments
 ) -> Any:
     """Gather on all ranks, save on rank 0; under FSDP2 one tensor at a time."""
-    gathering = late_gatherer("save_pretrained", keep=rank() == 0)
+    gathering = ShardGatherer("save_pretrained", keep=rank() == 0, spool=True)
     if given is None:
         full = full_state(model, "save_pretrained", gathering)
     else:
         full = gathered(given, gathering)
         _give_state(call, full)
-    with writing_late(gathering, "write what save_pretrained was given"):
+    with gathering.finish("write what save_pretrained was given"):
         if rank() != 0:
             return None
         check_shapes(full, model, "save_pretrained")
@@ -120,9 +115,9 @@ def _adapt_hub(serialization: Any) -> None:
     def save_full_state(state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(value, DTensor) for value in state_dict.values()):
             return save(state_dict, *args, **kwargs)
-        gathering = late_gatherer("save_torch_state_dict", keep=rank() == 0)
+        gathering = ShardGatherer("save_torch_state_dict", keep=rank() == 0, spool=True)
         full = gathered(state_dict, gathering)
-        with writing_late(gathering, "write what save_torch_state_dict was given"):
+        with gathering.finish("write what save_torch_state_dict was given"):
             return save(full, *args, **kwargs) if rank() == 0 else None
 
     for module in list(sys.modules.values()):  # the package's own name for it, where it was imported before
@@ -143,17 +138,17 @@ def _adapt_accelerator(accelerator: Any) -> None:
     @functools.wraps(save)
     def save_full(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(obj, Mapping) and any(isinstance(value, DTensor) for value in obj.values()):
-            obj = gathered(obj, ShardGatherer("accelerator.save", keep=rank() == 0))
+            obj = gathered(obj, ShardGatherer("accelerator.save", keep=rank() == 0, spool=True))
         return save(self, obj, *args, **kwargs)
 
     @functools.wraps(save_model)
     def save_full_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         if not holds_shards(model):
             return save_model(self, model, *args, **kwargs)
-        gathering = late_gatherer("save_model", keep=rank() == 0)
+        gathering = ShardGatherer("save_model", keep=rank() == 0, spool=True)
         state = full_state(model, "save_model", gathering)
         with (
-            writing_late(gathering, "write what save_model was given"),
+            gathering.finish("write what save_model was given"),
             own_attribute(self, "get_state_dict", lambda *_, **__: state),
         ):
             return save_model(self, model, *args, **kwargs)

@@ -26,6 +26,35 @@ def once_imported(name: str, adapt: Adapt) -> None:
         sys.meta_path.insert(0, _Waiting(name, adapt))
 
 
+def before_import(name: str, start: Callable[[], None]) -> None:
+    """Call `start()` right before a package is imported, or at once when it has been.
+
+    For what adapts several of its modules by `once_imported`: it need not be imported itself until then.
+    """
+    if name in sys.modules:
+        start()
+    else:
+        sys.meta_path.insert(0, _Starting(name, start))
+
+
+class _Starting(importlib.abc.MetaPathFinder):
+    """Stands first in the search until one package is looked for, and leaves."""
+
+    def __init__(self, name: str, start: Callable[[], None]) -> None:
+        self.name = name
+        self.start = start
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Call the function when the package is looked for, and find it as the others do."""
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        self.start()
+        return _found_by_others(fullname, path, target)
+
+
 class _Waiting(importlib.abc.MetaPathFinder):
     """Stands first in the search, finds one module as the others would, and leaves."""
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from fsdplaunch.runtime.auto.state.late_files import late_gatherer, writing_late
 from fsdplaunch.runtime.patch import own_attribute
 from fsdplaunch.runtime.rank import rank
 from fsdplaunch.runtime.state_dict.full_state import full_state, holds_shards
+from fsdplaunch.runtime.state_dict.gather import ShardGatherer
 from fsdplaunch.runtime.state_dict.known_state import knowing_state
 
 _WRITING = "write what save_model was given"
@@ -65,7 +65,7 @@ def _one_by_one(trainer: Any, save: Callable[..., Any]) -> Iterator[None]:
         trainer: The script's.
         save: Its class's `_save`, to which `save_model` gives the state that it has gathered.
     """
-    gathering = late_gatherer("save_model", keep=rank() == 0)
+    gathering = ShardGatherer("save_model", keep=rank() == 0, spool=True)
     get_state = trainer.accelerator.get_state_dict
     awaited = False
 
@@ -79,7 +79,7 @@ def _one_by_one(trainer: Any, save: Callable[..., Any]) -> Iterator[None]:
     def write(*args: Any, **kwargs: Any) -> Any:
         nonlocal awaited
         awaited = False
-        with writing_late(gathering, _WRITING):
+        with gathering.finish(_WRITING):
             return save(trainer, *args, **kwargs)
 
     with ExitStack() as stack:
@@ -90,7 +90,7 @@ def _one_by_one(trainer: Any, save: Callable[..., Any]) -> Iterator[None]:
             stack.enter_context(own_attribute(trainer, "_save", functools.partial(_write_known, trainer)))
         yield
     if awaited and rank() != 0:
-        with writing_late(gathering, _WRITING):  # transformers 4 calls `_save` on rank 0 only
+        with gathering.finish(_WRITING):  # transformers 4 calls `_save` on rank 0 only
             pass
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdplaunch.runtime.inspection.parameter_names import parameters_of
 from fsdplaunch.runtime.inspection.units import is_sharded
 
 
@@ -48,4 +49,4 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def params_with_grad(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that have a gradient now."""
-    return [param for param in module.parameters() if param.grad is not None]
+    return [param for param in parameters_of(module) if param.grad is not None]

@@ -96,35 +96,51 @@ class ShardingDescription:
     context: int = 1
     attention: str = "auto"
 
-    def lines(self) -> Iterator[str]:
-        """Yield the same for people: one line, and one more for everything out of the ordinary."""
+    def line(self) -> str:
+        """Return the same for people in one line, with what is out of the ordinary in how it computes."""
         units = ", ".join(f"{n} x {kind}" for kind, n in Counter(unit.kind for unit in self.units).items())
+        words = (
+            f"sharded {self.model}: {units or 'one unit'}, {count(self.parameters)} parameters, {self.layout()}"
+        )
+        return "; ".join([words, *(f"{about}: {text}" for about, text in self._remarks() if text)])
+
+    def layout(self) -> str:
+        """Return over how many ranks, how, and in which dtypes."""
         words = [
-            f"sharded {self.model}: {units or 'one unit'}",
-            f"{count(self.parameters)} parameters",
             f"FSDP{self.version} {self.strategy} over {' x '.join(map(str, self.mesh.values()))} ranks",
             f"{'/'.join(sorted(map(_word, self.kept)))} kept",
         ]
         words += [f"{_word(self.root.compute)} compute"] if self.root.compute else []
         words += [f"{_word(self.root.reduce)} reduce"] if self.root.reduce else []
         words += [f"{_word(self.output)} out"] if self.output else []
-        yield ", ".join(words)
-        for about, text in self._remarks():
+        return ", ".join(words)
+
+    def lines(self) -> Iterator[str]:
+        """Yield the same in full, a line for everything: a headline, then remarks."""
+        first, *_ = self.line().split("; ")
+        yield first
+        for about, text in (*self._details(), *self._remarks()):
             if text:
                 yield f"  {about}: {text}"
 
-    def _remarks(self) -> Iterator[tuple[str, str]]:
+    def _details(self) -> Iterator[tuple[str, str]]:
         if self.units:
             left = 100 * self.root.parameters // max(self.parameters, 1)
             yield "units", f"{_sizes(self.units)} parameters, {count(self.root.parameters)} ({left} %) in the root"
+        yield "the same on each of these", listed(self.alike, 4)
+        yield "tied", "; ".join(" = ".join(names) for names in self.tied)
+        ahead = ["in forward"] if self.forward_prefetch else []
+        ahead += ["in backward"] if self.backward_prefetch != "NO_PREFETCH" else []
+        yield "next unit gathered ahead", " and ".join(ahead) if self.units else ""
+        yield "gathered for, beside forward", ", ".join(self.methods)
+
+    def _remarks(self) -> Iterator[tuple[str, str]]:
         if self.split:
             total = len(self.split) + len(self.alike)
             by = f", by {self.plan}" if self.plan else ""
             yield "layers split", f"{len(self.split)} of {total} parameters over {self.mesh.get(TENSOR)} ranks{by}"
-            yield "the same on each of these", listed(self.alike, 4)
         by = "" if self.attention == "auto" else f", attention by {self.attention}"
         yield "sequences split", f"over {self.context} ranks inside of the blocks{by}" if self.context > 1 else ""
-        yield "tied", "; ".join(" = ".join(names) for names in self.tied)
         yield "not sharded", listed(self.ignored or self.unsharded, 4)
         yield "frozen", f"{count(self.parameters - self.trained)} parameters" if self.frozen else ""
         again = f"{len(self.checkpointed)} modules" if self.checkpointed else ""
@@ -132,11 +148,7 @@ class ShardingDescription:
         yield "activation checkpointing", again and again + where
         yield "compiled", self.compiled or ""
         yield "float8", f"{self.float8} linear layers" if self.float8 else ""
-        ahead = ["in forward"] if self.forward_prefetch else []
-        ahead += ["in backward"] if self.backward_prefetch != "NO_PREFETCH" else []
-        yield "next unit gathered ahead", " and ".join(ahead) if self.units else ""
         yield "shards in host memory", "yes" if self.offloaded else ""
-        yield "gathered for, beside forward", ", ".join(self.methods)
 
 
 def describe(model: nn.Module) -> ShardingDescription:

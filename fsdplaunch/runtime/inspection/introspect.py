@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.compute.compile import CompiledForward
-from fsdplaunch.runtime.inspection.parameter_names import clean_name, unwrapped
+from fsdplaunch.runtime.inspection.parameter_names import clean_name, parameters_of, unwrapped
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import flat_parameter
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import (
@@ -130,7 +130,7 @@ def fsdp1_settings(model: FullyShardedDataParallel) -> dict[str, Any]:
 
 def fsdp2_settings(model: nn.Module) -> dict[str, Any]:
     """Return what holds for an FSDP2 model as one, by the names of the description."""
-    first: Any = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
+    first: Any = next((p for p in parameters_of(model) if isinstance(p, DTensor)), None)
     groups = param_groups(model)
     return {
         "output": dtype_name(root_mixed_precision(model).output_dtype),

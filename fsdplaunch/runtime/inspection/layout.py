@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.runtime.inspection.introspect import fsdp2_units
-from fsdplaunch.runtime.inspection.parameter_names import named_parameters, tied_names
+from fsdplaunch.runtime.inspection.parameter_names import named_parameters, parameters_of, tied_names
 from fsdplaunch.runtime.sharding.mesh import data_mesh
 from fsdplaunch.runtime.sharding.registry import ShardedModel
 
@@ -54,7 +54,7 @@ def seen_layout(model: nn.Module) -> Layout:
     return Layout(
         strategy=strategy,
         mesh=mesh,
-        device=str(next(model.parameters()).device),
+        device=str(next(parameters_of(model)).device),
         tied=() if fsdp1 else tied_names(model),
         ignored=(),
         left_out=left_out,

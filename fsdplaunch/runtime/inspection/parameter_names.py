@@ -1,11 +1,14 @@
 """Parameter and module names as the user wrote the model, whatever wrappers stand in between."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsdplaunch.runtime.patch import own_attribute
 from fsdplaunch.runtime.torch_internals.wrappers import WRAPPER_ATTRIBUTES, compiled_module
 
 _DEFAULTS = {"prefix": "", "recurse": True, "remove_duplicate": True}
@@ -41,6 +44,24 @@ def named_parameters(
         named = nn.Module.named_parameters(module, **given)
     for name, param in named:
         yield clean_name(name), param
+
+
+def parameters_of(module: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
+    """Yield a module's parameters as torch knows them: a class may have a `parameters` of its own."""
+    for _, param in nn.Module.named_parameters(module, recurse=recurse):
+        yield param
+
+
+@contextmanager
+def listing_as_torch(model: nn.Module) -> Iterator[None]:
+    """Let torch list the parameters of modules whose classes list them in a way of their own, which takes less."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            for name in ("parameters", "named_parameters"):
+                torchs = getattr(nn.Module, name)
+                if getattr(type(module), name) is not torchs and not type(module).__module__.startswith("torch."):
+                    stack.enter_context(own_attribute(module, name, partial(torchs, module)))
+        yield
 
 
 def named_buffers(

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from fsdplaunch.runtime.inspection.parameter_names import parameters_of
 from fsdplaunch.runtime.torch_internals.modules import MOVE_METHOD
 
 _sharded_class: "weakref.WeakKeyDictionary[nn.Module, type]" = weakref.WeakKeyDictionary()
@@ -37,7 +39,12 @@ def fsdp1_wrappers(model: nn.Module) -> list[FullyShardedDataParallel]:
 
 def has_shards(model: nn.Module) -> bool:
     """Return whether any of a model's parameters is a shard (DTensor)."""
-    return any(isinstance(param, DTensor) for param in model.parameters())
+    return any(isinstance(param, DTensor) for param in parameters_of(model))
+
+
+def is_over_all_ranks(tensor: DTensor) -> bool:
+    """Return whether every rank of the run has a part of a tensor, or a replica of one."""
+    return tensor.device_mesh.size() == dist.get_world_size()
 
 
 def original_class(module: nn.Module) -> type:

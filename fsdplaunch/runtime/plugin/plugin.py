@@ -42,9 +42,9 @@ from fsdplaunch.runtime.plugin.plugin_values import (
     policy_of,
     state_dict_name,
 )
+from fsdplaunch.runtime.plugin.wrap_policy import torch_form
 from fsdplaunch.runtime.sharding.blocks import find_blocks
 from fsdplaunch.runtime.sharding.settings import Dtypes, Settings, float8_of, settings_of
-from fsdplaunch.runtime.sharding.wrap_policy import torch_form
 from fsdplaunch.runtime.state_dict.options import optimizer_config, state_config
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import sharding_strategy
 

@@ -37,6 +37,7 @@ from fsdplaunch.runtime.saving.save_job import FileContent, SaveJob
 from fsdplaunch.runtime.saving.shared_storage import check_found
 from fsdplaunch.runtime.saving.small_files import packed
 from fsdplaunch.runtime.sharding.registry import registered
+from fsdplaunch.runtime.state_dict.gather import files_of_ranks
 
 SCHEDULER, LOADER = "scheduler", "loader"
 _EXTRA = "extra.bin"
@@ -96,11 +97,12 @@ def save_checkpoint(
             config=config,
             keep_last=None if step is None else config.checkpoint.keep_last,
         )
-    if config.checkpoint.async_:
-        background.start(save, TrainedTensors(models, trainers))
-    else:
-        save.open()
-        save.write()
+    with files_of_ranks():
+        if config.checkpoint.async_:
+            background.start(save, TrainedTensors(models, trainers))
+        else:
+            save.open()
+            save.write()
     return target
 
 

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator
 from torch import nn
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.inspection.parameter_names import clean_name, count, unwrapped
+from fsdplaunch.runtime.inspection.parameter_names import clean_name, count, parameters_of, unwrapped
 from fsdplaunch.runtime.inspection.units import original_class
 from fsdplaunch.runtime.torch_internals.wrappers import COMPILED_ATTRIBUTE
 
@@ -76,7 +76,7 @@ def _below(name: str, blocks: Container[str]) -> bool:
 
 
 def _side_by_side(name: str, group: list[tuple[str, nn.Module]], at_least: int) -> dict[str, nn.Module]:
-    children = {child: m for child, m in group if runs(m) and any(True for _ in m.parameters())}
+    children = {child: m for child, m in group if runs(m) and any(True for _ in parameters_of(m))}
     counts = Counter(class_name(m) for m in children.values())
     prefix = f"{name}." if name else ""
     return {prefix + child: m for child, m in children.items() if counts[class_name(m)] >= at_least}
@@ -98,6 +98,6 @@ def _candidates(model: nn.Module) -> list[str]:
     sizes: dict[str, list[int]] = {}
     for _, module in _named_modules(model):
         if module is not model and runs(module) and any(True for _ in module.children()):
-            sizes.setdefault(class_name(module), []).append(sum(p.numel() for p in module.parameters()))
+            sizes.setdefault(class_name(module), []).append(sum(p.numel() for p in parameters_of(module)))
     ordered = sorted(sizes.items(), key=lambda item: -sum(item[1]))[:6]
     return [f"{len(n)} x {name} ({count(max(n))} parameters each)" for name, n in ordered if max(n)] or ["none"]

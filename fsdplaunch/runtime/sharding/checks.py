@@ -8,12 +8,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.name_lists import listed
 from fsdplaunch.runtime.inspection.accessors import local_tensor
 from fsdplaunch.runtime.inspection.model_tensors import ModelTensor
-from fsdplaunch.runtime.inspection.parameter_names import clean_name, named_parameters, unwrapped
+from fsdplaunch.runtime.inspection.parameter_names import clean_name, named_parameters, parameters_of, unwrapped
 from fsdplaunch.runtime.sharding.mesh import (
     data_mesh,
     groups_from_first,
@@ -30,8 +31,8 @@ def check_model(model: nn.Module, version: int) -> None:
     """Refuse what cannot be sharded, by name.
 
     Raises:
-        ShardingError: A parameter is sharded already; or FSDP1 is to wrap modules of torch.compile, whose
-            names it then confuses when it loads a checkpoint.
+        ShardingError: A parameter is sharded already; it is of a kind that cannot be (`check_kinds`); or FSDP1 is
+            to wrap modules of torch.compile, whose names it then confuses when it loads a checkpoint.
     """
     if version == 1 and any(unwrapped(module) is not module for module in model.modules()):
         msg = "fsdp_version 1 cannot shard modules that torch.compile has wrapped"
@@ -40,6 +41,25 @@ def check_model(model: nn.Module, version: int) -> None:
         if isinstance(param, DTensor):
             msg = f"{name} is sharded already, but not all of {type(model).__name__} is"
             raise ShardingError(msg, hint="give prepare the model before anything of it is sharded")
+    check_kinds(model)
+
+
+def check_kinds(model: nn.Module) -> None:
+    """Refuse parameters without a shape, and those of modules that compute with their own of them.
+
+    Raises:
+        ShardingError: There is a lazy module that has not computed, or one compiled by `torch.jit.script`.
+    """
+    for name, module in model.named_modules():
+        where = clean_name(name) or type(model).__name__
+        params = list(parameters_of(module, recurse=False))
+        if any(is_lazy(param) for param in params):
+            msg = f"{where} has no shape before the model's first pass"
+            raise ShardingError(msg, hint="compute one batch with the model before")
+        if params and isinstance(module, torch.jit.ScriptModule):
+            msg = f"{where} is compiled by torch.jit.script, and its parameters cannot be sharded"
+            hint = "train the model as it is written, or by torch.compile; script it afterwards"
+            raise ShardingError(msg, hint=hint)
 
 
 def check_dense(model: nn.Module, ignored: Collection[nn.Module]) -> None:

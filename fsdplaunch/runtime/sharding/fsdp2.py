@@ -15,6 +15,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from fsdplaunch.runtime.compute.moves import keep_through_moves
 from fsdplaunch.runtime.sharding.checks import naming
 from fsdplaunch.runtime.sharding.gradient_hooks import place_gradients
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts
@@ -60,6 +61,7 @@ def shard(
     if settings.forward_prefetch:
         _prefetch_forward([unit for unit in (model, *units.values()) if isinstance(unit, FSDPModule)])
     place_gradients(model)
+    keep_through_moves(model)
     for unit in (model, *units.values()):
         if isinstance(unit, FSDPModule):
             gather_for_any_output(unit)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.inspection.parameter_names import named_parameters
+from fsdplaunch.runtime.inspection.parameter_names import named_parameters, parameters_of
 from fsdplaunch.runtime.state_dict.split_like import split_like
 from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import first_gathers
 from fsdplaunch.runtime.torch_internals.tensors import gradient_hooks, has_backward_hooks, renew_backward_hooks
@@ -203,7 +203,7 @@ def place_gradients(model: nn.Module) -> None:
     Args:
         model: Sharded by `fully_shard`.
     """
-    for param in model.parameters():
+    for param in parameters_of(model):
         if not isinstance(param, DTensor):
             continue
         with _taking_hooks(param):

@@ -15,7 +15,7 @@ from torch import nn
 from fsdplaunch.config.schema.parsers import alternatives
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.inspection.parameter_names import clean_name
+from fsdplaunch.runtime.inspection.parameter_names import clean_name, parameters_of
 from fsdplaunch.runtime.sharding.settings import Settings
 from fsdplaunch.runtime.torch_internals.modules import own_parameters
 
@@ -36,7 +36,7 @@ class IgnoredParts:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters as they are now, each once; materializing may have put others in their places."""
-        inside = [param for module in self.modules.values() for param in module.parameters()]
+        inside = [param for module in self.modules.values() for param in parameters_of(module)]
         alone = [getattr(module, attribute) for module, attribute in self.single]
         return list({id(param): param for param in [*inside, *alone]}.values())
 

@@ -4,7 +4,8 @@ Parameters are matched by what they are called in the model, never by address: a
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.inspection.parameter_names import named_parameters
+from fsdplaunch.runtime.inspection.parameter_names import named_parameters, parameters_of
 from fsdplaunch.runtime.torch_warnings import quiet_torch
 
 ORIGIN = "fsdplaunch_origin"
@@ -56,6 +57,16 @@ def note_full_parameters(full: Mapping[str, torch.Tensor]) -> ShardedHome:
     for name, tensor in full.items():
         setattr(tensor, ORIGIN, FullParameter(name=name, shape=tensor.shape, home=home))
     return home
+
+
+@contextmanager
+def carrying_attributes(model: nn.Module) -> Iterator[None]:
+    """Put on the shards of a model that is sharded inside what is on its parameters: `p.no_decay = True`."""
+    full = {name: dict(vars(param)) for name, param in named_parameters(model)}
+    yield
+    for name, param in named_parameters(model):
+        given = {key: value for key, value in full.get(name, {}).items() if not key.startswith("fsdplaunch")}
+        vars(param).update(given)
 
 
 def name_of(param: torch.Tensor) -> str | None:
@@ -139,7 +150,7 @@ class _Moves:
         if groups > 1:
             msg = f"the optimizer has {groups} parameter groups, and flat parameters mix them"
             raise ShardingError(msg, hint="set fsdp_use_orig_params to true, or use fsdp_version 2")
-        return list(model.parameters())
+        return list(parameters_of(model))
 
 
 def _split_state(optimizer: Optimizer, model: nn.Module, states: dict[str, State]) -> None:

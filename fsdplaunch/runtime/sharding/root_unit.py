@@ -5,7 +5,7 @@ from collections.abc import Collection
 from torch import nn
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.inspection.parameter_names import clean_name, count
+from fsdplaunch.runtime.inspection.parameter_names import clean_name, count, parameters_of
 from fsdplaunch.runtime.sharding.blocks import class_name
 from fsdplaunch.runtime.sharding.settings import Settings
 from fsdplaunch.runtime.sharding.wrap import Units
@@ -53,7 +53,7 @@ def misses_most(model: nn.Module, units: Units) -> bool:
 
 def _missed(model: nn.Module, units: Units, skipped: Collection[int]) -> tuple[dict[str, int], int]:
     """Return what counts and is in no unit, with the numbers of values, and the number of all that counts."""
-    in_units = {id(param) for unit in units.values() for param in unit.parameters()}
+    in_units = {id(param) for unit in units.values() for param in parameters_of(unit)}
     uncounted = {*skipped, *_vocabulary(model)}
     counted = {name: param for name, param in model.named_parameters() if id(param) not in uncounted}
     missed = {clean_name(name): param.numel() for name, param in counted.items() if id(param) not in in_units}
@@ -65,4 +65,4 @@ def _vocabulary(model: nn.Module) -> set[int]:
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     sizes = {module.num_embeddings for module in embeddings}
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features in sizes]
-    return {id(param) for module in [*embeddings, *heads] for param in module.parameters()}
+    return {id(param) for module in [*embeddings, *heads] for param in parameters_of(module)}

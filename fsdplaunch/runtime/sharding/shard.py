@@ -10,22 +10,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.compute.activation_checkpointing import checkpoint_blocks
 from fsdplaunch.runtime.compute.compile import compile_blocks, compile_model
-from fsdplaunch.runtime.compute.float8 import convert
 from fsdplaunch.runtime.compute.forward_methods import forward_methods, register
+from fsdplaunch.runtime.inspection.announce import announce
 from fsdplaunch.runtime.inspection.describe import describe
-from fsdplaunch.runtime.inspection.parameter_names import named_parameters, tied_names
+from fsdplaunch.runtime.inspection.parameter_names import (
+    listing_as_torch,
+    named_parameters,
+    parameters_of,
+    tied_names,
+)
 from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin
-from fsdplaunch.runtime.sharding import fsdp1, fsdp2
+from fsdplaunch.runtime.sharding import fsdp2
 from fsdplaunch.runtime.sharding.checks import check_dense, check_model, check_same_values, check_sharded_model
 from fsdplaunch.runtime.sharding.gradient_hooks import carrying_hooks
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts, find_ignored
 from fsdplaunch.runtime.sharding.materialize import Materializer
 from fsdplaunch.runtime.sharding.mesh import ShardTarget, is_fake
 from fsdplaunch.runtime.sharding.mixed_dtypes import separate_dtypes
-from fsdplaunch.runtime.sharding.optimizer_params import ShardedHome, note_full_parameters
+from fsdplaunch.runtime.sharding.optimizer_params import ShardedHome, carrying_attributes, note_full_parameters
 from fsdplaunch.runtime.sharding.rank_consistency import check_settings
 from fsdplaunch.runtime.sharding.registry import ShardedModel, register_model
 from fsdplaunch.runtime.sharding.replicated import keep_equal
@@ -65,16 +68,16 @@ def shard_model(
     check_settings(settings, place.mesh)
     check_model(model, settings.version)
     plan = _plan(model, settings, place)
-    materializer = _materializer(model, settings, place, plan.out, deferred, plan.split)
-    sharded = _cut(model, plan, place, materializer)
+    with carrying_attributes(model):
+        materializer = _materializer(model, settings, place, plan.out, deferred, plan.split)
+        sharded = _cut(model, plan, place, materializer)
     prepared = _prepared(sharded, plan, plugin, place)
     check_sharded_model(sharded, prepared, total=plan.total)
     register_model(sharded, prepared)
     if not place.layout_only and not is_fake(place.mesh):
         begin_passes(sharded, plan.split, plan.sequences, place.device, settings.dtypes.param)
     mark_sharded("prepare")
-    for line in describe(sharded).lines():
-        messages.say(line)
+    announce(describe(sharded))
     return sharded
 
 
@@ -110,7 +113,7 @@ class _Plan:
 def _plan(model: nn.Module, settings: Settings, place: ShardTarget) -> _Plan:
     """Look at a model and decide, in an order that matters: each step sees what the ones before have changed."""
     methods = forward_methods(model, settings)
-    tied, total = tied_names(model), sum(param.numel() for param in model.parameters())
+    tied, total = tied_names(model), sum(param.numel() for param in parameters_of(model))
     out = find_ignored(model, settings)
     check_dense(model, out.below())
     return _Plan(
@@ -120,22 +123,36 @@ def _plan(model: nn.Module, settings: Settings, place: ShardTarget) -> _Plan:
         total=total,
         out=out,
         home=note_full_parameters(dict(named_parameters(model))),
-        converted=convert(model, settings, out),
+        converted=0 if settings.float8 is None else _to_float8(model, settings, out),
         units=_units(model, settings, out),
         split=split_layers(model, settings, place.mesh, out),
         sequences=split_sequences(model, settings, place.context),
     )
 
 
+def _to_float8(model: nn.Module, settings: Settings, out: IgnoredParts) -> int:
+    from fsdplaunch.runtime.compute.float8 import convert  # only where it is configured: a worker must start fast
+
+    return convert(model, settings, out)
+
+
+def _fsdp1_shard() -> Callable[..., nn.Module]:
+    from fsdplaunch.runtime.sharding import fsdp1  # as above
+
+    return fsdp1.shard
+
+
 def _cut(model: nn.Module, plan: _Plan, place: ShardTarget, materializer: Materializer) -> nn.Module:
     """Shard a model as planned, fill it, and return it."""
     settings = plan.settings
     if settings.activation_checkpointing:
+        from fsdplaunch.runtime.compute.activation_checkpointing import checkpoint_blocks  # only where it is used
+
         plan.units = checkpoint_blocks(model, plan.units, settings, place.device)
     compile_blocks(plan.units, settings)
-    shard = fsdp1.shard if settings.version == 1 else fsdp2.shard
+    shard = _fsdp1_shard() if settings.version == 1 else fsdp2.shard
     given: dict[str, Any] = {"settings": settings, "mesh": place.mesh, "out": plan.out, "device": place.device}
-    with carrying_hooks(model):
+    with carrying_hooks(model), listing_as_torch(model):
         sharded = shard(model, plan.units, materializer=materializer, **given)
     materializer.fill(sharded)
     plan.home.model = weakref.ref(sharded)

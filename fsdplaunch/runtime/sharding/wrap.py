@@ -9,10 +9,10 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.inspection.parameter_names import clean_name, count
+from fsdplaunch.runtime.inspection.parameter_names import clean_name, count, parameters_of
+from fsdplaunch.runtime.plugin.wrap_policy import RecursivePolicy, as_recursive
 from fsdplaunch.runtime.sharding.blocks import find_blocks, runs
 from fsdplaunch.runtime.sharding.settings import Settings
-from fsdplaunch.runtime.sharding.wrap_policy import RecursivePolicy, as_recursive
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import wrap_policy_runner
 
 Units = dict[str, nn.Module]
@@ -76,7 +76,7 @@ def _by_recursion(model: nn.Module, policy: RecursivePolicy, left_out: set[nn.Mo
     seen: set[nn.Module] = set()
 
     def taken_by(module: nn.Module) -> int:
-        own = sum(param.numel() for param in module.parameters())
+        own = sum(param.numel() for param in parameters_of(module))
         seen.add(module)
         if not policy(module, True, own):
             return 0
@@ -94,11 +94,13 @@ def _by_recursion(model: nn.Module, policy: RecursivePolicy, left_out: set[nn.Mo
 
 def _has_own(module: nn.Module, left_out: set[nn.Module]) -> bool:
     """Return whether a module holds a parameter to shard; torch has nothing to do for one that does not."""
-    return any(next(m.parameters(recurse=False), None) is not None for m in module.modules() if m not in left_out)
+    return any(
+        next(parameters_of(m, recurse=False), None) is not None for m in module.modules() if m not in left_out
+    )
 
 
 def _nothing_chosen(model: nn.Module, settings: Settings) -> ShardingError:
-    largest = max((sum(p.numel() for p in child.parameters()) for child in model.children()), default=0)
+    largest = max((sum(p.numel() for p in parameters_of(child)) for child in model.children()), default=0)
     policy = settings.wrap if isinstance(settings.wrap, str) else "the wrap policy given"
     if settings.wrap == "SIZE_BASED_WRAP":
         msg = (
@@ -114,7 +116,7 @@ def without_shared(model: nn.Module, units: Units) -> Units:
     """Return the units that share no parameter with a module outside of them."""
     holders: dict[int, set[nn.Module]] = {}
     for module in model.modules():
-        for param in module.parameters(recurse=False):
+        for param in parameters_of(module, recurse=False):
             holders.setdefault(id(param), set()).add(module)
     shared = [modules for modules in holders.values() if len(modules) > 1]
     places = _places(model)
@@ -136,6 +138,6 @@ def _places(module: nn.Module) -> Counter[nn.Module]:
 def _is_shared(unit: nn.Module, places: Counter[nn.Module]) -> bool:
     """Return whether a layer inside of a unit is in the model by another way, too, such as in each block."""
     return any(
-        places[each] > places[unit] * number and next(each.parameters(recurse=False), None) is not None
+        places[each] > places[unit] * number and next(parameters_of(each, recurse=False), None) is not None
         for each, number in _places(unit).items()
     )

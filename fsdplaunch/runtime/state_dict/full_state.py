@@ -6,24 +6,24 @@ rank's flat shards; the wrapper has to be asked instead, so wrappers are remembe
 
 import functools
 import weakref
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.auto.state.gather import ShardGatherer, gathered
-from fsdplaunch.runtime.auto.state.late_tensors import LateTensors
-from fsdplaunch.runtime.auto.state.rank0.flat_states import FlatSource, model_state
-from fsdplaunch.runtime.inspection.parameter_names import clean_name, named_parameters
+from fsdplaunch.runtime.inspection.parameter_names import clean_name, joined, named_parameters
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, has_shards, is_sharded
 from fsdplaunch.runtime.rank import rank
 from fsdplaunch.runtime.saving.flat_param_layout import flat_layout
 from fsdplaunch.runtime.script_line import script_line
-from fsdplaunch.runtime.state_dict.late_units import late_units
+from fsdplaunch.runtime.state_dict.gather import ShardGatherer, gathered, spooled
 from fsdplaunch.runtime.state_dict.state_dict_type import state_dict_type
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import flat_parameter
 
 State = dict[str, Any]
 
@@ -99,14 +99,42 @@ def _gathered_state(model: nn.Module, gathering: ShardGatherer) -> State:
     if not fsdp1_wrappers(owner):
         return gathered({clean_name(name): value for name, value in model.state_dict().items()}, gathering)
     gathering.meet()
-    late = gathering.late if isinstance(gathering.late, LateTensors) else None
     if not gathering.together:
-        return below(model_state(owner, FlatSource(gathering.call, late)), model, owner)
+        msg = f"{gathering.call} was called on rank 0 only, for a model that FSDP1 has sharded"
+        raise CheckpointError(msg, hint="take it out of `if rank == 0:` and let rank 0 write")
     options = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    by_unit = nullcontext() if late is None else late_units(owner, late, keep=gathering.keep)
-    with state_dict_type(owner, "full_state_dict", options), by_unit:
+    with state_dict_type(owner, "full_state_dict", options), _units_spooled(owner):
         state = below(owner.state_dict(), model, owner)
     return gathered(state, gathering)
+
+
+@contextmanager
+def _units_spooled(owner: nn.Module) -> Iterator[None]:
+    """Have `state_dict()` of what FSDP1 has sharded put each unit's tensors into files once it is gathered.
+
+    Torch keeps a copy of each unit on rank 0, which would be all of the model; and of tied parameters two.
+    """
+
+    def spool(unit: Any, state: State, prefix: str, _metadata: Any) -> None:
+        flat = flat_parameter(unit)
+        for key in [key for key in state if key.startswith(prefix) and key not in done]:
+            done.add(key)
+            if isinstance(state[key], torch.Tensor) and state[key].is_cpu and not isinstance(state[key], DTensor):
+                state[key] = spooled(state[key])
+        if flat is None:
+            return
+        keys = {clean_name(key): key for key in state}
+        for shared in flat.shared:
+            first = keys.get(clean_name(prefix + joined(shared.prim_module_name, shared.prim_param_name)))
+            second = keys.get(clean_name(prefix + joined(shared.module_name, shared.param_name)))
+            if first is not None and second is not None:
+                state[second] = state[first].detach()
+
+    done: set[str] = set()
+    with ExitStack() as stack:
+        for unit in fsdp1_wrappers(owner):
+            stack.callback(unit.register_state_dict_post_hook(spool).remove)
+        yield
 
 
 def check_shapes(state: Mapping[str, Any], model: nn.Module, call: str) -> None:

@@ -26,8 +26,17 @@ from fsdplaunch.runtime.inspection.xla_models import refuse_of_xla
 from fsdplaunch.runtime.sharding.optimizer_params import cut_to_flat
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.state_dict.partial_optimizer import left_out_frozen
-from fsdplaunch.runtime.state_dict.split_like import split_like
+from fsdplaunch.runtime.state_dict.split_like import cut_to_shard
 from fsdplaunch.runtime.torch_warnings import quiet_torch
+
+__all__ = [
+    "cut_to_shard",
+    "full_optim_state_dict",
+    "rekey_optim_state_dict",
+    "scatter_full_optim_state_dict",
+    "shard_full_optim_state_dict",
+    "unshare_counts",
+]
 
 OptimInput = Iterable[Any] | None
 State = dict[str, Any]
@@ -176,15 +185,6 @@ def rekey_optim_state_dict(
         "state": {keys[key]: value for key, value in optim_state_dict["state"].items()},
         "param_groups": groups,
     }
-
-
-def cut_to_shard(value: Any, param: nn.Parameter) -> Any:
-    """Return this rank's shard of a tensor of the parameter's shape, cut without communication."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.shape != param.shape or not isinstance(param, DTensor):
-        return value.clone()  # step counts: two optimizers must not count on one tensor
-    return split_like(value, param)
 
 
 def _cut_flat(full: State, model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) -> State:

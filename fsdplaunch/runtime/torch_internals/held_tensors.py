@@ -1,6 +1,6 @@
 """The tensors in what a module is given or returns: in lists and mappings, and in objects of the script's own."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -56,3 +56,40 @@ def _attributes(value: Any) -> list[Any]:
 
 def _names(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(name for name in slots if not name.startswith("__"))
+
+
+def replace_tensors(value: Any, instead: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put other tensors in the place of those in an object's attributes, and in lists and mappings there.
+
+    Args:
+        value: An object that a module has made and returned, such as a cache of keys and values.
+        instead: Returns what stands in the place of a tensor.
+    """
+    seen: set[int] = set()
+    inside = [value]
+    for _ in range(2 * _DEEPEST):
+        found: list[Any] = []
+        for each in inside:
+            for place, held in list(_places(each)):
+                if isinstance(held, torch.Tensor):
+                    _put(each, place, instead(held))
+                elif id(held) not in seen and (isinstance(held, list | tuple | Mapping) or _may_hold(type(held))):
+                    seen.add(id(held))
+                    found.append(held)
+        inside = found
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value)
+    else:
+        yield from getattr(value, "__dict__", {}).items()
+
+
+def _put(value: Any, place: Any, tensor: torch.Tensor) -> None:
+    if isinstance(value, list | dict):
+        value[place] = tensor
+    elif not isinstance(value, tuple | Mapping):
+        setattr(value, place, tensor)

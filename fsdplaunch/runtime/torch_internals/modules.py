@@ -22,8 +22,6 @@ SEND_STATES = (utils, "_sync_module_states")
 """What sends rank 0's parameters and buffers to the others, but those it is told to ignore; all versions."""
 BUILTIN_HOOK = "_register_builtin_comm_hook"
 """The method of DistributedDataParallel that has C++ average gradients, by a kind of hook; all versions."""
-REPLICATE = "torch.distributed._composable.replicate"
-"""The module of the function that replicates a model without wrapping it; all versions."""
 IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
 """The attribute of a module that names what DistributedDataParallel is to leave alone; all versions."""
 MOVE_METHOD = "_apply"
@@ -53,10 +51,22 @@ def before_state_dict(module: nn.Module, function: Callable[[], None]) -> None:
     hooks.move_to_end(handle.id, last=False)
 
 
+def forward_hooks(module: nn.Module) -> dict[int, Any]:
+    """Return a module's own table of what is called after its forward, as it is; all versions."""
+    hooks: dict[int, Any] = module._forward_hooks
+    return hooks
+
+
 def with_parameters(module: nn.Module, params: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
     """Return a context in which a module has other tensors for its parameters; all versions."""
     context: AbstractContextManager[None] = stateless._reparametrize_module(module, params)
     return context
+
+
+def joins(ddp: Any) -> bool:
+    """Return whether a wrapper's passes are announced to the `join()` that it is inside of; all versions."""
+    config: Any = ddp._join_config
+    return bool(config.enable and config.is_first_joinable)
 
 
 def is_built(module: nn.Module) -> bool:
@@ -126,10 +136,8 @@ def parse_move(args: Any, kwargs: Any) -> tuple[torch.device | None, torch.dtype
     return device, dtype
 
 
-LBFGS_GATHERS = "_gather_flat_grad"
-"""The method by which LBFGS puts all gradients into one row; all versions."""
-LBFGS_ADDS = "_add_grad"
-"""The method by which LBFGS adds a step size times a row to all parameters; all versions."""
+TOTAL_NORM = "_get_total_norm"
+"""The function by which torch's `clip_grad_norm_` finds the norm over all gradients; 2.9 to 2.13."""
 
 
 def computes_without_gradients(method: Any) -> bool:

@@ -30,6 +30,21 @@ def exchanges(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).endswith(f".{FUNCTIONAL_COLLECTIVES.name}")
 
 
+def operator_name(operator: Any) -> str:
+    """Return an operator's name without its library if that is torch's own, as in `add_`; all versions."""
+    return str(operator._schema.name).removeprefix("aten::")
+
+
+def argument_names(operator: Any) -> list[str]:
+    """Return the names of what an operator is given, in order; all versions."""
+    return [each.name for each in operator._schema.arguments]
+
+
+def written_places(operator: Any) -> list[bool]:
+    """Return for each argument of an operator, in order, whether it is written into; all versions."""
+    return [each.alias_info is not None and each.alias_info.is_write for each in operator._schema.arguments]
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionKernel:
     """One of torch's kernels, both ways.

@@ -26,6 +26,18 @@ def default_timeout() -> float:
         return 600.0
 
 
+def issued_collectives() -> int:
+    """Return how many collectives this rank has issued in the default group; 0 where there is no group.
+
+    By its sequence numbers, which torch compares to find ranks that call different collectives: one for each
+    device's backend. Collectives that return before they are done count when they are issued. All versions.
+    """
+    group: Any = distributed_c10d.group.WORLD
+    if group is None:
+        return 0
+    return sum(group._get_backend(device)._get_sequence_number_for_group() for device in group._device_types)
+
+
 def keep_groups_from_being_freed() -> None:
     """Hold every group until the process ends, in 2.7; they can still be destroyed.
 
@@ -36,3 +48,13 @@ def keep_groups_from_being_freed() -> None:
     if parse(torch.__version__) == (2, 7):
         for group in distributed_c10d._world.pg_map:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def all_gather(every: torch.Tensor, own: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> None:
+    """Write the tensors of all ranks one after the other into one; collective.
+
+    `all_gather_into_tensor` until 2.12, which warns from 2.13 on that it is called `all_gather_single`.
+    """
+    dist: Any = torch.distributed
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(every, own, group=group)

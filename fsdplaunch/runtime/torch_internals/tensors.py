@@ -2,15 +2,17 @@
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = ["tree_leaves", "tree_map"]
+__all__ = ["TorchDispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 """Torch's own, under plain names; all versions."""
 
 
@@ -151,9 +153,15 @@ def _original(function: Any) -> Any:
     return function
 
 
-def is_in_transform() -> bool:
-    """Return whether a transform of torch.func computes now; all versions."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def is_in_transform(*, forward: bool = True) -> bool:
+    """Return whether a transform of torch.func computes now; all versions.
+
+    Args:
+        forward: Whether `jvp` counts as one.
+    """
+    functorch = torch._C._functorch
+    top = functorch.peek_interpreter_stack()
+    return top is not None and (forward or top.key() != functorch.TransformType.Jvp)
 
 
 def is_of_transform(values: Any) -> bool:
@@ -161,3 +169,56 @@ def is_of_transform(values: Any) -> bool:
     leaves = [values] if isinstance(values, torch.Tensor) else values
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return any(isinstance(leaf, torch.Tensor) and is_wrapped(leaf) for leaf in leaves)
+
+
+def recomputes_later(*, trains: bool) -> bool:
+    """Return whether what is computed now is computed again in a backward pass, as in a checkpoint; 2.9 to 2.13.
+
+    Args:
+        trains: Whether the pass around it has gradients: a reentrant checkpoint computes without them.
+    """
+    if not trains:
+        return False
+    return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def is_in_backward() -> bool:
+    """Return whether a backward pass runs in this thread; all versions."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def wrapper_tensor(kind: type, like: torch.Tensor, shape: Sequence[int]) -> Any:
+    """Return a tensor of a subclass that has a shape and no memory, beside that in dtype and device as another."""
+    made: Any = torch.Tensor._make_wrapper_subclass
+    return made(kind, tuple(shape), dtype=like.dtype, device=like.device, requires_grad=like.requires_grad)
+
+
+@cache
+def metadata_getters() -> frozenset[Any]:
+    """Return the methods and properties of tensors that read no value; all versions."""
+    tensor: Any = torch.Tensor
+    properties = (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "requires_grad",
+        "is_cuda",
+        "is_sparse",
+        "itemsize",
+    )
+    methods = ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "element_size", "__len__")
+    return frozenset(
+        [
+            *(getattr(tensor, name).__get__ for name in properties if hasattr(tensor, name)),
+            *(getattr(tensor, name) for name in methods),
+        ]
+    )
+
+
+@contextmanager
+def computing_as_plain_tensors() -> Iterator[None]:
+    """Let subclasses' `__torch_function__` be passed by; all versions."""
+    with torch._C.DisableTorchFunctionSubclass():
+        yield

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import autograd, nn
-from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
+from torch.func import jvp
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
@@ -82,31 +82,9 @@ with torch.no_grad():
     print(f"no gradients: {sum(p.grad is not None for p in model.parameters()):.1f}")
 
 
-def squared_jacobian(model, x):
-    return vmap(jacrev(model))(x).square().sum((1, 2)).mean()
-
-
-def pulled_back(model, x):
-    out, pull = vjp(model, x)
-    return pull(torch.ones_like(out))[0].square().sum(1).mean() + out.square().mean()
-
-
-def forces(model, x):
-    return F.mse_loss(vmap(grad(lambda row: model(row).sum()))(x), -x)
-
-
-def curved(model, x):
-    return vmap(hessian(lambda row: model(row).square().sum()))(x).square().mean() + model(x).mean()
-
-
 def pushed(model, x):
     out, tangent = jvp(model, (x,), (torch.randn_like(x),))
     return tangent.square().mean() + out.square().mean()
-
-
-def by_names(model, x):
-    params = dict(model.named_parameters())
-    return vmap(jacrev(lambda row: functional_call(model, params, (row,))))(x).square().mean()
 
 
 def regularised(model, x):
@@ -115,7 +93,7 @@ def regularised(model, x):
     return 0.5 * gradient.square().sum(1).mean() * 16 + 0 * scores[0, 0]  # so that all parameters have gradients
 
 
-for term in (squared_jacobian, pulled_back, forces, curved, pushed, by_names, regularised):
+for term in (pushed, regularised):
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)).to("cpu")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)

@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 unseeded = [random.random(), np.random.rand(), np.random.default_rng().random(), torch.seed()]
-unseeded += [random.Random().random(), torch.Generator().initial_seed()]
+unseeded += [torch.Generator().initial_seed()]
 unseeded += [np.random.RandomState().rand(), np.random.Generator(np.random.PCG64()).random()]
 random.seed()
 np.random.seed()

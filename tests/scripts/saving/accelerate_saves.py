@@ -11,18 +11,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import BertConfig, BertForSequenceClassification
 
-from fsdplaunch.runtime.auto.state import gather
-from fsdplaunch.runtime.auto.state.rank0 import flat_states
 from fsdplaunch.runtime.collectives import hang_detector, monitored_barrier
-from fsdplaunch.runtime.state_dict import late_units
+from fsdplaunch.runtime.state_dict import gather
 
-# bytes from which on a tensor is gathered when it is written
-gather.SMALLEST = late_units.SMALLEST = flat_states.SMALLEST = 1000
+gather.SMALLEST = 1000  # bytes from which on a gathered tensor is kept in a file
 monitored_barrier.NOTICE_SECONDS, monitored_barrier.CONFIRM_SECONDS, hang_detector.STILL_SECONDS = 0.5, 0.5, 0.5
 out = Path(sys.argv[1])
 size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 torch.manual_seed(0)
 accelerator = Accelerator()
+alone_or_all = accelerator.is_main_process or os.environ["FSDP_VERSION"] == "1"  # FSDP1 gathers on all ranks
 model = BertForSequenceClassification(BertConfig(vocab_size=64, max_position_embeddings=32, **size))
 if os.environ["FSDP_VERSION"] == "1":  # its flat parameters are trained by optimizers that are built on them
     model = accelerator.prepare(model)
@@ -58,19 +56,18 @@ inner.bert.save_pretrained(out / "part")
 accelerator.save_model(model, out / "model", max_shard_size="20KB")
 accelerator.save(inner.state_dict(), out / "state.pt")
 state = accelerator.get_state_dict(inner)
-if accelerator.is_main_process:
+if alone_or_all:
+    accelerator.unwrap_model(model).save_pretrained(out / "alone")
+if os.environ["FSDP_VERSION"] == "2" and accelerator.is_main_process:
     alone = accelerator.unwrap_model(model)
-    alone.save_pretrained(out / "alone")
     torch.save({"model": alone.state_dict(), "optimizer": optimizer.state_dict()}, out / "alone.pt")
-    save_file(
-        {name: value.detach().clone().to("cpu") for name, value in alone.state_dict().items()}, out / "alone.st"
-    )
+    save_file(alone.state_dict(), out / "alone.st")
 accelerator.wait_for_everyone()
 if accelerator.is_main_process:
     torch.save(trained, out / "trained.pt")
     torch.save(state, out / "unwrapped.pt")
     print(sorted(path.name for path in (out / "pieces").iterdir()))
-if accelerator.is_main_process:
+if alone_or_all:
     inner.save_pretrained(out / "alone")
     inner.save_pretrained(out / "alone given", state_dict=accelerator.get_state_dict(model))
     accelerator.save_model(model, out / "alone model")
@@ -80,7 +77,7 @@ accelerator.wait_for_everyone()
 
 def save_by_hook(models, weights, folder):
     """Save as diffusers' examples do, by `accelerator.save_state`."""
-    if accelerator.is_main_process:
+    if alone_or_all:
         for each in models:
             accelerator.unwrap_model(each).save_pretrained(Path(folder) / "by hook")
             weights.pop()

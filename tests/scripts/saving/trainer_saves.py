@@ -7,11 +7,10 @@ import torch
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from fsdplaunch.runtime.auto.state import gather as gathering
 from fsdplaunch.runtime.compat.trainer_saves import adapt_trainer
-from fsdplaunch.runtime.state_dict import late_units
+from fsdplaunch.runtime.state_dict import gather as gathering
 
-gathering.SMALLEST = late_units.SMALLEST = 1000  # bytes from which on a tensor is gathered when it is written
+gathering.SMALLEST = 1000  # bytes from which on a gathered tensor is kept in a file
 out, special = sys.argv[1], sys.argv[2:]
 size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 torch.manual_seed(0)

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from fsdplaunch.runtime import library_watch, sharding_events
+from fsdplaunch.runtime import library_watch
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
     module.Trainer = type("Trainer", (), {"__init__": lambda self, strategy="ddp": None})
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(library_watch, "_built", [])
-    monkeypatch.setattr(sharding_events, "_listeners", [])
+    monkeypatch.setattr(library_watch, "_listeners", [])
     finders = list(sys.meta_path)
     library_watch.watch_libraries()
     yield module.Trainer
@@ -25,7 +25,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
 
 def test_library_counts_when_it_is_built_and_not_when_it_is_imported(trainer: type) -> None:
     told: list[bool] = []
-    sharding_events.on_sharding(lambda: told.append(True))
+    library_watch.on_sharding(lambda: told.append(True))
     assert library_watch.built_library() is None
     trainer(strategy="ddp")
     library = library_watch.built_library()

@@ -24,7 +24,6 @@ _KINDS: Sequence[Callable[[FailureFacts], Diagnosis | None]] = (
     script.no_bf16,
     script.too_few_gpus,
     script.needs_a_gpu,
-    script.rows_of_a_share,
     out_of_memory.disk_full,
     script.left_by_itself,
 )

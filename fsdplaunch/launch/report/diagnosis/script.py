@@ -98,30 +98,6 @@ def _asserts_a_gpu(facts: FailureFacts) -> bool:
     return facts.text.startswith("AssertionError") and _ASSERTS_GPU.search(traceback) is not None
 
 
-_SHAPES = re.compile(
-    r"shape of the mask|must match the (?:existing )?size|sizes of tensors must match|\bsize mismatch\b"
-    r"|mismatch.* shape"
-    r"|\bshapes? .*(?:is invalid for input of size|cannot be multiplied|(?:not|n't) match|mismatch)"
-    r"|could not be broadcast|expected (?:input|target) .*\bsize|batch_size \(\d+\) to match target",
-    re.IGNORECASE,
-)
-"""What torch and numpy say where rows do not fit."""
-_OWN_ROWS = (
-    "if that line counts on the batch size that the script was given: take the number of rows that are there"
-    " (len(x)), or launch without --keep-global-batch"
-)
-
-
-def rows_of_a_share(facts: FailureFacts) -> Diagnosis | None:
-    """Recognise shapes that do not fit where each rank has fewer rows than the script's batch size."""
-    if facts.config is None or not facts.config.launch.keep_global_batch or not _SHAPES.search(facts.text):
-        return None
-    return Diagnosis(
-        why="shapes do not fit; each rank has its share of a batch's rows, as the global batch is kept",
-        remedies=(_OWN_ROWS,),
-    )
-
-
 def native_crash(facts: FailureFacts) -> Diagnosis | None:
     """Recognise a crash in compiled code, whose stack faulthandler has written."""
     if facts.died_of not in ("SIGSEGV", "SIGILL", "SIGFPE", "SIGABRT") or is_consequence(facts.cause):

@@ -1,36 +1,32 @@
-"""The forward pass of a sharded model that a script runs through DistributedDataParallel.
+"""The passes of a sharded model that a script runs through DistributedDataParallel, and what the wrapper is asked.
 
 As torch's wrapper does: gradients are averaged or only added up, decided when a pass begins; buffers are rank 0's.
 """
 
-import functools
+import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.api.gradients import set_gradient_sync
-from fsdplaunch.runtime.auto.state.rank0.passes import is_alone_without_compiling, turns_on_all_ranks
-from fsdplaunch.runtime.auto.state.rank0.shard_names import changes
-from fsdplaunch.runtime.inspection.units import is_unit, original_class
-from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.auto.rank0.passes import is_alone_without_compiling, turns_on_all_ranks
+from fsdplaunch.runtime.auto.rank0.position import changes
+from fsdplaunch.runtime.compute.local_gradients import average_gradients, average_local_gradients
+from fsdplaunch.runtime.inspection.parameter_names import parameters_of
+from fsdplaunch.runtime.inspection.units import original_class
 from fsdplaunch.runtime.script_line import script_line
-from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import (
-    drop_local_gradients,
-    group_refs,
-    take_local_gradients,
-)
+from fsdplaunch.runtime.torch_internals.modules import BUILTIN_HOOK, joins
 from fsdplaunch.runtime.torch_internals.tensors import overwriting_uncounted
 from fsdplaunch.runtime.torch_internals.wrappers import compiled_module, untraced
+
+__all__ = ["METHODS", "Forward", "average_local_gradients", "only_compresses"]
 
 
 class Forward:
@@ -45,9 +41,7 @@ class Forward:
         self.model = model
         self.syncs = True
         self.buffers = buffers
-        self.joins = self.told = self.is_alone = False
-        self.groups = [ref for unit in model.modules() if is_unit(unit) for ref in group_refs(unit)]
-        _forwards.add(self)
+        self.is_alone = False
         self.before, self.after = untraced(self.begin), untraced(self.end)  # made once: that takes long
 
     def begin(self, ddp: Any) -> None:
@@ -56,16 +50,15 @@ class Forward:
         Args:
             ddp: The wrapper, whose `require_backward_grad_sync` the script and `no_sync` set.
         """
-        if self.joins:
-            _check_all_go_on(going_on=True)
+        if joins(ddp):
+            _check_all_go_on(ddp)
         if self.model not in _trained and self.model.training and torch.is_grad_enabled():
             _trained.add(self.model)
             turns_on_all_ranks(self.model)
             _check_changed_alike(self.model)
         if ddp.require_backward_grad_sync != self.syncs:
             self.syncs = bool(ddp.require_backward_grad_sync)
-            _accumulating.add(self)
-            set_gradient_sync(self.model, on=self.syncs)
+            average_gradients(self.model, on=self.syncs)
         self.is_alone = False
         if ddp.require_forward_param_sync and self.buffers:
             self.is_alone = not turns_on_all_ranks(self.model)
@@ -100,125 +93,9 @@ class Forward:
                 for buffer, part in zip(kind, flat.split([each.numel() for each in kind]), strict=True):
                     buffer.copy_(part.view_as(buffer))
 
-    @contextmanager
-    def joining(self) -> Iterator[None]:
-        """Let a loop run in which ranks may have unequal numbers of batches: where they do, it is an error.
 
-        Raises:
-            ShardingError: Some ranks have come to their end and others have not; on all of them.
-        """
-        self.joins = True
-        try:
-            yield
-        finally:
-            self.joins = False
-        _check_all_go_on(going_on=False)
-
-
-_forwards: "weakref.WeakSet[Forward]" = weakref.WeakSet()
 _trained: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Models that were called in training mode."""
-_accumulating: "weakref.WeakSet[Forward]" = weakref.WeakSet()
-"""Those that have ever made a pass that averages nothing."""
-
-
-@contextmanager
-def clearing_local_gradients() -> Iterator[None]:
-    """Let `zero_grad` clear what passes inside of `no_sync` have added up, as under torch's wrapper.
-
-    Needed because FSDP2 keeps that beside the gradients of the shards, until a pass averages it.
-    """
-
-    def of_optimizer(original: Any) -> Any:
-        @functools.wraps(original)
-        def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-            original(self, set_to_none)
-            if _accumulating:
-                _clear(param for group in self.param_groups for param in group["params"])
-
-        return zero_grad
-
-    def of_module(original: Any) -> Any:
-        @functools.wraps(original)
-        def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-            original(self, set_to_none)
-            if _accumulating:
-                _clear(self.parameters())
-
-        return zero_grad
-
-    with replaced(Optimizer, "zero_grad", of_optimizer), replaced(nn.Module, "zero_grad", of_module):
-        yield
-
-
-@contextmanager
-def averaging_local_gradients() -> Iterator[None]:
-    """Average before an optimizer's step what no pass has averaged: shards know nothing of it."""
-
-    def average(optimizer: Optimizer, *_: Any) -> None:
-        if _accumulating:
-            average_local_gradients(param for group in optimizer.param_groups for param in group["params"])
-
-    handle = register_optimizer_step_pre_hook(average)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-_OF_NONE = (
-    "'NoneType' object has no attribute",
-    "expects a non-empty TensorList",
-    "'NoneType' and",
-    "and 'NoneType'",
-)
-"""What Python and torch say where a script takes gradients for tensors that are None."""
-
-
-def missing_gradients_note(error: str) -> str | None:
-    """Return what to say of the error of a script that looks for the gradients of a pass inside of `no_sync`."""
-    if all(each.syncs for each in _forwards) or not any(message in error for message in _OF_NONE):
-        return None
-    return (
-        "fsdplaunch: the last pass was inside of no_sync(), whose gradients are no parameter's .grad until they"
-        " are averaged.\nTake the pass out of no_sync() to have them; weights that ranks change by gradients of"
-        " their own (SAM) cannot be sharded"
-    )
-
-
-@torch.no_grad()
-def average_local_gradients(params: Iterable[Any]) -> None:
-    """Average what passes inside of `no_sync` have added up for shards and no pass has averaged. Collective.
-
-    Torch's wrapper would let each rank step with its own, so that they train apart from there on.
-    """
-    shards = {id(param) for param in params} if _accumulating else set()
-    for forward in list(_accumulating):
-        pending = [found for ref in forward.groups for found in take_local_gradients(ref, shards)]
-        for shard, gradient in pending:
-            averaged = _averaged(gradient, shard)
-            shard.grad = averaged if shard.grad is None else shard.grad + averaged
-        if pending and not forward.told:
-            forward.told = True
-            messages.say(
-                f"{script_line()}: no pass outside of no_sync() has averaged these gradients: they are averaged"
-                " here, where each rank would step with its own under DistributedDataParallel"
-            )
-
-
-def _averaged(gradient: torch.Tensor, shard: Any) -> Any:
-    """Return the shard of the mean of all ranks' full gradients."""
-    mesh = shard.device_mesh
-    summed: Any = DTensor.from_local(gradient.to(shard.dtype), mesh, [Partial()] * mesh.ndim, run_check=False)
-    return summed.redistribute(placements=shard.placements) / mesh.size()
-
-
-def _clear(params: Iterable[Any]) -> None:
-    """Clear what was added up for these shards by models that have ever added up."""
-    shards = {id(param) for param in params}
-    for forward in list(_accumulating):
-        for ref in forward.groups:
-            drop_local_gradients(ref, shards)
 
 
 def _check_changed_alike(model: nn.Module) -> None:
@@ -227,7 +104,7 @@ def _check_changed_alike(model: nn.Module) -> None:
     Raises:
         ShardingError: Some have changed them more often, such as by weights that rank 0 alone has loaded.
     """
-    count = sum(changes(param) for param in model.parameters() if isinstance(param, DTensor))
+    count = sum(changes(param) for param in parameters_of(model) if isinstance(param, DTensor))
     extremes = torch.tensor([count, -count])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     if extremes[0] != -extremes[1]:
@@ -243,12 +120,102 @@ def _check_changed_alike(model: nn.Module) -> None:
         raise ShardingError(msg, hint=hint)
 
 
-def _check_all_go_on(*, going_on: bool) -> None:
-    """Raise where some ranks begin a pass and others have come to the end of `join`."""
-    going = torch.tensor([int(going_on)])
-    dist.all_reduce(going)
-    if int(going) not in (0, dist.get_world_size()):
-        left = dist.get_world_size() - int(going)
-        msg = f"{script_line()}: {left} of {dist.get_world_size()} ranks have no batch left inside of join()"
-        hint = "give all ranks as many batches (drop_last=True, DistributedSampler): every pass needs every rank"
-        raise ShardingError(msg, hint=hint)
+# What DistributedDataParallel is asked beside its passes -------------------------------------------------------
+
+
+def _forward(original: Any) -> Any:
+    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        ours: Forward | None = self.__dict__.get("fsdplaunch_forward")
+        if ours is None:
+            return original(self, *inputs, **kwargs)
+        ours.before(self)
+        module = self.module
+        output = (module if module is ours.model else ours.computing(module))(*inputs, **kwargs)
+        ours.after(self)
+        return output
+
+    return forward
+
+
+def _join_hook(original: Any) -> Any:
+    def join_hook(self: Any, **kwargs: Any) -> Any:
+        return _Left() if "fsdplaunch_forward" in self.__dict__ else original(self, **kwargs)
+
+    return join_hook
+
+
+class _Left(JoinHook):
+    """What `join()` calls on a rank that has no batch left, while others have: torch would shadow their passes."""
+
+    def main_hook(self) -> None:
+        """Raise, as the others do."""
+        raise _unequal_batches()
+
+
+def _check_all_go_on(ddp: Any) -> None:
+    """Raise where a rank begins a pass inside of `join()` and another has no batch left. Collective."""
+    going = torch.ones(1, device=ddp.join_device)
+    dist.all_reduce(going, group=ddp.join_process_group)
+    if int(going.item()) < dist.get_world_size(ddp.join_process_group):
+        raise _unequal_batches()
+
+
+def _unequal_batches() -> ShardingError:
+    msg = f"{script_line()}: some ranks have no batch left inside of join(), and others have"
+    hint = "give all ranks as many batches (drop_last=True, DistributedSampler): every pass needs every rank"
+    return ShardingError(msg, hint=hint)
+
+
+_COMPRESSING = {
+    *("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook", "batched_powerSGD_hook"),
+    *("fp16_compress_wrapper_hook", "bf16_compress_wrapper_hook"),
+}
+"""Torch's hooks for communication that make it cheaper, and mean to compute the same; or wrap one that does."""
+
+
+def only_compresses(hook: Any) -> bool:
+    """Return whether a hook for communication is torch's and means to compute the same; also in a wrapper."""
+    name, home = getattr(hook, "__name__", ""), str(getattr(hook, "__module__", ""))
+    if not home.startswith("torch.") or name not in _COMPRESSING:
+        return False
+    return "wrapper" not in name or only_compresses(inspect.getclosurevars(hook).nonlocals.get("hook"))
+
+
+def _register_comm_hook(original: Any) -> Any:
+    def register_comm_hook(self: Any, state: Any, hook: Any) -> None:
+        if "fsdplaunch_forward" not in self.__dict__:
+            original(self, state, hook)
+            return
+        name = getattr(hook, "__name__", type(hook).__name__)
+        if not only_compresses(hook):
+            msg = f"{script_line()} registers {name}, which changes how gradients are averaged"
+            hint = "leave it out; precision.reduce sets the dtype that gradients are averaged in"
+            raise ShardingError(msg, hint=hint)
+        _name_comm_hook(name)
+
+    return register_comm_hook
+
+
+def _register_builtin_hook(original: Any) -> Any:
+    def register_builtin_hook(self: Any, kind: Any) -> None:
+        if "fsdplaunch_forward" in self.__dict__:
+            _name_comm_hook(kind.name)
+        else:
+            original(self, kind)
+
+    return register_builtin_hook
+
+
+def _name_comm_hook(name: str) -> None:
+    messages.say(
+        f"{script_line()}: {name} has no effect: FSDP averages the gradients, in the dtype of precision.reduce"
+    )
+
+
+METHODS = {
+    "forward": _forward,
+    "join_hook": _join_hook,
+    "register_comm_hook": _register_comm_hook,
+    BUILTIN_HOOK: _register_builtin_hook,
+}
+"""What stands in the place of the wrapper's own methods, from the first whose model is sharded on."""

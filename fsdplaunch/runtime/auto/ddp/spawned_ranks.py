@@ -1,15 +1,17 @@
-"""Run what a script starts as its ranks in the workers that the launcher has started for them.
+"""Run what a script starts as its ranks in the workers that the launcher has started for them. Rule 7.
 
 `mp.spawn(train, args, nprocs=2)` in a script for DistributedDataParallel starts a process per rank, and each of
-the launcher's workers would do so: these know nothing of the launch, and wait for each other at one port.
+the launcher's workers would do so: these know nothing of the launch, and wait for each other at one port. Ranks
+that are started in another way are refused where they would join a group.
 """
 
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +19,6 @@ import torch.multiprocessing
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.auto.detect.import_scan import makes_a_group
 from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.script_line import is_user_file, script_line
 from fsdplaunch.standard_streams import flush_both
@@ -33,12 +34,12 @@ _started: dict[BaseProcess, str] = {}
 @contextmanager
 def running_spawned_ranks() -> Iterator[None]:
     """Let `mp.spawn` of a script's ranks run this worker's; refuse a group in processes started in another way."""
-    modules = (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"])
-    with ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(replaced(module, "spawn", _spawn))
-        stack.enter_context(replaced(BaseProcess, "start", _start))
-        stack.enter_context(replaced(BaseProcess, "join", _join))
+    with (
+        replaced(torch.multiprocessing, "spawn", _spawn),
+        replaced(sys.modules["torch.multiprocessing.spawn"], "spawn", _spawn),
+        replaced(BaseProcess, "start", _start),
+        replaced(BaseProcess, "join", _join),
+    ):
         yield
 
 
@@ -50,6 +51,20 @@ def raise_refused() -> None:
     """
     for process in list(_started):
         process.join(0 if process.daemon else None)
+
+
+def _may_join_ranks(function: Any) -> bool:
+    """Return whether a function is of the user's own module, and that holds torch's distributed package."""
+    function = getattr(function, "func", function)
+    names = getattr(function, "__globals__", {})
+    file = str(names.get("__file__", "<"))
+    return dist.is_initialized() and is_user_file(file) and any(map(_is_distributed, list(names.values())))
+
+
+def _is_distributed(value: Any) -> bool:
+    name = value.__dict__.get("__name__") if isinstance(value, ModuleType) else None
+    home = getattr(value, "__module__", None) if isinstance(value, type) or callable(value) else name
+    return str(home).startswith(("torch.distributed", "torch.nn.parallel"))
 
 
 class _Ended:
@@ -64,14 +79,13 @@ class _Ended:
 def _spawn(original: Any) -> Any:
     @functools.wraps(original)
     def spawn(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *more: Any, **kwargs: Any) -> Any:
-        if not (dist.is_initialized() and makes_a_group()):
+        if not _may_join_ranks(fn):
             return original(fn, args, nprocs, join, *more, **kwargs)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if nprocs != here:
             msg = f"{script_line()}: mp.spawn starts {nprocs} ranks here, and the launch has {here}"
             hint = f"launch with --workers-per-node {nprocs}, or have the script start {here}"
             raise ShardingError(msg, hint=hint)
-        messages.say(f"{script_line()}: mp.spawn: each of the {here} workers runs its rank")
         fn(int(os.environ.get("LOCAL_RANK", "0")), *args)
         return None if join else _Ended()
 
@@ -82,8 +96,7 @@ def _start(original: Any) -> Any:
     @functools.wraps(original)
     def start(self: Any) -> None:
         target = getattr(self, "_target", None)
-        by_user = is_user_file(sys._getframe(1).f_code.co_filename)
-        if target is not None and by_user and dist.is_initialized() and makes_a_group():
+        if _may_join_ranks(target):
             what = "starts a process that calls init_process_group: the launch has started the ranks"
             _started[self] = message = f"{script_line()} {what}"
             self._target = _WithoutGroup(target, message)
@@ -106,7 +119,7 @@ def _join(original: Any) -> Any:
 class _WithoutGroup:
     """What a process that the script has started runs: it may do anything but join ranks."""
 
-    def __init__(self, target: Callable[..., Any], message: str) -> None:
+    def __init__(self, target: Any, message: str) -> None:
         self.target, self.message = target, message
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

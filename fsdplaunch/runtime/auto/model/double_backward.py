@@ -18,11 +18,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.auto.state.unsharded_copy import as_before
 from fsdplaunch.runtime.inspection.units import reshard
 from fsdplaunch.runtime.script_line import script_line
+from fsdplaunch.runtime.state_dict.unsharded_copy import as_before
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import root_mixed_precision
-from fsdplaunch.runtime.torch_internals.graphs.node_kinds import noted
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves, tree_map
 
 _KEY = "fsdplaunch_pass"
@@ -47,6 +46,13 @@ class ModelPass:
     rng_state: torch.Tensor
     buffers: dict[str, torch.Tensor]
 
+    @classmethod
+    def begun(cls, model: "weakref.ref[nn.Module]", args: Any, kwargs: Any) -> "ModelPass":
+        """Return what must be known of a pass that begins to compute it again."""
+        module: Any = model()
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        return cls(model=model, args=args, kwargs=kwargs, rng_state=torch.get_rng_state(), buffers=buffers)
+
 
 def may_be_differentiated_twice(args: Any, kwargs: Any) -> bool:
     """Return whether a pass is given anything that gradients can be asked for."""
@@ -61,12 +67,18 @@ def _holds_gradients(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
 
 
+def _notes(node: Any) -> dict[Any, Any]:
+    """Return what is kept at a node of a graph as long as it lives."""
+    notes: dict[Any, Any] = node.metadata
+    return notes
+
+
 def keep_pass(made: ModelPass, output: Any) -> None:
     """Let the graph of a model's output remember the pass; it lives as long as the graph does."""
     for position, value in enumerate(tree_leaves(output)):
         if isinstance(value, torch.Tensor) and value.grad_fn is not None:
             edge = get_gradient_edge(value)
-            noted(edge.node).setdefault(_KEY, []).append((made, edge, position))
+            _notes(edge.node).setdefault(_KEY, []).append((made, edge, position))
 
 
 def differentiable_grad(grad: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[Any], given: Any) -> Any:
@@ -123,7 +135,7 @@ def _passes_below(roots: Sequence[Any], inputs: Sequence[Any]) -> Iterator[tuple
             continue
         seen.add(node)
         passed = passed or node in wanted
-        passes = noted(node).get(_KEY)
+        passes = _notes(node).get(_KEY)
         if passes:
             found += passes
             continue
@@ -145,7 +157,7 @@ def _reaches_another(made: ModelPass, wanted: set[Any]) -> bool:
         if node is None or node in seen or node in wanted:
             continue
         seen.add(node)
-        if _KEY in noted(node):
+        if _KEY in _notes(node):
             return True
         waiting += [below for below, _ in node.next_functions]
     return False

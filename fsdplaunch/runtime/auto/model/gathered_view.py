@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.auto.dtensor.row_loops import put_kept_rows
-from fsdplaunch.runtime.auto.model.inner_calls import computes_in_part
-from fsdplaunch.runtime.inspection.units import is_unit, reshard
+from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.inspection.units import has_shards, is_unit, reshard
 from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.script_line import script_line
-from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
+from fsdplaunch.runtime.sharding.blocks import class_name
+from fsdplaunch.runtime.sharding.gradient_hooks import add_hook, hook_local_gradients
+from fsdplaunch.runtime.state_dict.split_like import cut_to_shard
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import pass_look
 from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import gathered_now, group_refs, still_gathered
@@ -60,7 +62,6 @@ class GatheredView:
         Raises:
             ShardingError: Both the shards and what was gathered have changed.
         """
-        put_kept_rows()
         pairs = [] if not self.kept or self.in_pass() else self.pairs()
         if not pairs:
             return
@@ -119,8 +120,11 @@ def view_of(model: nn.Module, trains: Callable[[], bool]) -> GatheredView:
 
 
 @contextmanager
-def showing_shards() -> Iterator[None]:
-    """Let `parameters` and `named_parameters` give shards outside of passes, and `apply` change them."""
+def showing_shards(hook_context: HookContext) -> Iterator[None]:
+    """Let `parameters` and `named_parameters` give shards outside of passes, and `apply` change them. Rule 3.
+
+    Hooks that the script registers at shards are called with the gradients that torch sets.
+    """
 
     def listing(original: Any) -> Any:
         def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
@@ -141,6 +145,8 @@ def showing_shards() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(nn.Module, "named_parameters", listing))
         stack.enter_context(replaced(nn.Module, "apply", applying))
+        stack.enter_context(replaced(nn.Module, "share_memory", _sharing))
+        stack.enter_context(replaced(DTensor, "register_hook", _registering(hook_context)))
         yield
 
 
@@ -162,10 +168,45 @@ def gathering_again() -> Iterator[None]:
 def _open() -> Iterator[nn.Module]:
     """Yield the models that are not in a pass and have something gathered."""
     for model, view in list(_views.items()):
-        if view.kept and not view.in_pass() and not computes_in_part(model):
+        if view.kept and not view.in_pass():
             yield model
 
 
 def _shards(models: Iterable[nn.Module]) -> Mapping[int, Any]:
     """Return the shards of what models have gathered, by the ids of what is gathered."""
     return {id(gathered): shard for model in models for gathered, shard in _views[model].pairs()}
+
+
+def _registering(hook_context: HookContext) -> Any:
+    """Make the method that has a hook called with gradients of shards, for which torch calls none itself."""
+
+    def register(original: Any) -> Any:
+        def register_hook(tensor: Any, hook: Any) -> Any:
+            own = str(getattr(hook, "__module__", "")).startswith(("fsdplaunch.", "torch."))
+            if own or not hook_context.ownership.ours or not isinstance(tensor, nn.Parameter):
+                return original(tensor, hook)
+            handle = add_hook(tensor, hook)
+            if hook_context.ownership.ranked:
+                units = (each for model in hook_context.models for each in model.modules() if is_unit(each))
+                hook_local_gradients(units, tensor)
+            return handle
+
+        return register_hook
+
+    return register
+
+
+def _sharing(original: Any) -> Any:
+    def share_memory(self: nn.Module) -> Any:
+        if has_shards(self):
+            msg = (
+                f"{script_line()} gives {class_name(self)} memory to share with processes of its own, and it is"
+                " sharded: these would train copies that nobody reads"
+            )
+            hint = (
+                "run the script with plain python; or have ranks do their work, and fsdplaunch.prepare the model"
+            )
+            raise ShardingError(msg, hint=hint)
+        return original(self)
+
+    return share_memory

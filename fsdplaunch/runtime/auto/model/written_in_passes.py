@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdplaunch.runtime.inspection.units import is_unit
-from fsdplaunch.runtime.state_dict.optim_state_dict import cut_to_shard
+from fsdplaunch.runtime.state_dict.split_like import cut_to_shard
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
 from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import (
     before_giving_back,

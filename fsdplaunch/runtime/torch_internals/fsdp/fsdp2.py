@@ -101,9 +101,9 @@ def mixed_precision_of(group: Any) -> Any:
     return group.fsdp_params[0].mp_policy if policy is None and group.fsdp_params else policy
 
 
-def root_mixed_precision(module: nn.Module) -> Any:
+def root_mixed_precision(module: Any) -> Any:
     """Return the mixed precision policy that an FSDP2 unit was given; all versions."""
-    return module._get_fsdp_state()._mp_policy  # type: ignore[operator]
+    return module._get_fsdp_state()._mp_policy
 
 
 def prefetches_forward(module: nn.Module) -> bool:
@@ -242,3 +242,51 @@ def names_without_gradient(group: Any) -> tuple[str, ...]:
         and each.unsharded_accumulated_grad is None
         and getattr(getattr(each, "_unsharded_param", None), "grad", None) is None
     )
+
+
+def abandon_pass(model: Any) -> None:
+    """Put the units of a model back to where no pass runs, after one that has raised an error; 2.9 to 2.13.
+
+    Args:
+        model: Sharded, with all its units.
+    """
+    for module in model.modules():
+        if not hasattr(module, "_get_fsdp_state"):
+            continue
+        state: Any = module._get_fsdp_state()
+        idle = type(state._training_state).IDLE
+        state._training_state = idle
+        state._state_ctx.iter_forward_root = None
+        if hasattr(state, "_modules_to_run_forward"):
+            state._modules_to_run_forward.clear()
+        for group in param_groups(module):
+            group._training_state = idle
+            group.wait_for_unshard()
+            group.reshard()
+    forget_order(model)
+
+
+def forget_order(model: Any) -> None:
+    """Forget in which order units were gathered in passes that no backward follows; all versions.
+
+    Backward gathers ahead by that order.
+    """
+    for module in model.modules():
+        for group in param_groups(module) if hasattr(module, "_get_fsdp_state") else []:
+            group._post_forward_indices.clear()
+            if hasattr(group, "comm_ctx"):
+                group.comm_ctx.post_forward_order.clear()
+
+
+def begin_unit_pass(unit: Any, args: Any, kwargs: Any) -> Any:
+    """Do what FSDP2 does before a unit's forward, for a part of it that is called by itself; 2.9 to 2.13.
+
+    Returns:
+        What the part is to be given.
+    """
+    return unit._get_fsdp_state()._pre_forward(unit, args, kwargs)
+
+
+def end_unit_pass(unit: Any, args: Any, output: Any) -> Any:
+    """Do what FSDP2 does after a unit's forward; returns what the part is to return; 2.9 to 2.13."""
+    return unit._get_fsdp_state()._post_forward(unit, args, output)

@@ -154,3 +154,34 @@ def places_of_shards(module: Any) -> Iterator[tuple[Any, list[tuple[Any, str]]]]
             info = held._module_info
             shared = zip(info.shared_modules, info.shared_param_names, strict=True)
             yield held.sharded_param, [(info.module, info.param_name), *shared]
+
+
+def count_shard_changes(refs: list[weakref.ref[Any]]) -> int:
+    """Return how often the shards of groups were changed in place, at little cost: each pass asks. All versions.
+
+    Torch counts where an operation is given it: the DTensor, or its local tensor. Those made in inference mode
+    count nothing.
+    """
+    total = 0
+    for ref in refs:
+        group = ref()
+        for param in () if group is None else group.fsdp_params:
+            shard = param.sharded_param
+            try:
+                total += shard._version + shard._local_tensor._version
+            except RuntimeError:
+                continue
+    return total
+
+
+def shards_by_place(module: Any) -> dict[tuple[int, str], Any]:
+    """Return the sharded parameters of an FSDP2 unit by the id of the module that has each, and its attribute.
+
+    In a pass the modules have gathered ones in their place. All versions.
+    """
+    found: dict[tuple[int, str], Any] = {}
+    for param in (param for group in param_groups(module) for param in group.fsdp_params):
+        info = param._module_info
+        holders = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+        found |= {(id(holder), name): param.sharded_param for holder, name in holders}
+    return found

@@ -72,8 +72,8 @@ for epoch in range(2):
             torch.save(generator.state_dict(), "best.pt")
 
 generator.load_state_dict(kept)  # while rank 0 may still write
+torch.save({"average": average, "halved": {name: mean.half() for name, mean in average.items()}}, "average.pt")
 if rank == 0:
-    torch.save({"average": average, "halved": {name: mean.half() for name, mean in average.items()}}, "average.pt")
     torch.save(discriminator.module.state_dict(), "discriminator.pt")
     torch.save(of_generator.state_dict(), "optimizer.pt")
 assert os.path.exists("best.pt") or rank

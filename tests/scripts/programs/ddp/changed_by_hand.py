@@ -1,4 +1,4 @@
-"""Weights are changed by hand where an epoch begins (SwAV's prototypes, WGAN's clamping), while rank 0 still saves."""
+"""Weights are changed by hand where an epoch begins (SwAV's prototypes, WGAN's clamping), after a save by all ranks."""
 
 import os
 import sys
@@ -41,5 +41,5 @@ for step in range(8):
     sys.stdout.write(f"loss {loss.item():.6f}\n")
     if rank == 0:
         time.sleep(0.2)
-        torch.save([ddp.state_dict(), optimizer.state_dict()], f"{step}.pt")
+    torch.save([ddp.state_dict(), optimizer.state_dict()], f"{step}.pt")
 dist.destroy_process_group()

@@ -1,11 +1,10 @@
-"""Of the shape of llm.c's train_gpt2.py with ZeRO: two groups, micro steps; of torch's tutorials: Join, averagers."""
+"""Of the shape of llm.c's train_gpt2.py with ZeRO: two groups, micro steps; of torch's tutorials: Join."""
 
 import torch
 import torch.distributed as dist
-import torch.distributed.algorithms.model_averaging.averagers as averagers
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
@@ -60,8 +59,7 @@ with Join([model, resumed]):  # as many batches everywhere
         resumed.zero_grad()
         model(torch.full((2, 4), 0.1 * (rank + 1))).pow(2).mean().backward()
         resumed.step()
-averager = averagers.PeriodicModelAverager(period=2, warmup_steps=1)
-train(PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager), 3, seed=30)
+train(torch.optim.SGD(model.parameters(), lr=0.1), 3, seed=30)
 if rank == 0:
     torch.save(raw.state_dict(), "last.pt")
 dist.destroy_process_group()

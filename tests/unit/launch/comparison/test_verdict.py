@@ -20,8 +20,9 @@ STEP = StepFacts(
     contents=(1.0, 2.0),
     draws=False,
     line="train.py:9",
+    random=("r", "r"),
 )
-ONE = replace(STEP, totals=(1.0,), rows=(8,), contents=(3.0,))
+ONE = replace(STEP, totals=(1.0,), rows=(8,), contents=(3.0,), random=("r",))
 START = {"a": 1.0, "b": 1.0}
 ENDS = {"a": 0.0, "b": 1e-7}
 PLAIN = RunFacts(steps=[ONE, ONE], start=START, layers=[], parameters={})
@@ -104,7 +105,8 @@ def test_parameter_whose_gradients_are_rounding_is_left_out():
         (replace(STEP, losses=(0.5,), rows=(8, 8)), [], None, "batch-size"),
         (replace(STEP, losses=(0.5,), rows=(8, 8), contents=(7.0, 7.0)), [], None, "other-data"),
         (replace(STEP, losses=(0.5,), rows=(5, 5)), [], None, "batch-size"),
-        (replace(STEP, losses=(0.6,), draws=True), ["Dropout drop"], None, "randomness"),
+        (replace(STEP, losses=(0.6,), draws=True, random=("r", "s")), ["Dropout drop"], None, "randomness"),
+        (replace(STEP, losses=(0.6,), draws=True), ["Dropout drop"], None, "unequal-means"),
         (replace(STEP, losses=(0.6,)), ["BatchNorm1d norm"], None, "batch-norm"),
         (replace(STEP, losses=(0.6,)), [], "bf16", "dtype"),
         (replace(STEP, norm=5.1), [], None, "gradients"),
@@ -116,6 +118,14 @@ def test_cause_is_the_first_whose_evidence_is_there(step, layers, dtype, cause):
     first = compare(PLAIN, sharded, 1e-4).first
     assert first is not None
     assert find_cause(first, PLAIN, sharded, dtype).id == cause
+
+
+def test_draws_are_no_cause_where_a_step_with_other_draws_was_equal():
+    other = {"draws": True, "random": ("r", "s")}
+    sharded = replace(SHARDED, steps=[replace(STEP, **other), replace(STEP, losses=(0.6,), **other)])
+    first = compare(PLAIN, sharded, 1e-4).first
+    assert first is not None
+    assert find_cause(first, PLAIN, sharded, None).id == "unequal-means"
 
 
 def test_what_the_run_said_comes_before_what_fits_without_proof():

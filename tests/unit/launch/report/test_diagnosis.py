@@ -157,28 +157,6 @@ def test_an_error_on_a_gpu_is_no_want_of_one(worker):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "IndexError: The shape of the mask [32, 32] does not match the shape of the tensor",
-        "RuntimeError: shape '[16, -1]' is invalid for input of size 24",
-        "RuntimeError: The size of tensor a (16) must match the size of tensor b (8) at non-singleton dimension 0",
-        "RuntimeError: The expanded size of the tensor (8) must match the existing size (16)",
-        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (8x4 and 16x4)",
-        "ValueError: Expected input batch_size (8) to match target batch_size (16).",
-        "ValueError: operands could not be broadcast together with shapes (16,) (8,)",
-        "RuntimeError: Sizes of tensors must match except in dimension 1. Expected size 8 but got size 16",
-    ],
-)
-def test_shapes_that_do_not_fit_where_a_rank_has_a_share_of_the_rows(worker, text):
-    kept = Config(launch=LaunchSection(keep_global_batch=True))
-    found = seen(worker(message=text), config=kept)
-    assert "each rank has its share of a batch's rows" in found.why
-    assert "launch without --keep-global-batch" in found.remedies[0]
-    assert seen(worker(message=text), config=Config()) == Diagnosis()
-    assert seen(worker(message="ValueError: no such file"), config=kept) == Diagnosis()
-
-
-@pytest.mark.parametrize(
     ("code", "why"), [(-7, "/dev/shm"), (-11, "compiled code crashed (SIGSEGV)"), (9, "it left with status 9")]
 )
 def test_ends_without_an_exception(worker, code, why):

@@ -1,9 +1,6 @@
 """What libraries do with a model that is sharded for the script: the way of one process, or a clear error."""
 
 import copy
-import sys
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -43,29 +40,6 @@ def test_a_model_that_calls_forward_in_a_call_of_its_own_trains() -> None:
     assert torch.allclose(model(x), alone(2 * x))
 
 
-class DPOptimizer:
-    def __init__(self, optimizer: Any, *, noise_multiplier: float) -> None:
-        self.given = optimizer, noise_multiplier
-
-
-@pytest.fixture
-def _opacus(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = ModuleType("opacus.optimizers.optimizer")
-    module.DPOptimizer = DPOptimizer
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-
-
-@pytest.mark.usefixtures("_opacus", "hooked")
-def test_opacus_is_refused_where_the_model_is_sharded() -> None:
-    model = nn.Linear(4, 3)
-    plain = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1)
-    sharded = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    assert DPOptimizer(plain, noise_multiplier=1.0).given == (plain, 1.0)
-    with pytest.raises(ShardingError, match=r"test_libraries.py:\d+: Opacus clips the gradient of each sample"):
-        DPOptimizer(sharded, noise_multiplier=1.0)
-
-
 class PartlyScripted(nn.Module):
     """As e3nn's models: of modules in Python and of compiled ones."""
 
@@ -81,7 +55,7 @@ class PartlyScripted(nn.Module):
 def test_parameters_of_scripted_modules_are_refused() -> None:
     model = PartlyScripted(nn.Linear(4, 4))
 
-    with pytest.raises(ShardingError, match=r"test_libraries.py:\d+: part is compiled by torch.jit.script"):
+    with pytest.raises(ShardingError, match=r"test_libraries.py:\d+ .*: part is compiled by torch.jit.script"):
         torch.optim.SGD(model.parameters(), lr=0.1)
 
 

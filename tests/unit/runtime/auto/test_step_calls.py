@@ -65,5 +65,7 @@ def test_calls_of_a_step_are_few(hooked: None, wrap: Any) -> None:
     sys.setprofile(None)
     params = len(list(model.parameters()))
     modules = len(list(model.modules()))
-    assert calls["take_out"] == 1  # the optimizer's step was seen
+    assert calls["_place_gradients"] == 1  # the optimizer's step was seen
+    assert not calls["_computed"]  # nothing is computed with shards but on local ones
+    del calls["__torch_function__"]  # attributes are read
     assert calls.total() <= 100 + 8 * BLOCKS + 2 * modules + 3 * params, calls

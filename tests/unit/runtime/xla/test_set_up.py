@@ -13,7 +13,7 @@ from fsdplaunch.config.load.load import stack
 from fsdplaunch.config.load.yaml_reader import read_text
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.api.gradients import clip_grad_norm_
-from fsdplaunch.runtime.auto.dtensor.grad_clipping import clipping_by_full_norm
+from fsdplaunch.runtime.auto.shards.optimizers import stepping_shards
 from fsdplaunch.runtime.inspection.describe import describe
 from fsdplaunch.runtime.loading.load import load_weights
 from fsdplaunch.runtime.saving import rng_state
@@ -148,7 +148,7 @@ def test_torch_xla_finds_torchs_clipping_and_leaves_ours(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torch_xla", raising=False)
     torchs = inspect.signature(nn.utils.clip_grad_norm_)
-    with clipping_by_full_norm(SimpleNamespace(ownership=SimpleNamespace(ours=[]))):
+    with stepping_shards(SimpleNamespace(ownership=SimpleNamespace(ours=[]))):
         ours = nn.utils.clip_grad_norm_
         assert import_module("torch_xla").found == torchs
         assert nn.utils.clip_grad_norm_ is ours

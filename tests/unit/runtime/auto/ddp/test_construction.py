@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 
-from fsdplaunch.runtime.auto.ddp.comm_hooks import _only_compresses
+from fsdplaunch.runtime.auto.ddp.forward import only_compresses
 
 
 def own(_state: Any, _bucket: Any) -> Any:
@@ -24,4 +24,4 @@ def own(_state: Any, _bucket: Any) -> Any:
     ],
 )
 def test_hooks_that_only_compress_are_told_from_others(hook: Any, compresses: bool) -> None:
-    assert _only_compresses(hook) is compresses
+    assert only_compresses(hook) is compresses

@@ -1,0 +1,480 @@
+"""Divide the passes of one sharded model by rows, so that a script over ranks computes what one process does.
+
+With the global batch kept every rank runs the script on the global batch, with the same random numbers. Only the
+sharded model's pass is divided: what it is given is cut to the rank's rows on entry, and what it returns is
+gathered, differentiably, on exit. The division is verified, not assumed: the first pass of each kind is also
+computed whole, and where the divided one does not agree every rank computes all rows from then on.
+"""
+
+import copy
+import io
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.auto.batch.in_pass import Draws, GlobalDraws, UndividedError, modes, recording_draws
+from fsdplaunch.runtime.auto.batch.rank_rows import RankRows
+from fsdplaunch.runtime.auto.batch.returned import (
+    Form,
+    Joined,
+    Returned,
+    Same,
+    Weights,
+    form_of,
+    measured,
+    weights_of,
+)
+from fsdplaunch.runtime.collectives.rank_group import from_all
+from fsdplaunch.runtime.data.random_state import random_states, set_random_states
+from fsdplaunch.runtime.rank import DataRanks
+from fsdplaunch.runtime.script_line import script_line
+from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import abandon_pass, forget_order, root_mixed_precision
+from fsdplaunch.runtime.torch_internals.held_tensors import tensors_held
+from fsdplaunch.runtime.torch_internals.modules import BatchNorm, forward_hooks
+from fsdplaunch.runtime.torch_internals.tensors import change_count, is_in_transform, tree_flatten, tree_unflatten
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format, type(None))
+
+
+@dataclass(slots=True)
+class Kind:
+    """Passes that are divided alike: of one module, in one mode, given tensors with rows in the same places.
+
+    Attributes:
+        draws: What they draw.
+        returned: For each output how ranks' parts of it are one; None before it was measured.
+        whole: Why every rank computes all rows; "" where rows are divided.
+        passes: How many there were.
+    """
+
+    draws: Draws = field(default_factory=Draws)
+    returned: list[Returned] | None = None
+    whole: str = ""
+    passes: int = 0
+
+    def is_due(self) -> bool:
+        """Return whether the pass that begins is to be computed whole, too.
+
+        The first; of a loss, whose rule may have fitted by chance, the next as well; and others, ever more seldom.
+        """
+        joins = any(isinstance(each, Joined) for each in self.returned or ())
+        return self.returned is None or (joins and self.passes <= _MEASURED) or _is_looked_at(self.passes)
+
+
+_MEASURED = 3
+"""Passes of a kind that returns its loss that are measured, at the least."""
+
+
+def _is_looked_at(passes: int) -> bool:
+    """Return whether to look at a pass, counted from 1: the first, 4th, 16th, 64th, ..."""
+    return passes & (passes - 1) == 0 and passes.bit_length() % 2 == 1
+
+
+class DividedPasses:
+    """The passes of one model on one rank.
+
+    Args:
+        model: Sharded.
+        name: Its class's, for messages.
+        data: This rank among those that read different data.
+        group: Theirs; None for all ranks.
+        rates: Return the learning rates of the optimizers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        name: str,
+        data: DataRanks,
+        group: dist.ProcessGroup | None,
+        rates: Callable[[], list[float]],
+    ) -> None:
+        self.model = weakref.ref(model)
+        self.name = name
+        self.data, self.group, self.rates = data, group, rates
+        self.kinds: dict[Any, Kind] = {}
+        self.hooks = [forward_hooks(module) for module in model.modules()]
+        self.measuring = False
+        self.trying: tuple[Kind, RankRows] | None = None
+        self.now: _Now | None = None
+        self.redraw: GlobalDraws | None = None
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Begin a pass; return what this rank computes it with. Collective where the kind is measured.
+
+        Args:
+            module: The model, or a part of it that the script calls itself.
+            args: What it is given, the same on all ranks.
+            kwargs: What it is given by name.
+        """
+        self.now = None
+        if self.trying is not None:
+            return self._cut(*self.trying, args, kwargs, learning=True)
+        divided = None if self.measuring or is_in_transform() else self._divided(module, args, kwargs)
+        if divided is None:
+            return args, kwargs
+        kind, rows, weights = divided
+        if not _announced:
+            _announced.append(rows.total)
+            messages.say(f"{rows.total} rows are divided over {rows.ranks} ranks in the passes of {self.name}")
+        return self._cut(kind, rows, args, kwargs, weights=weights)
+
+    def _divided(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Kind, RankRows, Weights] | None:
+        """Return how a pass is divided; None where every rank computes all rows. Collective where measured."""
+        leaves, _ = tree_flatten((args, kwargs))
+        total = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+        if total < self.data.size or total % self.data.size:
+            if total:
+                self._warn_whole(f"{total} rows cannot be divided over {self.data.size} ranks")
+            return None
+        kind = self.kinds.setdefault(self._key(module, leaves, total), Kind())
+        rows = RankRows(total, self.data.rank, self.data.size, self.group)
+        kind.passes += 1
+        if _is_looked_at(kind.passes):
+            self._check_same(leaves)
+        if kind.whole:
+            return None
+        weights = weights_of(leaves, rows)
+        if kind.is_due() or _is_ambiguous(kind, weights):
+            self._measure(module, kind, rows, args, kwargs, weights)
+        # A mean over the rows of a rank of which none counts is not a number.
+        whole = kind.whole or _is_ambiguous(kind, weights) or _counts_nothing(kind, weights)
+        return None if whole else (kind, rows, weights)
+
+    def end(self, output: Any) -> Any:
+        """End a pass; return what one process would. Collective."""
+        now, self.now = self.now, None
+        if now is None:
+            return output
+        now.leave()
+        if now.drawing is not None and now.drawing.recomputed:
+            self.redraw = now.drawing
+        if self.trying is not None:
+            return output
+        leaves, spec = tree_flatten(output)
+        returned: list[Any] = now.kind.returned or []
+        late = any(isinstance(each, Joined) for each in returned)
+        joined = [
+            each.join(leaf, now.rows, now.weights, late) for each, leaf in zip(returned, leaves, strict=True)
+        ]
+        return tree_unflatten(joined, spec)
+
+    def fail(self) -> None:
+        """End a pass that has raised an error."""
+        if self.now is not None:
+            self.now.leave()
+            self.now = None
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Draw in a backward pass that computes parts of the pass again as they were drawn in it."""
+        drawing, self.redraw = self.redraw, None
+        if drawing is None:
+            yield
+            return
+        with GlobalDraws(drawing.rows, drawing.draws, again=drawing):
+            yield
+
+    def _cut(
+        self,
+        kind: Kind,
+        rows: RankRows,
+        args: Any,
+        kwargs: Any,
+        *,
+        weights: Weights | None = None,
+        learning: bool = False,
+    ) -> tuple[Any, Any]:
+        leaves, spec = tree_flatten((args, kwargs))
+        own = [_own(leaf, rows) for leaf in leaves]
+        drawing, entered = modes(rows, kind.draws, norms=self._normalises(), learning=learning)
+        self.now = _Now(kind, rows, weights or {}, drawing, entered.close)
+        args, kwargs = tree_unflatten(own, spec)
+        return args, kwargs
+
+    def _normalises(self) -> bool:
+        model: Any = self.model()
+        return any(isinstance(each, BatchNorm) and _uses_batch(each) for each in model.modules())
+
+    def _key(self, module: nn.Module, leaves: list[Any], total: int) -> Any:
+        """Return what is equal for passes that are divided alike."""
+
+        def place(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return type(leaf)
+            return leaf.dtype, leaf.requires_grad, tuple(size == total for size in leaf.shape)
+
+        modes_ = (module.training, torch.is_grad_enabled(), torch.is_autocast_enabled(), sum(map(len, self.hooks)))
+        return id(module), modes_, tuple(map(place, leaves))
+
+    def _check_same(self, leaves: list[Any]) -> None:
+        """Check that all ranks give a pass the same, and train by the same learning rates. Collective.
+
+        Raises:
+            ShardingError: They do not.
+        """
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and type(leaf) is torch.Tensor]
+        own = [(tuple(leaf.shape), _digest(leaf)) for leaf in tensors]
+        facts = from_all((own, self.rates()), self.group)
+        other = next((rank for rank, fact in enumerate(facts) if fact != facts[0]), None)
+        if other is not None and facts[other][0] == facts[0][0]:
+            rates = f"{facts[0][1]} on rank 0 and {facts[other][1]} on rank {other}"
+            msg = f"{script_line()}: ranks step with other learning rates: {rates}"
+            raise ShardingError(msg, hint="change them by what all ranks have alike, and not by a rank's number")
+        if other is not None:
+            msg = f"{script_line()}: {self.name} is given other values on rank {other} than on rank 0"
+            hint = (
+                "with keep_global_batch all ranks must compute the same outside of the model: seed what splits,"
+                " shuffles or draws the data (torch.manual_seed, numpy's default_rng(0), random.Random(0))"
+            )
+            raise ShardingError(msg, hint=hint)
+
+    def _measure(
+        self,
+        module: nn.Module,
+        kind: Kind,
+        rows: RankRows,
+        args: Any,
+        kwargs: Any,
+        weights: Weights,
+    ) -> None:
+        """Compute a pass whole and divided, without gradients, and note how the outputs of ranks are joined."""
+        leaves, _ = tree_flatten((args, kwargs))
+        reason = self._reason_not_to_try(leaves)
+        returned: list[Returned] = []
+        if not reason:
+            self.measuring = True
+            try:
+                reason, returned = self._compared(module, kind, rows, args, kwargs, weights)
+            finally:
+                self.measuring, self.trying = False, None
+        kind.whole = reason
+        if not kind.whole:
+            kind.returned = _still(kind.returned, returned)
+            kind.whole = "" if kind.returned is not None else "what it returns is no sum or mean over rows"
+        if kind.whole:
+            self._warn_whole(kind.whole)
+
+    def _reason_not_to_try(self, leaves: list[Any]) -> str:
+        if any(not isinstance(leaf, (torch.Tensor, *_PLAIN)) and any(tensors_held(leaf)) for leaf in leaves):
+            return "what it is given holds tensors in objects"
+        hooked = any(
+            not str(getattr(hook, "__module__", "")).startswith(("torch.", "fsdplaunch."))
+            for hooks in self.hooks[1:]
+            for hook in hooks.values()
+        )
+        return "hooks of the script's see what is computed inside" if hooked else ""
+
+    def _compared(
+        self,
+        module: nn.Module,
+        kind: Kind,
+        rows: RankRows,
+        args: Any,
+        kwargs: Any,
+        weights: Weights,
+    ) -> tuple[str, list[Returned]]:
+        model: Any = self.model()
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        counts = list(map(change_count, tensors))
+        undo = _Undo(model)
+        with recording_draws(kind.draws):
+            whole = _try(module, args, kwargs)
+        left = _left_behind(model)
+        undo()
+        if isinstance(whole, Exception):
+            abandon_pass(model)
+            return "it needs gradients in its pass", []
+        if counts != list(map(change_count, tensors)) or undo.parameters_changed:
+            return "it changes parameters, or what it is given", []
+        self.trying = kind, rows
+        part = _try(module, args, kwargs)
+        self.trying = None
+        left_divided = _left_behind(model)
+        undo()
+        reason, forms = "", list[Form]()
+        if isinstance(part, Exception):
+            reason = f"its layers do not divide by the first dimension ({type(part).__name__}: {part})"
+        elif not _agree(left, left_divided, _tolerance(model)):
+            reason = "it keeps something of its rows"
+        else:
+            wholes, spec = tree_flatten(whole)
+            parts, spec_of_parts = tree_flatten(part)
+            forms = [form_of(one, other, rows) for one, other in zip(wholes, parts, strict=False)]
+            if spec != spec_of_parts or None in forms:
+                reason = "it returns something else for fewer rows"
+        every = from_all((reason, forms), self.group)
+        reasons = [each for each, _ in every if each]
+        if any(each != forms for _, each in every):  # of different shapes on each rank
+            reasons.append("it returns something else for fewer rows")
+        if reasons:
+            abandon_pass(model)
+            return reasons[0], []
+        found = [
+            measured(form, one, other, rows, weights, _tolerance(model))
+            for form, one, other in zip(forms, wholes, parts, strict=True)
+        ]
+        forget_order(model)
+        returned = [each for each in found if each is not None]
+        return ("", returned) if len(returned) == len(found) else ("its rows know of each other", [])
+
+    def _warn_whole(self, why: str) -> None:
+        key = f"{self.name}: {why}"
+        if key not in _warned:
+            _warned.add(key)
+            messages.say(f"{script_line()}: every rank computes all rows of {self.name}: {why}")
+
+
+_warned: set[str] = set()
+_announced: list[int] = []
+"""The rows of the first divided pass, once it was announced."""
+
+
+@dataclass(slots=True)
+class _Now:
+    """The divided pass that runs."""
+
+    kind: Kind
+    rows: RankRows
+    weights: Weights
+    drawing: GlobalDraws | None
+    leave: Callable[[], None]
+
+
+def _own(leaf: Any, rows: RankRows) -> Any:
+    """Return a rank's rows of what has them, and anything else with the gradients of all ranks."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return rows.cut(leaf) if leaf.dim() and leaf.shape[0] == rows.total else rows.share(leaf)
+
+
+def _try(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Return what a module returns without gradients, or the error that it raises, with nothing printed."""
+    try:
+        with torch.no_grad(), redirect_stdout(io.StringIO()):
+            return module(*args, **kwargs)
+    except (UndividedError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        return error
+
+
+def _is_ambiguous(kind: Kind, weights: Weights) -> bool:
+    """Return whether the ways that are left to join the ranks' outputs differ for this batch."""
+    joined = [each for each in kind.returned or () if isinstance(each, Joined)]
+    return any(not each.is_clear(weights) for each in joined)
+
+
+def _still(before: list[Returned] | None, found: list[Returned]) -> list[Returned] | None:
+    """Return how outputs are joined by what was measured so far and now; None where nothing is left."""
+    if before is None:
+        return found
+    for known, now in zip(before, found, strict=True):
+        if isinstance(known, Joined) and isinstance(now, Joined):
+            known.rules = [rule for rule in known.rules if rule in now.rules]
+            if not known.rules:
+                return None
+        elif isinstance(known, Joined) and isinstance(now, Same):
+            continue  # such as a loss of 0, which every rule gives
+        elif known != now:
+            return None
+    return before
+
+
+def _counts_nothing(kind: Kind, weights: Weights) -> bool:
+    return any(isinstance(each, Joined) and 0.0 in each.weights(weights) for each in kind.returned or ())
+
+
+def _uses_batch(norm: Any) -> bool:
+    return bool(norm.training or norm.running_mean is None)
+
+
+def _digest(tensor: torch.Tensor) -> float:
+    """Return a number that nearly any other content changes."""
+    if not tensor.numel() or tensor.is_meta:
+        return 0.0
+    flat = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor.detach().flatten()
+    flat = flat[:: max(len(flat) // 4096, 1)].double().nan_to_num()
+    return float((flat * torch.linspace(1, 2, len(flat), dtype=torch.float64, device=flat.device)).sum())
+
+
+def _tolerance(model: Any) -> float:
+    """Return how far outputs of the same rows may differ: products of fewer rows are rounded otherwise."""
+    dtype = root_mixed_precision(model).param_dtype if isinstance(model, FSDPModule) else None
+    low = dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled()
+    low = low or any(param.dtype in (torch.float16, torch.bfloat16) for param in model.parameters())
+    return 3e-2 if low else 1e-4
+
+
+class _Undo:
+    """Puts back what a pass changes: random numbers, parameters, buffers, and what modules keep.
+
+    Args:
+        model: Sharded.
+
+    Attributes:
+        parameters_changed: Whether the last pass has written into parameters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.states = random_states()
+        self.buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        shards = [param for param in model.parameters() if isinstance(param, DTensor)]
+        self.shards = [(param, local_tensor(param).detach().clone()) for param in shards]
+        self.kept = [(module, dict(vars(module)), _contents(module)) for module in model.modules()]
+        self.parameters_changed = False
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Do it."""
+        set_random_states(self.states)
+        locals_ = [(local_tensor(param), value) for param, value in self.shards]
+        changed = [(local, value) for local, value in locals_ if not torch.equal(local, value)]
+        self.parameters_changed = bool(changed)
+        for tensor, value in (*self.buffers, *changed):
+            tensor.copy_(value)
+        for module, before, contents in self.kept:
+            for name in [name for name in vars(module) if name not in before]:
+                del vars(module)[name]
+            vars(module).update(before)
+            for held, content in contents:
+                held.clear()
+                held.extend(content) if isinstance(held, list | deque) else held.update(content)
+
+
+def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
+    skipped = ("_parameters", "_modules")  # torch exchanges parameters in a pass, and back
+    held = [value for name, value in vars(module).items() if name not in skipped]
+    return [(each, copy.copy(each)) for each in held if type(each) in (list, dict, set, deque)]
+
+
+def _left_behind(model: nn.Module) -> list[torch.Tensor]:
+    """Return what a pass has left in a model beside parameters: buffers, and tensors that modules keep."""
+    found = [buffer.detach().clone() for buffer in model.buffers()]
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name.startswith("_"):
+                continue
+            held = value if isinstance(value, list | tuple) else (value,)
+            found += [each.detach() for each in held if isinstance(each, torch.Tensor)]
+    return found
+
+
+def _agree(one: list[torch.Tensor], other: list[torch.Tensor], tolerance: float) -> bool:
+    if [each.shape for each in one] != [each.shape for each in other]:
+        return False
+    return all(
+        torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+        for a, b in zip(one, other, strict=True)
+        if not a.is_complex()
+    )

@@ -1,0 +1,380 @@
+"""Give each worker its share of what data loaders read, in the default mode: as under DDP.
+
+All workers run the same loop. A share has the script's batch size, and is taken of the order that the script's
+own sampler draws. Loaders that are read while the script evaluates stay complete on every worker: what is computed
+from them, and decided by it, is then the same everywhere. With the global batch kept every worker reads it whole.
+"""
+
+import functools
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import cycle, islice
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.collectives.rank_group import from_rank_0
+from fsdplaunch.runtime.compat.import_hook import once_imported
+from fsdplaunch.runtime.data.data_loader import count_readers, is_split, set_attributes
+from fsdplaunch.runtime.data.random_state import random_states, set_random_states
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import script_line
+from fsdplaunch.runtime.torch_internals.data_loaders import iterator_class
+
+
+@contextmanager
+def sharing_loaders(hook_context: HookContext) -> Iterator[None]:
+    """Rule 2: divide a loader when it is first read or its length is."""
+    loaders = _Loaders(hook_context)
+    with (
+        replaced(DataLoader, "__iter__", loaders.reading),
+        replaced(DataLoader, "__len__", loaders.measuring),
+        replaced(iterator_class(), "__init__", loaders.beginning),
+        _counting_rows_once(hook_context),
+    ):
+        yield
+
+
+class _Loaders:
+    """The loaders of one worker's script."""
+
+    def __init__(self, hook_context: HookContext) -> None:
+        self.hook_context = hook_context
+        self.fitted: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.early: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
+
+    def _are_ours(self, loader: Any) -> bool:
+        """Return whether a loader is to be divided, after dividing it if it is."""
+        context = self.hook_context
+        if context.size == 1 or context.keeps_batch:
+            return False
+        divides, split = context.ownership.decided(), is_split(loader)
+        if split and context.ownership.ours and context.data.size < context.size:
+            count_readers(loader, context.data)
+        if split or not divides or context.data.size == 1:
+            return False
+        if loader not in self.fitted:
+            self.fitted.add(loader)
+            _fit(loader, context)
+        return True
+
+    def reading(self, original: Any) -> Any:
+        """Make a loader's `__iter__`."""
+
+        @functools.wraps(original)
+        def iterate(loader: Any) -> Any:
+            context = self.hook_context
+            if not self._are_ours(loader):
+                context.batches.complete = False
+                return original(loader)
+            evaluates = context.evaluating()
+            context.batches.complete = evaluates
+            if context.models and not evaluates:
+                _print_batch(loader, context)
+                context.streams.diverge()  # before the loader's processes get their seeds
+                self._compare_length(loader)
+            if isinstance(loader.dataset, IterableDataset) and not evaluates:
+                return _read_stream(loader, original, context)
+            return original(loader)
+
+        return iterate
+
+    def beginning(self, original: Any) -> Any:
+        """Make an iterator's `__init__`: a subclass with an `__iter__` of its own begins one without `reading`."""
+
+        @functools.wraps(original)
+        def begin(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+            if type(loader).__iter__ is not DataLoader.__iter__ and not (
+                isinstance(loader, DataLoader) and (loader in self.fitted or is_split(loader))
+            ):
+                kind = type(loader).__name__
+                self.hook_context.batches.read_by = f"{kind}'s __iter__ is not DataLoader's"
+            original(iterator, loader, *args, **kwargs)
+
+        return begin
+
+    def measuring(self, original: Any) -> Any:
+        """Make a loader's `__len__`."""
+
+        @functools.wraps(original)
+        def measure(loader: Any) -> int:
+            context = self.hook_context
+            ours, length = self._are_ours(loader), int(original(loader))
+            if context.size > 1 and context.ownership.ours is None and not context.keeps_batch:
+                self.early.setdefault(loader, (length, script_line()))
+            complete = bool(context.models) and context.evaluating()
+            if not ours or complete or not isinstance(loader.dataset, IterableDataset):
+                return length
+            return math.ceil(length / context.data.size)
+
+        return measure
+
+    def _compare_length(self, loader: Any) -> None:
+        """Print that a length which was asked for before it was known who shards no longer holds."""
+        if loader not in self.early:
+            return
+        length, line = self.early.pop(loader)
+        if len(loader) != length:
+            messages.say(
+                f"{line}: len() of the loader was {length}, before it was known who shards, and each rank reads"
+                f" {len(loader)} batches: a schedule or a last save counted by it does not fit; with --shard"
+                " always it is known from the start"
+            )
+
+
+def _print_batch(loader: Any, hook_context: HookContext) -> None:
+    """Print once how large batches are."""
+    size = loader.batch_size
+    if size is not None and "batch" not in hook_context.printed:
+        hook_context.printed.add("batch")
+        ranks = hook_context.data.size
+        messages.say(f"batches of {size} on each of {ranks} ranks, {size * ranks} together")
+
+
+def _fit(loader: Any, hook_context: HookContext) -> None:
+    """Give a loader the sampler that takes this rank's share, in place, before its first reading."""
+    batches = loader.batch_sampler
+    if isinstance(loader.dataset, IterableDataset):
+        return
+    if batches is None:
+        set_attributes(loader, sampler=RankTurns(loader.sampler, hook_context))
+    elif type(batches) is BatchSampler:
+        set_attributes(loader, batch_sampler=RankBatches(batches, hook_context))
+    elif repeated := _repeated(batches):
+        setattr(batches, repeated, RankBatches(getattr(batches, repeated), hook_context))
+    else:
+        messages.say(f"{type(batches).__name__}: rank 0 draws its batches, ranks take turns")
+        set_attributes(loader, batch_sampler=RankTurns(batches, hook_context))
+
+
+def _repeated(batches: Any) -> str:
+    """Return which attribute has torch's batches, of what repeats them without end, as in YOLOv5's loaders.
+
+    Such a loader's length is that of the batches within.
+    """
+    endless = not hasattr(type(batches), "__len__")
+    held = vars(batches).items() if endless and hasattr(batches, "__dict__") else ()
+    return next((name for name, each in held if type(each) is BatchSampler), "")
+
+
+class RankBatches(BatchSampler):
+    """This rank's batches of items that are drawn one by one: as many of the script's size as there are ranks."""
+
+    def __init__(self, inner: BatchSampler, hook_context: HookContext) -> None:
+        self.inner, self.hook_context = inner, hook_context
+        self.sampler, self.drop_last, self.batch_size = inner.sampler, inner.drop_last, inner.batch_size
+        self.together = self.batch_size * hook_context.data.size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield an epoch of batches; decided at the first one whether the script trains or evaluates."""
+        if self.hook_context.evaluating():
+            yield from self.inner
+            return
+        first: list[int] = []
+        data = self.hook_context.data
+        with _warning_of_late_evaluation(self.hook_context):
+            for items in _rounds(self.sampler, self.together, self.hook_context):
+                if len(items) < self.together and self.drop_last:
+                    self._check_length(first, items)
+                    return
+                first = first or items
+                full = _filled(items, data.size, first)
+                each = len(full) // data.size
+                self.hook_context.batches.divided = True
+                yield full[data.rank * each : (data.rank + 1) * each]
+
+    def _check_length(self, first: list[int], last: list[int]) -> None:
+        """Refuse a loader of which nothing would be left."""
+        if not first:
+            msg = f"the loader has {len(last)} items, less than one batch of {self.together} for all workers"
+            raise ShardingError(msg, hint="use fewer workers, smaller batches, or launch.keep_global_batch")
+
+    def __len__(self) -> int:
+        """Return how many batches an epoch has, of training unless the script evaluates."""
+        if self.hook_context.models and self.hook_context.evaluating():
+            return len(self.inner)
+        items = len(self.sampler)  # type: ignore[arg-type]
+        return items // self.together if self.drop_last else math.ceil(items / self.together)
+
+
+class RankTurns(Sampler[Any]):
+    """This rank's turns at the items, or the batches, that a sampler of the script's own draws.
+
+    Rank 0 draws, for how it draws is not known. A last round is filled up.
+    """
+
+    def __init__(self, inner: Any, hook_context: HookContext) -> None:
+        self.inner, self.hook_context = inner, hook_context
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield an epoch."""
+        context = self.hook_context
+        if context.evaluating():
+            yield from self.inner
+            return
+        first: list[Any] = []
+        for items in _rounds(self.inner, context.data.size, context):
+            first = first or items
+            context.batches.divided = True
+            yield _filled(items, context.data.size, first)[context.data.rank]
+
+    def __len__(self) -> int:
+        """Return how many an epoch has."""
+        complete = self.hook_context.models and self.hook_context.evaluating()
+        return len(self.inner) if complete else math.ceil(len(self.inner) / self.hook_context.data.size)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return whatever else the script's sampler offers."""
+        return _offered(self, "inner", name)
+
+
+class RankStream(IterableDataset[Any]):
+    """This rank's items of a stream: ranks take turns, and what is left of a last round is left out."""
+
+    def __init__(self, stream: Any, hook_context: HookContext) -> None:
+        self.stream, self.streams = stream, hook_context.streams
+        self.rank, self.size = hook_context.data.rank, hook_context.data.size
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's items."""
+        here = get_worker_info() is None  # a worker process was seeded alike on all ranks
+        items = iter(self.stream)
+        while True:
+            with self.streams.shared() if here else nullcontext():
+                turn = list(islice(items, self.size))
+            if len(turn) < self.size:
+                return
+            yield turn[self.rank]
+
+    def __len__(self) -> int:
+        """Return what the stream gives: the loader computes its own length from it."""
+        return len(self.stream)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return whatever else the stream offers."""
+        return _offered(self, "stream", name)
+
+
+def _read_stream(loader: Any, iterate: Any, hook_context: HookContext) -> Any:
+    """Begin to read an iterable dataset, of which ranks take turns at the items."""
+    hook_context.batches.divided = True
+    stream = loader.dataset
+    set_attributes(loader, dataset=RankStream(stream, hook_context))
+    try:
+        with hook_context.streams.shared():  # its workers' seeds: all ranks must read one stream in one order
+            return iterate(loader)
+    finally:
+        set_attributes(loader, dataset=stream)
+
+
+def _offered(wrapper: Any, kept: str, name: str) -> Any:
+    """Return an attribute of what a wrapper stands for, which its `kept` has."""
+    if name.startswith("__") or name == kept:
+        raise AttributeError(name)
+    return getattr(getattr(wrapper, kept), name)
+
+
+def _rounds(sampler: Any, size: int, hook_context: HookContext) -> Iterator[list[Any]]:
+    """Draw a sampler's order a few items at a time, the same on every rank, for it may be long or endless.
+
+    All ranks draw what torch's samplers draw, from the stream that they share. Of others rank 0 draws and sends,
+    at first one round, then more at once; and what its random numbers have become, which others do not draw here.
+    """
+    by_all = type(sampler).__module__.startswith("torch.")
+    items = iter(sampler) if by_all or hook_context.rank == 0 else iter(())
+    ahead = 1
+    while True:
+        with hook_context.streams.shared():
+            drawn = list(islice(items, size * ahead))
+            if not by_all:
+                drawn, states = from_rank_0((drawn, random_states()) if hook_context.rank == 0 else None)
+                if hook_context.rank:
+                    set_random_states(states)
+        yield from (drawn[start : start + size] for start in range(0, len(drawn), size))
+        if len(drawn) < size * ahead:
+            return
+        ahead = 1 if by_all else min(2 * ahead, _MOST_AHEAD)
+
+
+_MOST_AHEAD = 16
+"""Rounds that are drawn at once from a sampler of the script's own."""
+
+
+def _filled(items: list[Any], multiple: int, first: list[Any]) -> list[Any]:
+    """Append items of an epoch's first round, again and again if need be, until the number is a multiple."""
+    missing = -len(items) % multiple
+    return items + list(islice(cycle(first or items), missing)) if items else items
+
+
+@contextmanager
+def _warning_of_late_evaluation(hook_context: HookContext) -> Iterator[None]:
+    """Print, once a loader was read to its end, that it was divided although the script evaluated by it.
+
+    It is divided where it was begun before `model.eval()` or `torch.no_grad()`: nothing says then what it is for.
+    """
+    before = hook_context.batches.backwards
+    yield
+    evaluated = hook_context.models and hook_context.evaluating() and hook_context.batches.backwards == before
+    if evaluated and "late evaluation" not in hook_context.printed:
+        hook_context.printed.add("late evaluation")
+        messages.say_unequal(
+            f"{script_line()}: each rank evaluates its own share of the rows, because the loader was begun before "
+            "model.eval() or torch.no_grad()\n  try  call model.eval() before the loop"
+        )
+
+
+@contextmanager
+def _counting_rows_once(hook_context: HookContext) -> Iterator[None]:
+    """Have metrics that a library adds up over ranks (torchmetrics', ignite's) count complete rows once."""
+    running = [True]
+
+    def complete() -> bool:
+        context = hook_context
+        whole = context.keeps_batch or (context.batches.complete and context.evaluating())
+        return bool(running and context.ownership.ours and not context.ownership.ranked and whole)
+
+    once_imported("torchmetrics.metric", lambda module: _note_updates(module.Metric, complete))
+    once_imported("ignite.distributed", lambda module: _compute_alone(module, complete))
+    try:
+        yield
+    finally:
+        running.clear()
+
+
+def _note_updates(kind: Any, complete: Any) -> None:
+    """Let torchmetrics' metrics leave out their exchange where every rank was given the same rows."""
+    wrap, sync = kind._wrap_update, kind.sync
+
+    @functools.wraps(wrap)
+    def wrap_noting(self: Any, update: Any) -> Any:
+        inner = wrap(self, update)
+
+        @functools.wraps(inner)
+        def noting(*args: Any, **kwargs: Any) -> None:
+            self.__dict__["fsdplaunch_complete"] = complete()
+            inner(*args, **kwargs)
+
+        return noting
+
+    @functools.wraps(sync)
+    def sync_divided(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not self.__dict__.get("fsdplaunch_complete"):
+            sync(self, *args, **kwargs)
+
+    kind._wrap_update, kind.sync = wrap_noting, sync_divided
+
+
+def _compute_alone(module: Any, complete: Any) -> None:
+    """Let pytorch-ignite's metrics find one process where every rank was given the same rows."""
+    original = module.get_world_size
+
+    @functools.wraps(original)
+    def get_world_size() -> int:
+        return 1 if complete() else int(original())
+
+    module.get_world_size = get_world_size

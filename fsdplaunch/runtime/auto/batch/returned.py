@@ -1,0 +1,189 @@
+"""How what ranks return of their rows becomes what one process returns: measured against a whole pass."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdplaunch.runtime.auto.batch.late_rows import LateRows
+from fsdplaunch.runtime.auto.batch.rank_rows import RankRows, gather_equal
+from fsdplaunch.runtime.torch_internals.held_tensors import replace_tensors, tensors_held
+
+Weights = dict[str, list[float]]
+"""By the name of a rule, each rank's weight in the sum that joins what they have computed."""
+
+
+@dataclass(slots=True)
+class Same:
+    """What does not depend on rows: all ranks return the same."""
+
+    def join(self, value: Any, _rows: RankRows, _weights: Weights, _late: bool) -> Any:
+        """Return it."""
+        return value
+
+
+@dataclass(slots=True)
+class Rows:
+    """A tensor with the rank's rows in one dimension."""
+
+    dim: int
+
+    def join(self, value: Any, rows: RankRows, _weights: Weights, late: bool) -> Any:
+        """Return the rows of all ranks: at once, or where they are first looked at beside a loss. Collective."""
+        return LateRows.of(value, rows, self.dim) if late else rows.gather(value, self.dim)
+
+
+@dataclass(slots=True)
+class Held:
+    """An object with tensors in it, such as a cache of keys and values."""
+
+    def join(self, value: Any, rows: RankRows, _weights: Weights, _late: bool) -> Any:
+        """Return the object with all ranks' rows in it, gathered where they are looked at."""
+
+        def whole(tensor: torch.Tensor) -> torch.Tensor:
+            has_rows = tensor.dim() and tensor.shape[0] == rows.own
+            return LateRows.of(tensor, rows, 0) if has_rows else tensor
+
+        replace_tensors(value, whole)
+        return value
+
+
+@dataclass(slots=True)
+class Joined:
+    """A loss, or anything else that is a sum or a mean over rows.
+
+    Attributes:
+        rules: The names of those that have agreed with every whole pass so far.
+    """
+
+    rules: list[str]
+
+    def weights(self, weights: Weights) -> list[float]:
+        """Return the weight of each rank for a batch."""
+        return weights[self.rules[0]]
+
+    def is_clear(self, weights: Weights) -> bool:
+        """Return whether all rules that are left are one for a batch."""
+        if any(rule not in weights for rule in self.rules):
+            return False
+        first = weights[self.rules[0]]
+        return all(_close(weights[rule], first) for rule in self.rules)
+
+    def join(self, value: Any, rows: RankRows, weights: Weights, _late: bool) -> Any:
+        """Return the sum over ranks. Collective."""
+        return rows.weighted_sum(value, self.weights(weights))
+
+
+Returned = Same | Rows | Held | Joined
+
+
+def _close(one: Sequence[float], other: Sequence[float]) -> bool:
+    return all(abs(a - b) <= 1e-9 * max(abs(a), abs(b)) for a, b in zip(one, other, strict=True))
+
+
+_IGNORED = -100
+"""Labels that torch's losses leave out."""
+_LABELS_DIM = 2
+
+
+def weights_of(leaves: Sequence[Any], rows: RankRows) -> Weights:
+    """Return the rules by which a sum or a mean over rows may be made of the ranks' for a batch.
+
+    A sum; a mean over the rows; a mean over what a tensor that is given counts: labels that are not -100 or not 0,
+    also without those of the first place, which causal language models leave out; weights.
+
+    Args:
+        leaves: What a pass is given, the same on all ranks.
+        rows: Of the batch.
+    """
+    found: Weights = {"sum": [1.0] * rows.ranks, "mean over rows": [1 / rows.ranks] * rows.ranks}
+    for place, leaf in enumerate(leaves):
+        if (
+            not isinstance(leaf, torch.Tensor)
+            or not leaf.dim()
+            or leaf.shape[0] != rows.total
+            or leaf.dim() > _LABELS_DIM
+        ):
+            continue
+        if leaf.is_complex() or leaf.requires_grad or leaf.is_meta:
+            continue
+        for name, counted in _counted(leaf):
+            counts = counted.reshape(rows.ranks, -1).double().sum(1).tolist()
+            if sum(counts) > 0 and min(counts) >= 0:
+                found[f"{name} of {place}"] = [count / sum(counts) for count in counts]
+    return found
+
+
+def _counted(leaf: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    if leaf.is_floating_point():
+        return [("weights", leaf)]
+    found = [("labels", leaf != _IGNORED), ("numbers", leaf != 0)]
+    if leaf.dim() > 1 and leaf.shape[1] > 1:
+        found += [("next labels", leaf[:, 1:] != _IGNORED), ("next numbers", leaf[:, 1:] != 0)]
+    return found
+
+
+Form = int | str | None
+"""How an output of fewer rows differs from that of all: the rows' dimension, or a word; None if it cannot be."""
+
+
+def form_of(whole: Any, part: Any, rows: RankRows) -> Form:
+    """Return how an output of this rank's rows differs in shape from that of all rows."""
+    if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor):
+        if type(whole) is not type(part):
+            return None
+        return "held" if any(True for _ in tensors_held(whole)) else "plain"
+    if whole.dim() != part.dim() or whole.dtype != part.dtype:
+        return None
+    differs = [dim for dim, (one, other) in enumerate(zip(whole.shape, part.shape, strict=True)) if one != other]
+    if not differs:
+        return "sum"
+    alone = len(differs) == 1 and whole.shape[differs[0]] == part.shape[differs[0]] * rows.ranks
+    return differs[0] if alone else None
+
+
+def measured(
+    form: Form, whole: Any, part: Any, rows: RankRows, weights: Weights, tolerance: float
+) -> Returned | None:
+    """Return how an output of a divided pass is joined; None where no way gives that of a whole one. Collective.
+
+    Args:
+        form: How they differ, the same on all ranks.
+        whole: What a whole pass has returned.
+        part: What this rank has computed of its rows.
+        rows: Of the pass.
+        weights: The rules of the batch.
+        tolerance: How far values may differ, relative to the largest.
+    """
+    if form == "held":
+        return Held()
+    if form == "plain":
+        return Same() if whole == part or not isinstance(whole, int | float | str) else None
+    if isinstance(form, int):
+        return Rows(form) if _agrees(rows.all_slices(part, form), whole, tolerance) else None
+    every = gather_equal(part, rows.ranks, rows.group)
+    if all(_agrees(each, whole, tolerance) for each in every):
+        return Same()
+    rules = [name for name, each in weights.items() if _agrees(_summed(every, each), whole, tolerance)]
+    return Joined(rules) if rules and whole.is_floating_point() else None
+
+
+def _summed(every: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
+    factor = torch.tensor(weights, dtype=torch.float64, device=every.device).view(-1, *[1] * (every.dim() - 1))
+    return (every.double() * factor).where(factor != 0, 0.0).sum(0)
+
+
+_SMALL = 1e-2
+"""Values below count as this large: what cancels to nearly nothing is rounded by the size of its terms."""
+
+
+def _agrees(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    if not other.is_floating_point():
+        return torch.equal(one.to(other.dtype), other)
+    if not other.numel():
+        return True
+    largest = max(float(other.double().abs().nan_to_num(0.0, posinf=0.0).max()), _SMALL)
+    return torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance * largest, equal_nan=True)

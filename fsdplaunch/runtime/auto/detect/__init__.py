@@ -1,1 +1,0 @@
-"""Whether, when and which models of an unmodified script are sharded."""

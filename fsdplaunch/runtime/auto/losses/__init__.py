@@ -1,1 +1,0 @@
-"""What a script's losses are over all ranks, where each has a share of the batch."""

@@ -1,1 +1,0 @@
-"""Compare the first losses with those that one process computes of all rows."""

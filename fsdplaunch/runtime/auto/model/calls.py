@@ -1,0 +1,321 @@
+"""The passes of one sharded model: the outermost calls of the model, or of parts of it that the script calls.
+
+FSDP2 gathers parameters around the `forward` of a unit. A part that is no unit (`model.encoder(x)`, a layer that a
+method of the model calls) computes as if the model's forward had called it: in a pass of the unit around it.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
+from fsdplaunch.runtime.auto.model.double_backward import ModelPass, keep_pass, may_be_differentiated_twice
+from fsdplaunch.runtime.auto.model.gathered_view import view_of
+from fsdplaunch.runtime.auto.shards.functional_calls import refuse_transforms
+from fsdplaunch.runtime.inspection.parameter_names import named_parameters, parameters_of
+from fsdplaunch.runtime.inspection.units import is_unit, original_class
+from fsdplaunch.runtime.script_line import being_built, script_line
+from fsdplaunch.runtime.sharding.registry import registered
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import (
+    begin_unit_pass,
+    end_unit_pass,
+    is_in_pass,
+    pass_look,
+    root_mixed_precision,
+    take_for_outermost,
+)
+from fsdplaunch.runtime.torch_internals.modules import BatchNorm, put_tensor
+from fsdplaunch.runtime.torch_internals.tensors import (
+    apart_from_parameters,
+    is_in_backward,
+    return_no_parameters,
+    tree_map,
+)
+from fsdplaunch.runtime.torch_internals.wrappers import untraced
+
+if TYPE_CHECKING:
+    from fsdplaunch.runtime.auto.rank0.passes import AlonePass
+
+
+class Calls:
+    """One model's calls.
+
+    Args:
+        model: Sharded.
+        line: Where the script had it sharded.
+        begin_pass: Called before a pass; returns what gives rank 0 full parameters for one that it makes alone.
+        begin_training: Called before the first pass in training with gradients.
+        trains: Return whether anything trains yet.
+        divided: What divides passes by rows; None where each rank has rows of its own.
+        note: Called with what a pass in training is given, unless it is divided.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        line: str,
+        *,
+        begin_pass: "Callable[[nn.Module], AlonePass | None]",
+        begin_training: Callable[[], None],
+        trains: Callable[[], bool],
+        divided: DividedPasses | None,
+        note: Callable[[Any], None],
+    ) -> None:
+        self.model = weakref.ref(model)
+        self.line = line
+        self.begin_pass, self.begin_training, self.note = begin_pass, begin_training, note
+        self.divided = divided
+        self.known = {id(param) for _, param in named_parameters(model)}
+        self.checked = self.trained = False
+        self.outermost: list[nn.Module] = []
+        self.alone: AlonePass | None = None
+        self.twice: ModelPass | None = None
+        self.view = view_of(model, trains)
+        _calls[model] = self
+        enter, leave = self._hooks()
+        self.begin = untraced(self._begin)
+        for part in (model, *_parts(model)):
+            first = self._enter_model if part is model and divided is None else enter
+            # Before torch's own, which exchanges parameters; and after it.
+            part.register_forward_pre_hook(first, prepend=True, with_kwargs=True)
+            part.register_forward_hook(leave, always_call=True, with_kwargs=True)
+        for unit in model.modules():
+            if is_unit(unit):
+                call_for_forward(unit)
+        normalise_in_dtype_of_statistics(model)
+        prepared = registered(model)
+        for name in prepared.methods if prepared is not None else ():
+            model.__dict__.pop(name, None)  # what such a method calls is a pass, so nothing is gathered around it
+
+    def _hooks(self) -> tuple[Any, Any]:
+        """Return what is called before and after a pass, also where a compiler has traced the model."""
+        if self.divided is None:
+            return self._enter, self._leave
+        begin, end = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
+
+        def enter(part: nn.Module, args: Any, kwargs: Any) -> Any:
+            return begin(part, args, kwargs)
+
+        def leave(part: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            return end(part, args, kwargs, output)
+
+        return enter, leave
+
+    def check(self) -> None:
+        """Check that the model has the parameters that were sharded and no others.
+
+        Raises:
+            ShardingError: It has another one.
+        """
+        model: Any = self.model()
+        for name, param in named_parameters(model):
+            if id(param) not in self.known:
+                raise late_parameter(model, name, self.line)
+
+    def is_in_part(self) -> bool:
+        """Return whether a part of the model computes that the script has called by itself."""
+        return bool(self.outermost) and self.outermost[0] is not self.model()
+
+    def _enter_model(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Begin a pass of the whole model; of a compiled one only what ranks must know of each other."""
+        if torch.compiler.is_compiling():
+            self.begin(model)
+            return None
+        return self._enter(model, args, kwargs)
+
+    def _enter(self, part: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Begin a pass; return what it computes with."""
+        if torch.compiler.is_compiling():
+            return None
+        if self.outermost or is_in_backward():
+            if self.outermost and part is self.outermost[0]:
+                self.outermost.append(part)
+            return None
+        model: Any = self.model()
+        measuring = self.divided is not None and self.divided.measuring
+        if not measuring:
+            self._begin(model)
+        if self.alone is not None:
+            self.outermost.append(part)
+            return self.alone.inputs(model, args, kwargs)
+        self.view.enter(model)
+        args, kwargs = tree_map(_full, (args, kwargs))
+        if not measuring:
+            self._note(model, part, args, kwargs)
+        if self.divided is not None:
+            args, kwargs = self.divided.begin(part, args, kwargs)
+        self.outermost.append(part)  # not before: passes that are measured are passes of their own
+        if part is not model and not is_unit(part):
+            args, kwargs = begin_unit_pass(model, args, kwargs)
+        return args, kwargs
+
+    def _is_measuring(self) -> bool:
+        return self.divided is not None and self.divided.measuring
+
+    def _begin(self, model: nn.Module) -> None:
+        """Do what a pass of the script's begins with, on all ranks, or on rank 0 alone."""
+        refuse_transforms(model)
+        if not self.checked:
+            self._check_first(model)
+        if not self.trained and model.training and torch.is_grad_enabled():
+            self.trained = True
+            self.begin_training()
+        self.alone = self.begin_pass(model)
+
+    def _note(self, model: nn.Module, part: nn.Module, args: Any, kwargs: Any) -> None:
+        """Remember what a pass in training is given."""
+        if not model.training or not torch.is_grad_enabled():
+            return
+        if part is model and may_be_differentiated_twice(args, kwargs):
+            self.twice = ModelPass.begun(self.model, args, kwargs)
+        self.note([*args, *kwargs.values()])
+
+    def _leave(self, part: nn.Module, args: Any, _kwargs: Any, output: Any) -> Any:
+        """End a pass; return what the script gets. `output` is None after an error."""
+        if torch.compiler.is_compiling() or not self.outermost or part is not self.outermost[0]:
+            return None
+        self.outermost.pop()
+        if self.outermost:
+            return None
+        model: Any = self.model()
+        if self.alone is not None:
+            alone, self.alone = self.alone, None
+            return alone.end(model, output)
+        if part is not model and not is_unit(part):
+            output = end_unit_pass(model, args, apart_from_parameters(output))
+        if self.divided is not None:
+            output = self._joined(output)
+        if self.twice is not None and not self._is_measuring():
+            made, self.twice = self.twice, None
+            keep_pass(made, output)
+        if not torch.is_grad_enabled():
+            model.reshard()
+        else:
+            self.view.leave(model)
+        return output
+
+    def _joined(self, output: Any) -> Any:
+        """Return the outputs of all ranks where the pass was divided; nothing is joined after an error."""
+        divided: Any = self.divided
+        if output is None:
+            divided.fail()
+            return None
+        return divided.end(output)
+
+    def _check_first(self, model: nn.Module) -> None:
+        """Check once, before the first pass, that the parameters are those that were sharded."""
+        self.checked = True
+        self.check()
+        if is_unit(model) and not is_in_pass(model):
+            take_for_outermost(model)  # also where a part is called first
+
+
+_calls: "weakref.WeakKeyDictionary[nn.Module, Calls]" = weakref.WeakKeyDictionary()
+
+
+def computes_in_part(model: nn.Module) -> bool:
+    """Return whether a part of a model that the script has called by itself computes now."""
+    return model in _calls and _calls[model].is_in_part()
+
+
+def all_divided() -> Iterator[DividedPasses]:
+    """Yield what divides the passes of models that are alive."""
+    for calls in list(_calls.values()):
+        if calls.divided is not None:
+            yield calls.divided
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules with parameters below one, down to the next units.
+
+    What is inside of these is no part: its parameters are full in a pass of the unit only.
+    """
+    for child in module.children():
+        if next(iter(parameters_of(child)), None) is not None:
+            yield child
+            if not is_unit(child):
+                yield from _parts(child)
+
+
+def _full(value: Any) -> Any:
+    """Return the full tensor of a shard without gradients that a pass is given: a state made like a parameter."""
+    return value.full_tensor() if isinstance(value, DTensor) and not value.requires_grad else value
+
+
+def call_for_forward(unit: nn.Module) -> None:
+    """Let a script that calls `unit.forward(x)` have what `unit(x)` does, where hooks gather the parameters.
+
+    What it returns is no parameter, whose memory is given back after it.
+    """
+    if "forward" in unit.__dict__:  # the script's own way for this module
+        unit.register_forward_hook(return_no_parameters, prepend=True)
+        return
+    kind: Any = original_class(unit)
+    plain, of, in_pass = kind.forward, weakref.ref(unit), pass_look(unit)
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        module: Any = of()
+        if torch.compiler.is_compiling():
+            return plain(module, *args, **kwargs)
+        if in_pass():
+            return apart_from_parameters(plain(module, *args, **kwargs))
+        return nn.Module.__call__(module, *args, **kwargs)  # a class may call forward in a __call__ of its own
+
+    unit.__dict__["forward"] = forward
+
+
+def normalise_in_dtype_of_statistics(model: nn.Module) -> None:
+    """Let BatchNorm compute on the CPU with gathered parameters of a lower precision, as GPUs do.
+
+    CPUs have no function for bf16 parameters beside fp32 statistics.
+    """
+    low = is_unit(model) and root_mixed_precision(model).param_dtype not in (None, torch.float32)
+    for module in model.modules() if low else ():
+        if isinstance(module, BatchNorm) and "forward" not in module.__dict__:
+            module.__dict__["forward"] = _normalising(weakref.ref(module))
+
+
+def _normalising(norm: "weakref.ref[Any]") -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(given: torch.Tensor) -> torch.Tensor:
+        module: Any = norm()
+        mixed = module.weight is not None and module.running_mean is not None and given.device.type == "cpu"
+        if not mixed or module.weight.dtype == module.running_mean.dtype:
+            return type(module).forward(module, given)  # type: ignore[no-any-return]
+        kept = {"weight": module.weight, "bias": module.bias}
+        try:
+            for name, param in kept.items():
+                put_tensor(module, name, param.to(module.running_mean.dtype))
+            return type(module).forward(module, given)  # type: ignore[no-any-return]
+        finally:
+            for name, param in kept.items():
+                put_tensor(module, name, param)
+
+    return forward
+
+
+def late_parameter(model: nn.Module, name: str, line: str) -> ShardingError:
+    """Return the error for a parameter that a model got after it was sharded."""
+    now = script_line()
+    msg = f"{now}: {name} of {original_name(model)} appeared after the model was sharded at {line}"
+    hint = (
+        f"complete the model before {line}; or call fsdplaunch.prepare(model, optimizer) in the script when it is"
+    )
+    if now == line and any(each is model for each in being_built()):  # the script cannot be changed there
+        hint = (
+            f"{line} builds an optimizer before its model is complete, inside of a library: after it, give"
+            " fsdplaunch.prepare each part that the library computes with, and the optimizers"
+            " (fsdplaunch.prepare(model.actor, model.critic, model.actor.optimizer, model.critic.optimizer))"
+        )
+    return ShardingError(msg, hint=hint)
+
+
+def original_name(model: nn.Module) -> str:
+    """Return the name of the class a module had before it was sharded."""
+    return original_class(model).__name__

@@ -1,0 +1,279 @@
+"""Decide who shards the script's models: the script, a library it uses, or this package. Once.
+
+What decides is what has happened: something was sharded, an object was built that will shard, a model was given to
+DistributedDataParallel. `launch.shard: always` overrules it. Two facts are reasons to wait:
+
+- The user's own modules hold a name that shards (`Accelerator`, `fully_shard`, a Trainer): it may be used later,
+  or be an unused import. What nobody has sharded when training begins is sharded here.
+- The script has joined a process group. It is written for several ranks, and may divide data, gradients or layers
+  by itself. Only what it gives to DistributedDataParallel is sharded; nothing given is an error at the first step.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.device import joined_by_script
+from fsdplaunch.runtime.library_watch import built_library, on_sharding
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import is_user_file, script_line
+from fsdplaunch.runtime.sharding_watch import sharded_by
+
+_SHARDERS: dict[str, tuple[str, ...]] = {
+    "accelerate": ("Accelerator",),
+    "transformers": ("Trainer",),
+    "trl": ("Trainer",),
+    "torch": (
+        *("fully_shard", "FullyShardedDataParallel", "DistributedDataParallel"),
+        *("parallelize_module", "distribute_module", "PipelineStage"),
+    ),
+    "lightning": ("Trainer", "Fabric"),
+    "pytorch_lightning": ("Trainer",),
+    "lightning_fabric": ("Fabric",),
+    "composer": ("Trainer",),
+    "fsdplaunch": ("prepare", "apply_fsdp2", "fsdp2_prepare_model"),
+}
+"""By top-level package, endings of the names of classes and functions that shard or replicate a model."""
+_MODULES = frozenset(
+    {
+        *("fsdplaunch", "accelerate", "trl", "deepspeed", "colossalai", "composer"),
+        *("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"),
+        *("torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed.pipelining"),
+        *("torch.distributed.tensor", "torch.distributed.tensor.parallel"),
+    }
+)
+"""Modules by which a script reaches such a name without holding it: `import accelerate as a`."""
+
+
+class Ownership:
+    """The decision, made the first time a hook needs it and it can be made.
+
+    Attributes:
+        ours: True or False once it is made, None before.
+        ranked: Whether the script is written for several ranks, with DistributedDataParallel: it divides its data,
+            seeds its random numbers and saves by rank itself.
+        put_off: Called when there is a reason to wait with the decision.
+        on_decision: Called when it is made.
+        leave_draws: Called where the script is to draw random numbers as its ranks do, each by itself.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.version = config.fsdp_config.fsdp_version or 2
+        self.setting = config.launch.shard
+        self.ours: bool | None = None
+        self.ranked = False
+        self.put_off: Callable[[], None] = _nothing
+        self.on_decision: Callable[[], None] = _nothing
+        self.leave_draws: Callable[[], None] = _nothing
+        self._keeps_batch = config.launch.keep_global_batch
+        self._owner = ""
+        self._adopted = ""
+        on_sharding(self._see)
+
+    @property
+    def only_replicas(self) -> bool:
+        """Whether only models given to DistributedDataParallel are sharded: others are the script's own."""
+        return self.setting != "always" and (self.ranked or joined_by_script())
+
+    def decided(self) -> bool:
+        """Return whether this package shards and divides the data, after deciding it if that can be done."""
+        self._decide(now=False)
+        return bool(self.ours) and self.version != 1 and not self.ranked
+
+    def claim(self, what: str, *, now: bool = False) -> bool:
+        """Return whether this package is to shard what the script has here.
+
+        Args:
+            what: What the script does here, for the error: `builds AdamW`.
+            now: Whether training begins, so that nobody else will shard any more.
+
+        Raises:
+            ShardingError: It is to act, and FSDP1 is configured; or another shards, and batches cannot be kept.
+        """
+        self._decide(now=now)
+        return self._checked(what)
+
+    def claim_replicas(self, what: str) -> bool:
+        """Return whether this package shards what the script or a library gives to DistributedDataParallel."""
+        library = built_library()
+        if self.setting == "always" or (sharded_by() is None and (library is None or library.replicates)):
+            self._set(ours=True)
+        else:
+            self._decide(now=True)
+        if self.ours and not self.ranked:
+            self.ranked = True
+            self.leave_draws()
+        return self._checked(what)
+
+    def note_adopted(self, line: str) -> None:
+        """Remember where the first model was sharded for the script."""
+        self._adopted = self._adopted or line
+
+    def _checked(self, what: str) -> bool:
+        self._check_batches(what)
+        if self.ours and self.version == 1:
+            msg = f"{script_line()} {what}, nothing in the script shards it, and doing so needs fsdp_version 2"
+            raise ShardingError(msg, hint="set fsdp_version to 2, or call fsdplaunch.prepare in the script")
+        return bool(self.ours)
+
+    def _see(self) -> None:
+        """Decide where something else shards, or was built to; a library may still replicate."""
+        library = built_library()
+        if self.ours is None and not (library is not None and library.replicates):
+            self._decide(now=True)
+            self._check_batches("shards")
+        elif self.ours and self.setting != "always" and library is not None and not library.replicates:
+            if not self._adopted:
+                self._owner = library.name
+                self._set(ours=False)
+                return
+            msg = (
+                f"{script_line()} builds {library.name} after a model was sharded for the script, {self._adopted}"
+            )
+            hint = (
+                f"launch with --shard explicit, which leaves all to {library.name}; or with --shard always, if it"
+                " gets no model"
+            )
+            raise ShardingError(msg, hint=hint)
+
+    def _decide(self, *, now: bool) -> None:
+        if self.ours is not None:
+            return
+        owner = None if self.setting == "always" else _acting()
+        if owner is None and self.setting != "always" and (joined_by_script() or (not now and holds_a_sharder())):
+            self.put_off()
+            return
+        self._owner = owner or ""
+        self._set(ours=owner is None)
+
+    def _set(self, *, ours: bool) -> None:
+        if self.ours is not ours:
+            self.ours = ours
+            self.on_decision()
+            if not ours:
+                self.leave_draws()
+
+    def _check_batches(self, what: str) -> None:
+        """Refuse to keep the global batch where another one shards and makes its own loaders."""
+        if self.ours is False and self._keeps_batch and not _divides_batches(self._owner):
+            msg = f"{script_line()} {what}: keep_global_batch is set, and the script divides its batches itself"
+            raise ShardingError(msg, hint="leave it out, and set each worker's batch size in the script")
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _acting() -> str | None:
+    """Return what shards already, or was built to."""
+    library = built_library()
+    return sharded_by() if library is None else library.name
+
+
+def _divides_batches(owner: str) -> bool:
+    """Return whether accelerate makes the loaders of what shards, which then divide batches as configured."""
+    return owner.endswith(("Accelerator", "Trainer")) and "lightning" not in sys.modules
+
+
+def holds_a_sharder() -> bool:
+    """Return whether one of the user's own modules holds a name that shards or replicates, used or not."""
+    return any(_shards(value) for module in _user_modules() for value in list(vars(module).values()))
+
+
+def _user_modules() -> Iterator[ModuleType]:
+    """Yield the program's own modules: the script, and nothing that is installed."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__dict__", {}).get("__file__")  # reading an attribute would import a lazy module
+        if name == "__main__" or (isinstance(file, str) and is_user_file(file)):
+            yield module
+
+
+def _shards(value: Any) -> bool:
+    if isinstance(value, ModuleType):
+        return value.__dict__.get("__name__") in _MODULES
+    if isinstance(value, type):
+        return any(_is_sharder(base) for base in value.__mro__)
+    return isinstance(value, FunctionType) and _is_sharder(value)
+
+
+def _is_sharder(value: Any) -> bool:
+    """Return whether a class or function is one of those, by its own name: a script may call it as it likes."""
+    endings = _SHARDERS.get(str(value.__module__).partition(".")[0], ())
+    return bool(endings) and value.__name__.endswith(endings)
+
+
+@contextmanager
+def deciding_when_training_begins(
+    ownership: Ownership, optimizers: Callable[[], list[Optimizer]], shard_now: Callable[[Optimizer], None]
+) -> Iterator[None]:
+    """Shard where training begins what nobody has sharded until then. Rule 1.
+
+    Training begins where a module is called, or a loader read, after an optimizer was built on full parameters.
+    The hooks stand only while the decision is put off: every module's call passes them.
+
+    Args:
+        ownership: The decision.
+        optimizers: Gives those that the script has built.
+        shard_now: Shards the models that one of them trains.
+    """
+    with ExitStack() as hooks:
+        waiting = _Waiting(optimizers, shard_now, hooks)
+        ownership.put_off, ownership.on_decision = waiting.start, waiting.stop
+        yield
+
+
+class _Waiting:
+    """The hooks of one worker while the decision is open."""
+
+    def __init__(
+        self, optimizers: Callable[[], list[Optimizer]], shard_now: Callable[[Optimizer], None], hooks: ExitStack
+    ) -> None:
+        self.optimizers, self.shard_now, self.hooks = optimizers, shard_now, hooks
+        self.started = False
+
+    def start(self) -> None:
+        if not self.started:
+            self.started = True
+            self.hooks.enter_context(replaced(nn.Module, "__call__", self._calling))
+            self.hooks.enter_context(replaced(DataLoader, "__iter__", self._reading))
+
+    def stop(self) -> None:
+        self.started = False
+        self.hooks.close()
+
+    def _calling(self, original: Any) -> Any:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self.started and module.training and torch.is_grad_enabled():
+                trained = self._trained()
+                if trained and any(id(param) in trained for param in nn.Module.parameters(module)):
+                    self._shard()
+            return original(module, *args, **kwargs)
+
+        return call
+
+    def _reading(self, original: Any) -> Any:
+        def iterate(loader: Any) -> Any:
+            if self.started and torch.is_grad_enabled() and not joined_by_script() and self._trained():
+                self._shard()
+            return original(loader)
+
+        return iterate
+
+    def _trained(self) -> set[int]:
+        """Return the full parameters that optimizers train, by their ids."""
+        params = (param for each in self.optimizers() for group in each.param_groups for param in group["params"])
+        return {id(param) for param in params if not isinstance(param, DTensor)}
+
+    def _shard(self) -> None:
+        for optimizer in self.optimizers():
+            self.shard_now(optimizer)

@@ -1,1 +1,0 @@
-"""The steps of optimizers that train shards."""

@@ -1,0 +1,297 @@
+"""Passes of a sharded model that rank 0 makes alone: `if rank == 0: evaluate(model)`.
+
+The other ranks wait in what all ranks do next and hand over their shards. Rank 0's modules have full parameters in
+the pass, and torch's hooks gather nothing. Whether all ranks make a pass is looked at where ranks part: where a
+model turns from training to evaluation and back, and where a line first computes without gradients.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.optim import optimizer as optimizers
+
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.rank0.position import Place
+from fsdplaunch.runtime.auto.rank0.service import open_once, service
+from fsdplaunch.runtime.auto.rank0.shards import sharded_parameters
+from fsdplaunch.runtime.inspection.parameter_names import count
+from fsdplaunch.runtime.inspection.units import is_over_all_ranks, is_unit, original_class
+from fsdplaunch.runtime.script_line import calling_lines, script_line
+from fsdplaunch.runtime.state_dict.gather import raise_failed
+from fsdplaunch.runtime.step_hooks import before_first_step
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import is_in_flat_parameter
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import mixed_precision_of, param_groups
+from fsdplaunch.runtime.torch_internals.fsdp.suspended_units import cast_inputs, cast_output, suspend_unit
+from fsdplaunch.runtime.torch_internals.modules import own_parameters, put_tensor
+from fsdplaunch.runtime.torch_internals.wrappers import computes_compiled, is_compiled, untraced
+
+_HINT = (
+    "call the model on all ranks: take the evaluation out of `if rank == 0:`, give all ranks as many batches, and"
+    " let rank 0 print; rank 0 alone can evaluate a model that FSDP2 shards and that is not compiled"
+)
+_OWN_DRAWS = (
+    "call the model on all ranks alike: each rank draws random numbers of its own once training has begun, and may"
+    " choose otherwise by them; launch with --keep-global-batch, with which all ranks draw the same"
+)
+
+
+_running: list["AlonePass"] = []
+
+
+def computes_alone() -> bool:
+    """Return whether rank 0 is in a pass that it makes alone."""
+    return bool(_running)
+
+
+class AlonePass:
+    """The passes of one model that rank 0 makes alone, with full parameters that are kept until the next step."""
+
+    def __init__(self, name: str, hook_context: HookContext) -> None:
+        self._name, self._hook_context = name, hook_context
+        self._full: dict[int, torch.Tensor] = {}
+        self._fetched_at: Place | None = None
+        self._undo: list[Callable[[], Any]] = []
+
+    def begin(self, model: nn.Module) -> "AlonePass":
+        """Give the model's modules full parameters until `end`.
+
+        Raises:
+            CheckpointError: A rank has ended, or has shards of another moment.
+        """
+        if self._fetched_at != self._hook_context.position.place():
+            self._fetch(model)
+        _running.append(self)
+        for module in model.modules():
+            for name, param in list(own_parameters(module)):
+                if isinstance(param, DTensor):
+                    put_tensor(module, name, self._full[id(param)])
+                    self._undo.append(functools.partial(put_tensor, module, name, param))
+            if is_unit(module):
+                self._undo.append(suspend_unit(module))
+                if module is not model:
+                    self._cast_around(module)
+        return self
+
+    def inputs(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments that the model's forward is to have, in the dtype of its mixed precision."""
+        return cast_inputs(model, args), cast_inputs(model, kwargs)
+
+    def end(self, model: nn.Module, output: Any = None) -> Any:
+        """Give the modules their shards back; return the output in the dtype that mixed precision has it in."""
+        _running.remove(self)
+        while self._undo:
+            self._undo.pop()()
+        return cast_output(model, output)
+
+    def forget(self) -> None:
+        """Free the full parameters: all ranks go on."""
+        self._full, self._fetched_at = {}, None
+
+    def _fetch(self, model: nn.Module) -> None:
+        self.forget()
+        found, line, device = service(), script_line(), self._hook_context.device
+        if found is None:
+            raise AssertionError
+        groups = [group for unit in model.modules() if is_unit(unit) for group in param_groups(unit)]
+        dtypes = {
+            id(each.sharded_param): mixed_precision_of(group).param_dtype
+            for group in groups
+            for each in group.fsdp_params
+        }
+        try:
+            with torch.inference_mode(mode=False):  # a later pass may have gradients of what it is given
+                for _, shard in sharded_parameters(model):
+                    if id(shard) not in self._full:
+                        full = found.full(shard, f"{self._name} at {line}").to(device, dtypes.get(id(shard)))
+                        self._full[id(shard)] = nn.Parameter(full, requires_grad=False)
+        finally:
+            found.done()
+        self._fetched_at = self._hook_context.position.place()
+        many = count(sum(each.numel() for each in self._full.values()))
+        message = f"{line}: rank 0 alone calls {self._name}: it gets the full parameters ({many}), the others wait"
+        if message not in self._hook_context.printed:
+            self._hook_context.printed.add(message)
+            messages.say(message)
+
+    def _cast_around(self, unit: nn.Module) -> None:
+        """Cast what a unit is given and returns, as torch does where it gathers."""
+
+        def before(unit: nn.Module, args: Any, kwargs: Any) -> Any:
+            return self.inputs(unit, args, kwargs)
+
+        self._undo.append(unit.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self._undo.append(unit.register_forward_hook(lambda of, _, output: cast_output(of, output)).remove)
+
+
+class Passes:
+    """The passes of one model.
+
+    Args:
+        name: The model's class.
+        hook_context: This worker's.
+    """
+
+    def __init__(self, name: str, hook_context: HookContext) -> None:
+        self.name, self._hook_context = name, hook_context
+        self._evaluated_at = -1
+        self._training = True
+        self._without_gradients: set[str] = set()
+        self._eager = False
+        self._alone = AlonePass(name, hook_context)
+
+    def begin(self, model: nn.Module) -> AlonePass | None:
+        """Begin a pass.
+
+        Returns:
+            What ends it, where rank 0 makes it alone; None where all ranks make it, and it was counted.
+
+        Raises:
+            ShardingError: Only rank 0 makes it, and it trains, or cannot be made by one rank.
+            CheckpointError: Only other ranks make it, or a thread could not save.
+        """
+        raise_failed()
+        if not self.is_made_by_all(model):
+            self._eager = False
+            return self._alone.begin(model)
+        self._alone.forget()
+        self._hook_context.position.begin_pass()
+        return None
+
+    def is_alone_without_compiling(self, model: nn.Module) -> bool:
+        """Return whether rank 0 makes the next pass alone, not compiled then; errors as `begin`. Collective."""
+        self._eager = True
+        self._eager = not self.is_made_by_all(model)
+        return self._eager
+
+    def is_made_by_all(self, model: nn.Module) -> bool:
+        """Return whether all ranks make a pass that begins; errors as `begin`.
+
+        In a script that has ranks of its own rank 0 may have more batches to evaluate, as under
+        DistributedDataParallel: each further pass of an evaluation is looked at. A teacher makes one in each step.
+        """
+        if not self.turn(model):
+            return False
+        trains = model.training and torch.is_grad_enabled()
+        if trains or not self._hook_context.ownership.ranked:
+            return True
+        steps = self._hook_context.position.steps
+        if self._evaluated_at == steps and not self._meet(model, "in evaluation"):
+            return False
+        self._evaluated_at = steps
+        return True
+
+    def turn(self, model: nn.Module) -> bool:
+        """Return whether all ranks turn a model from training to evaluation, or back, where this one does.
+
+        False where rank 0 alone does, and can compute alone; errors as `begin`.
+        """
+        if model.training != self._training:
+            if not self._meet(model, "in training" if model.training else "in evaluation"):
+                return False
+            self._training = model.training
+        elif self._training and not torch.is_grad_enabled():
+            lines = calling_lines()
+            if lines not in self._without_gradients:
+                called = lines.partition(", ")[2]
+                if not self._meet(model, "without gradients", f" ({called})" if called else ""):
+                    return False
+                self._without_gradients.add(lines)
+        return True
+
+    def _meet(self, model: nn.Module, how: str, called: str = "") -> bool:
+        """Return whether all ranks make a pass; False where rank 0 makes it alone, as it can.
+
+        In a script that has ranks of its own, others may be in a pass at another line, which is not this one.
+        """
+        found, call, context = service(), f"{self.name} {how}", self._hook_context
+        if found is None:
+            return True
+        has_ranks = context.ownership.ranked or not context.ownership.ours
+        at = f" at {calling_lines()}" if has_ranks else called
+        if found.meets(call + at, _HINT if has_ranks or context.keeps_batch else _OWN_DRAWS):
+            return True
+        can_be_alone = (
+            not (model.training and torch.is_grad_enabled())
+            and is_unit(model)
+            and context.data.size == context.size
+            and all(is_over_all_ranks(shard) for _, shard in sharded_parameters(model))
+            and (self._eager or not computes_compiled(model, context.module_registry.alive()))
+        )
+        if not can_be_alone:
+            raise found.alone(call, _HINT)
+        return False
+
+
+_passes: "weakref.WeakKeyDictionary[nn.Module, Passes]" = weakref.WeakKeyDictionary()
+
+
+def note_passes(model: nn.Module, passes: Passes) -> None:
+    """Remember who counts a model's passes."""
+    _passes[model] = passes
+
+
+def begin_alone(model: nn.Module) -> AlonePass | None:
+    """Begin a pass of a sharded model; see `Passes.begin`."""
+    return _passes[model].begin(model) if model in _passes else None
+
+
+def turns_on_all_ranks(model: nn.Module) -> bool:
+    """Do what a model's next pass begins with, before something else that all ranks do; see `Passes.turn`."""
+    return model not in _passes or _passes[model].turn(model)
+
+
+def is_alone_without_compiling(model: nn.Module) -> bool:
+    """Return whether rank 0 makes a model's next pass alone, for which the compiled one is not to be called."""
+    return model in _passes and _passes[model].is_alone_without_compiling(model)
+
+
+def serve_models_of_others(hook_context: HookContext) -> None:
+    """Let rank 0 also save alone what the script itself, or accelerate, has sharded: from its first step on."""
+
+    def serve_trained() -> None:
+        if hook_context.ownership.ours:
+            return
+        groups = [group for optimizer in hook_context.built_optimizers() for group in optimizer.param_groups]
+        params = [param for group in groups for param in group["params"] if _is_shard(param)]
+        # In the order in which their modules were made, the same on all ranks.
+        for model in hook_context.module_registry.roots_of(params)[0] if params else ():
+            serve(model, hook_context)
+
+    if hook_context.size > 1:
+        before_first_step(optimizers, serve_trained)
+
+
+def _is_shard(param: Any) -> bool:
+    return is_over_all_ranks(param) if isinstance(param, DTensor) else is_in_flat_parameter(param)
+
+
+def serve(model: nn.Module, hook_context: HookContext) -> None:
+    """Let the ranks hand over their shards of a model. Collective."""
+    if model in hook_context.numbers or not any(map(_is_shard, model.parameters())):
+        return
+    hook_context.number_model(model)
+    open_once(hook_context)
+    if is_compiled(model, hook_context.module_registry.alive()):
+        return  # a hook would have it compiled again
+    wrapped = model.module if isinstance(model, FullyShardedDataParallel) else model
+    note_passes(model, Passes(original_class(wrapped).__name__, hook_context))
+    begin, passes = untraced(begin_alone), list[AlonePass | None]()
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        alone = None if any(passes) else begin(module)  # a model may call itself
+        passes.append(alone)
+        return None if alone is None else alone.inputs(module, args, kwargs)
+
+    def leave(module: nn.Module, _args: Any, output: Any) -> Any:
+        alone = passes.pop() if passes else None
+        return None if alone is None else alone.end(module, output)
+
+    model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+    model.register_forward_hook(leave, always_call=True)

@@ -1,0 +1,251 @@
+"""Where this rank's script is: counts that are the same on all ranks whenever they are at the same place.
+
+A rank that has begun a pass or a collective that rank 0 has not come to waits there for rank 0: by its host where
+collectives wait (gloo), by its device where they return early (NCCL). Until rank 0 comes nothing that it has can
+change, so its shards are safe to read from another thread.
+"""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fsdplaunch.runtime.inspection.units import is_unit
+from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import is_in_flat_parameter
+from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import count_shard_changes, group_refs
+from fsdplaunch.runtime.torch_internals.process_groups import issued_collectives
+from fsdplaunch.runtime.torch_internals.tensors import change_count
+from fsdplaunch.runtime.torch_internals.wrappers import untraced
+
+_MOST_MARKS = 1024
+"""How far a rank's host may be ahead of its device; drivers take about as many kernels before they block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A place in the script.
+
+    Attributes:
+        steps: Optimizer steps made, of optimizers that train shards: others may be one rank's own.
+        passes: Passes of sharded models begun by all ranks.
+        collectives: Collectives of the default group since the last step. Point-to-point messages, which ranks
+            make in unequal numbers, count as well: not for long.
+        changes: How often shards of the models were written to since the last step.
+    """
+
+    steps: int
+    passes: int
+    collectives: int
+    changes: int
+
+    def is_past(self, other: "Place") -> bool:
+        """Return whether a rank that is here waits for one that is there."""
+        if self.steps != other.steps:
+            return self.steps > other.steps
+        return self.passes > other.passes or self.collectives > other.collectives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A pass or a step that begins: where the script was then, and on a GPU what its device had to do before."""
+
+    place: Place
+    is_step: bool
+    event: torch.cuda.Event | None
+
+
+class Position:
+    """One rank's place.
+
+    Attributes:
+        met: Calls that every rank must make, and in which all have met.
+        inside: The call that every rank must make and that this one is in, or None.
+        states: The calls by which the script has asked for states of shards, at its latest places (steps, passes,
+            met).
+        ended: Whether the script is at its end, or has destroyed the process group.
+        marks: The latest, in order.
+        held: Models and optimizers, from one step to the next: a function that trains returns on other ranks while
+            rank 0 still saves in it what its variables held.
+    """
+
+    def __init__(self) -> None:
+        self.steps = self.passes = self.met = 0
+        self.inside: str | None = None
+        self.states: dict[tuple[int, int, int], list[str]] = {}
+        self.ended = False
+        self.marks: deque[Mark] = deque(maxlen=_MOST_MARKS)
+        self.held: list[Any] = []
+        self.moved = threading.Condition()
+        self._watched: weakref.WeakKeyDictionary[nn.Module, _Changes] = weakref.WeakKeyDictionary()
+        self._collectives_at_step = 0
+
+    def place(self) -> Place:
+        """Return where the script is now."""
+        return self._place(_replaced_in_all[0] + sum(each.count() for each in list(self._watched.values())))
+
+    def watch(self, model: nn.Module) -> None:
+        """Count from now on how often a model's shards are written to."""
+        self._watched[model] = _Changes(model)
+
+    def begin_pass(self) -> None:
+        """Note that a sharded model is called, by all ranks."""
+        self._mark(self.place(), is_step=False)
+        self.passes += 1
+        self.note()
+
+    def begin_step(self) -> None:
+        """Note that an optimizer begins to train shards."""
+        self.held.clear()  # all ranks have averaged gradients: rank 0 is past what it saved before
+        last = self.marks[-1].place if self.marks else None  # between a pass and its step nobody writes
+        changes = last.changes if last is not None and last.steps == self.steps else 0
+        self._mark(self._place(changes), is_step=True)
+
+    def end_step(self) -> None:
+        """Note that an optimizer has trained shards."""
+        self._collectives_at_step = issued_collectives()  # first: a thread may look between the two
+        self.steps += 1
+        _replaced_in_all[0] = 0
+        for each in list(self._watched.values()):
+            each.begin_anew()
+
+    def note_state(self, call: str) -> int:
+        """Note a call for the state of shards, and return how many were made at this place."""
+        calls = self.states.setdefault((self.steps, self.passes, self.met), [])
+        calls.append(call)
+        while len(self.states) > _MOST_MARKS:
+            del self.states[next(iter(self.states))]
+        self.note()
+        return len(calls)
+
+    def drop_state(self) -> None:
+        """Forget the last call for the state of shards: rank 0 alone makes it."""
+        self.states[self.steps, self.passes, self.met].pop()
+
+    def end(self) -> None:
+        """Note that the script is at its end."""
+        self.ended = True
+        self.note()
+
+    def note(self) -> None:
+        """Let the serving thread, if it waits for this rank, look again."""
+        with self.moved:
+            self.moved.notify_all()
+
+    @contextmanager
+    def being_inside(self, call: str) -> Iterator[None]:
+        """Note that this rank is in a call that every rank must make."""
+        self.inside = call
+        self.note()
+        try:
+            yield
+        finally:
+            self.inside = None
+
+    def _place(self, changes: int) -> Place:
+        collectives = issued_collectives() - self._collectives_at_step
+        return Place(steps=self.steps, passes=self.passes, collectives=collectives, changes=changes)
+
+    def _mark(self, place: Place, *, is_step: bool) -> None:
+        event = None
+        if torch.cuda.is_initialized():
+            event = torch.cuda.Event()
+            event.record()
+        self.marks.append(Mark(place=place, is_step=is_step, event=event))
+
+
+class _Changes:
+    """Counts how often a model's shards are written to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._groups = [ref for unit in model.modules() if is_unit(unit) for ref in group_refs(unit)]
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        self._before = count_shard_changes(self._groups)
+
+    def count(self) -> int:
+        return count_shard_changes(self._groups) - self._before
+
+
+def changes(tensor: Any) -> int:
+    """Return how often a shard was changed in place: equal on all ranks that did the same with it."""
+    counted = change_count(tensor) + change_count(local_tensor(tensor))  # where an operation is given it
+    return counted + int(tensor.__dict__.get(_REPLACED, 0))
+
+
+def count_changes_from_now(tensor: Any) -> None:
+    """Forget how often a shard was changed until now, by what ranks do differently while a model is sharded."""
+    tensor.__dict__[_REPLACED] = tensor.__dict__.get(_REPLACED, 0) - changes(tensor)
+
+
+_REPLACED = "fsdplaunch_replaced"
+"""What counts of a parameter's changes lack, whose memory was exchanged."""
+_replaced_in_all = [0]
+"""That of all parameters since the last step."""
+
+
+@contextmanager
+def counting_one_change(tensor: Any) -> Iterator[None]:
+    """Count what gives a shard other memory, which counts its own changes, as one change; on all ranks."""
+    before = changes(tensor)
+    yield
+    lacking = before + 1 - changes(tensor)
+    tensor.__dict__[_REPLACED] = tensor.__dict__.get(_REPLACED, 0) + lacking
+    _replaced_in_all[0] += lacking
+
+
+def trains_shards(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer trains what is divided over ranks, which all of them step."""
+    trained = (param for group in optimizer.param_groups for param in group["params"])
+    return any(isinstance(param, DTensor) or is_in_flat_parameter(param) for param in trained)
+
+
+_stepping: list[bool] = []
+
+
+def in_optimizer_step() -> bool:
+    """Return whether an optimizer of torch's steps: all ranks do."""
+    return bool(_stepping)
+
+
+@contextmanager
+def tracking_position(hook_context: Any) -> Iterator[None]:
+    """Count optimizer steps; rule 6.
+
+    Args:
+        hook_context: This worker's, whose position is counted.
+    """
+    position = hook_context.position
+
+    def begin(optimizer: Optimizer, *_: Any) -> None:
+        _stepping.append(True)
+        if hook_context.size > 1 and trains_shards(optimizer):
+            position.begin_step()
+
+    def end(optimizer: Optimizer, *_: Any) -> None:
+        _stepping.clear()
+        if trains_shards(optimizer):
+            if hook_context.size > 1:
+                optimizers = (each for _, each in hook_context.numbered_optimizers())
+                position.held[:] = [*hook_context.numbers, *optimizers]
+            position.end_step()
+
+    before, after = (
+        register_optimizer_step_pre_hook(untraced(begin)),
+        register_optimizer_step_post_hook(untraced(end)),
+    )
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+        position.held.clear()

@@ -1,0 +1,453 @@
+"""Find out whether all ranks are in the same call; where rank 0 is alone, give it what the others have shards of.
+
+Rank 0 asks over the side channel. On each other rank a thread answers: when its script is in that call, or when it
+has gone past rank 0's place and waits for rank 0 there.
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdplaunch.errors import CheckpointError, ShardingError
+from fsdplaunch.runtime import rank0_service
+from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.rank0.position import Mark, Place, Position
+from fsdplaunch.runtime.auto.rank0.shards import (
+    ShardName,
+    gradient_name,
+    identity,
+    named_shards,
+    on_host,
+    part_of,
+    shard_ranks,
+)
+from fsdplaunch.runtime.auto.rank0.side_channel import Connection, bytes_of, connect
+from fsdplaunch.runtime.collectives.hang_detector import in_torch, user_line
+from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier, name_ranks
+from fsdplaunch.runtime.inspection.units import is_over_all_ranks
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import calling_lines, is_user_file, script_line
+from fsdplaunch.runtime.state_dict.gather import await_main_thread, spooled
+from fsdplaunch.runtime.torch_internals.dtensor import shape_and_offset
+from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import is_in_flat_parameter
+from fsdplaunch.runtime.torch_internals.process_groups import default_timeout
+from fsdplaunch.runtime.torch_internals.tensors import tree_leaves, tree_map
+
+_LOOK_SECONDS = 0.05
+STILL_SECONDS = 3.0
+"""How long the script must have stood in one place inside torch to count as waiting."""
+_BUSY = 0.2
+"""Share of a processor from which on it counts as computing there, not as waiting."""
+
+_KNOWN = (
+    "save model.state_dict() and optimizer.state_dict(), called on rank 0; keep averages of weights in a"
+    " copy.deepcopy of the model; or have every rank make this call"
+)
+_STEP_HINT = "make this call after optimizer.step(); or on all ranks, if it needs gradients"
+_CHANGED_HINT = "change weights for a save, and back, where all ranks save; or write them before optimizer.step()"
+_GRADIENT_HINT = (
+    "compute it on all ranks, before `if rank == 0:`, and let rank 0 print it; torch.nn.utils.clip_grad_norm_,"
+    " called by all ranks, returns the norm of all gradients"
+)
+_ALL_RANKS = "take it out of `if rank == 0:`, and let rank 0 print or write"
+
+
+class Server:
+    """The thread of every rank but rank 0: it hands over this rank's shards while the script waits for rank 0.
+
+    Attributes:
+        thread: Runs until rank 0 has ended.
+    """
+
+    def __init__(self, hook_context: HookContext, connection: Connection) -> None:
+        self._hook_context, self._position, self._connection = hook_context, hook_context.position, connection
+        self._shards: dict[ShardName, DTensor] = {}
+        self.thread = threading.Thread(target=self._serve, name="fsdplaunch-shards", daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        answers = {"meet": self._answer_call, "state": self._answer_state, "shard": self._send_shard}
+        try:
+            while (request := self._connection.receive())["kind"] != "end":
+                if request["kind"] == "done":
+                    self._shards = {}
+                else:
+                    answers[request["kind"]](request, Place(**request["place"]))
+            with self._position.moved:
+                self._position.moved.wait_for(lambda: self._position.ended)
+        except CheckpointError:  # rank 0 is gone: its own failure is reported there
+            pass
+        finally:
+            self._connection.close()
+
+    def _answer_call(self, request: dict[str, Any], place: Place) -> None:
+        position = self._position  # of two calls alike, the one that rank 0 is in
+        self._answer(request, place, lambda: position.inside == request["call"] and position.met == request["met"])
+
+    def _answer_state(self, request: dict[str, Any], place: Place) -> None:
+        key, count = (place.steps, place.passes, request["met"]), request["count"]
+
+        def made() -> str | None:
+            """Return the call that this rank has made in the place of rank 0's."""
+            calls = self._position.states.get(key, ())
+            return calls[count - 1] if len(calls) >= count else None
+
+        self._answer(request, place, lambda: made() == request["call"], lambda: made() is not None)
+
+    def _answer(
+        self,
+        request: dict[str, Any],
+        place: Place,
+        is_here: Callable[[], bool],
+        is_elsewhere: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Answer whether the script is where rank 0 is, when that is known."""
+        position, still = self._position, _Standstill()
+        while True:
+            # In a call with rank 0's number: not in one that rank 0 has left, and this rank is about to leave.
+            waits = position.inside is not None and position.met == request["met"]
+            gone = waits or is_elsewhere() or position.ended or position.place().is_past(place) or still.lasts()
+            here = is_here()  # last: the script moves on between the two, and what it has come to stays known
+            if here or gone:
+                break
+            with position.moved:
+                position.moved.wait(_LOOK_SECONDS)
+        self._shards = {}
+        where = "the end of the script" if position.ended else user_line(_main_frame())
+        self._connection.send({"here": here, "where": where})
+
+    def _send_shard(self, request: dict[str, Any], place: Place) -> None:
+        mark = _held_at(self._position, place)
+        if not self._shards:
+            self._shards = dict(named_shards(self._hook_context))
+        shard = self._shards.get(request["name"])
+        held = self._position.place() if mark is None else mark.place
+        # A step that no collective of rank 0's kept this rank from making has changed the shards.
+        stepped = mark is not None and mark.is_step and held.collectives <= place.collectives
+        answer = {"steps": held.steps + stepped, "changes": held.changes, "shape": None}
+        if shard is None or answer["steps"] != place.steps or held.changes != place.changes:
+            self._connection.send(answer)
+            return
+        host = on_host(shard, None if mark is None else mark.event, beside=True)
+        shape, offset = shape_and_offset(shard)
+        self._connection.send({**answer, "shape": shape, "offset": offset})
+        self._connection.send_bytes(bytes_of(host))
+
+
+def _held_at(position: Position, place: Place) -> Mark | None:
+    """Return where this rank's shards last had the values of rank 0's place; None where that is now.
+
+    Its host may have gone on, with collectives that return early: through the next pass, and further steps. Its
+    device cannot: it waits for rank 0 in that pass. So what counts is what comes first after rank 0's place. A
+    pass: the shards are still those before it. A step: they are if a collective that rank 0 has not come to was
+    before it. If none was, nothing has kept the device, nor the host of a CPU, from making it, and the shards are
+    of another step. Where collectives wait, as gloo's do, no rank makes a step behind one that rank 0 has not come
+    to: nothing is served there that has changed.
+    """
+    for mark in list(position.marks):
+        if mark.place.steps >= place.steps if mark.is_step else mark.place.passes >= place.passes:
+            return mark
+    return None
+
+
+class _Standstill:
+    """Finds out whether the main thread waits in one place inside torch, in a call that is not counted."""
+
+    def __init__(self) -> None:
+        self.mark: Any = None
+        self.since = self.computed = 0.0
+
+    def lasts(self) -> bool:
+        """Return whether it has waited there for some seconds."""
+        frame = _main_frame()
+        mark = (id(frame), frame.f_lasti)
+        now, computed = time.monotonic(), time.process_time()
+        if mark != self.mark or not in_torch(frame):
+            self.mark, self.since, self.computed = mark, now, computed
+            return False
+        waited = now - self.since
+        return waited > STILL_SECONDS and computed - self.computed < _BUSY * waited
+
+
+def _main_frame() -> Any:
+    return sys._current_frames()[threading.main_thread().ident or 0]
+
+
+class Service:
+    """What one rank needs so that rank 0 can save, read and evaluate alone; see `rank0_service.Rank0Service`.
+
+    Args:
+        hook_context: This worker's.
+
+    Attributes:
+        position: Where its script is.
+    """
+
+    def __init__(self, hook_context: HookContext) -> None:
+        self._hook_context, self.position = hook_context, hook_context.position
+        connections = connect()
+        self._connections = {each.rank: each for each in connections} if hook_context.rank == 0 else {}
+        self._server = None if hook_context.rank == 0 else Server(hook_context, connections[0])
+        self._names: dict[tuple[Any, ...], tuple[ShardName, DTensor]] = {}
+        self._where: dict[int, str] = {}
+        self._turn = threading.RLock()
+
+    def meets(self, call: str, hint: str, ranks: Sequence[int] | None = None) -> bool:
+        """Return whether every rank is in this call; see `Rank0Service.meets`."""
+        if ranks is not None:
+            monitored_barrier(call, hint, ranks)
+            return True
+        with self._turn, self.position.being_inside(call):
+            if self._connections and not self._others_are_in({"kind": "meet", "call": call}, call, hint):
+                return False
+            monitored_barrier(call, hint)
+        self.position.met += 1  # after it has left: a rank inside with the same number is in another call
+        return True
+
+    def alone(self, call: str, hint: str) -> ShardingError:
+        """Return the error of a call that rank 0 alone makes, after `meets` was False."""
+        rank, where = next(iter(self._where.items()))
+        return ShardingError(f"{script_line()} calls {call} on rank 0 only: rank {rank} is at {where}", hint=hint)
+
+    def gives_full_states(self) -> bool:
+        """Return whether the script does not know of shards; one that shards itself may call `full_tensor()`."""
+        return bool(self._hook_context.ownership.ours)
+
+    def asks_alone(self, call: str) -> bool:
+        """Return whether rank 0 alone asks for the state of shards. The other ranks go on at once."""
+        made = f"{call}, {calling_lines()}"  # a function is at the same line for whoever calls it
+        request = {"kind": "state", "call": made, "count": self.position.note_state(made)}
+        if not self._connections or self._others_are_in(request, call, _ALL_RANKS):
+            return False
+        self.position.drop_state()
+        return True
+
+    def _others_are_in(self, request: dict[str, Any], call: str, hint: str) -> bool:
+        place = {name: getattr(self.position.place(), name) for name in Place.__slots__}
+        for connection in self._connections.values():
+            connection.send({**request, "place": place, "met": self.position.met})
+        answers = {rank: each.receive(default_timeout()) for rank, each in self._connections.items()}
+        self._where = {rank: answer["where"] for rank, answer in answers.items() if not answer["here"]}
+        self._names = {}
+        if self._where and len(self._where) < len(answers):
+            here = [0, *(rank for rank in answers if rank not in self._where)]
+            rank, where = next(iter(self._where.items()))
+            msg = f"{call} was called on {name_ranks(here)} only: rank {rank} went on, to {where}"
+            raise CheckpointError(msg, hint=hint)
+        return not self._where
+
+    def full(self, tensor: DTensor, call: str) -> torch.Tensor:
+        """Return a full tensor in host memory, of the shards that the other ranks hand over; on rank 0.
+
+        Args:
+            tensor: A parameter, or a tensor of an optimizer's state, as it is now.
+            call: The script's call that needs it, for errors.
+
+        Raises:
+            CheckpointError: It is neither, a rank has another one by now, or a rank has ended.
+        """
+        with self._turn:
+            return self._full(tensor, call)
+
+    def _full(self, tensor: DTensor, call: str) -> torch.Tensor:
+        if not self._names:
+            self._names = {identity(value): (name, value) for name, value in named_shards(self._hook_context)}
+        name, shard = self._names.get(identity(tensor), (None, None))
+        if name is None or shard is None:
+            raise self._unknown(tensor, call)
+        place = self.position.place()
+        request = {"kind": "shard", "name": name, "place": {key: getattr(place, key) for key in Place.__slots__}}
+        asked = [self._connections[rank] for rank in shard_ranks(shard, 0) if rank]
+        for connection in asked:
+            connection.send(request)
+        full = torch.empty(shard.shape, dtype=shard.dtype)
+        part_of(full, *shape_and_offset(shard)).copy_(on_host(shard, None, beside=False))
+        answers = [(each, self._receive(each, full)) for each in asked]  # of all of them, before an error
+        for connection, answer in answers:
+            if answer["shape"] is None:
+                raise self._other_state(connection.rank, answer, place, call)
+        return full
+
+    def _receive(self, connection: Connection, full: torch.Tensor) -> dict[str, Any]:
+        """Put a rank's shard in its place, and return its answer."""
+        answer = connection.receive(default_timeout())
+        if answer["shape"] is None:
+            return answer
+        part = part_of(full, answer["shape"], answer["offset"])
+        received = part if part.is_contiguous() else torch.empty(part.shape, dtype=part.dtype)
+        connection.receive_into(received)
+        if received is not part:
+            part.copy_(received)
+        return answer
+
+    def _unknown(self, tensor: DTensor, call: str) -> CheckpointError:
+        alone = f"{call} was called on rank 0 only, and"
+        of = gradient_name(tensor, self._hook_context)
+        if of is not None:
+            msg = f"{alone} needs the gradient of {of}, which other ranks need not keep"
+            return CheckpointError(msg, hint=_GRADIENT_HINT)
+        known = "is neither a parameter nor optimizer state as they are now"
+        return CheckpointError(f"{alone} a tensor of shape {tuple(tensor.shape)} in it {known}", hint=_KNOWN)
+
+    def _other_state(self, rank: int, answer: dict[str, Any], place: Place, call: str) -> CheckpointError:
+        where = f"(it is at {self._where.get(rank, 'another line')})"
+        if answer["steps"] != place.steps:
+            msg = (
+                f"{call} was called on rank 0 only: rank {rank} has made {answer['steps']} optimizer steps {where}"
+                f" and rank 0 {place.steps}, so their shards are not of one step"
+            )
+            return CheckpointError(msg, hint=_STEP_HINT)
+        if answer["changes"] != place.changes:
+            msg = f"{call} was called on rank 0 only, and weights were changed on rank {rank} since {where}"
+            return CheckpointError(msg, hint=_CHANGED_HINT)
+        msg = f"{call} was called on rank 0 only, and rank {rank} has no such tensor {where}"
+        return CheckpointError(msg, hint=_KNOWN)
+
+    def done(self) -> None:
+        """Let the other ranks forget what they looked up."""
+        self._names = {}
+        for connection in self._connections.values():
+            connection.send({"kind": "done"})
+
+    def close(self) -> None:
+        """End, at the end of the process: rank 0 tells the others, which serve until then."""
+        self.position.end()
+        for connection in self._connections.values():
+            with contextlib.suppress(CheckpointError):  # it has ended before
+                connection.send({"kind": "end"})
+        for connection in self._connections.values():
+            connection.wait_until_closed(default_timeout())  # rank 0 may have the store that the others need
+        if self._server is not None:
+            self._server.thread.join()
+
+
+_opened: list[Service] = []
+
+
+def open_once(hook_context: HookContext) -> None:
+    """Connect the ranks, the first time that a model is sharded. Collective."""
+    if hook_context.size > 1 and not _opened:
+        _opened.append(Service(hook_context))
+        rank0_service.provide(_opened[0])
+
+
+def service() -> Service | None:
+    """Return this rank's part, if there are several ranks and a model is sharded."""
+    return _opened[0] if _opened else None
+
+
+def is_open() -> bool:
+    """Return whether ranks may still hand over shards, for which the process group must stand."""
+    return bool(_opened)
+
+
+def note_end() -> None:
+    """Note that this rank's script has ended, so that rank 0 need not wait for it to get anywhere."""
+    for each in _opened:
+        each.position.end()
+
+
+def close() -> None:
+    """End it, once."""
+    while _opened:
+        rank0_service.provide(None)
+        _opened.pop().close()
+
+
+def check_all_ranks(call: str, hint: str = _ALL_RANKS) -> None:
+    """Check that every rank makes a call; those that are late are waited for.
+
+    Raises:
+        ShardingError: Only rank 0 makes it.
+        CheckpointError: Only other ranks make it.
+    """
+    found = service()
+    if found is not None and not found.meets(call, hint):
+        raise found.alone(call, hint)
+
+
+@contextmanager
+def giving_full_states() -> Iterator[None]:
+    """Have `state_dict()`, and `full_tensor()` of a shard, give full tensors to rank 0 alone; rule 6."""
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+            state = original(self, *args, **kwargs)
+            caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+            return state if caller.startswith(("torch.", "fsdplaunch.")) else _full_if_alone(self, state)
+
+        return state_dict
+
+    with ExitStack() as stack:
+        for kind in (nn.Module, Optimizer):
+            stack.enter_context(replaced(kind, "state_dict", make))
+        stack.enter_context(replaced(DTensor, "full_tensor", _full_tensor))
+        yield
+
+
+def _full_tensor(gather: Any) -> Any:
+    @functools.wraps(gather)
+    def full_tensor(tensor: DTensor, **kwargs: Any) -> Any:
+        found = service()
+        by_script = is_user_file(sys._getframe(1).f_code.co_filename)
+        if by_script and found is not None and is_over_all_ranks(tensor):
+            call = f"full_tensor() at {script_line()}"
+            if found.asks_alone(call):
+                return found.full(tensor, call).to(tensor.device)
+        return gather(tensor, **kwargs)
+
+    return full_tensor
+
+
+def _full_if_alone(owner: Any, state: Any) -> Any:
+    found, call = service(), f"{type(owner).__name__}.state_dict() at {script_line()}"
+    if found is None:
+        return state
+    if isinstance(owner, Optimizer):
+        _refuse_flat_alone(found, owner, call)
+    shards = _shards_over_all_ranks(state) if found.gives_full_states() else []
+    if not shards:
+        return state
+    await_main_thread(call)
+    return _full(found, owner, state, shards, call) if found.asks_alone(call) else state
+
+
+def _shards_over_all_ranks(state: Any) -> list[DTensor]:
+    """Return the shards in a state; none where some are not over all ranks."""
+    shards = [each for each in tree_leaves(state) if isinstance(each, DTensor)]
+    return shards if all(map(is_over_all_ranks, shards)) else []
+
+
+def _full(found: Service, owner: Any, state: Any, shards: list[DTensor], call: str) -> Any:
+    full: dict[tuple[Any, ...], torch.Tensor] = {}
+    for shard in shards:  # tied ones stay tied
+        if identity(shard) not in full:
+            full[identity(shard)] = spooled(found.full(shard, call))
+    found.done()
+
+    def full_or_own(value: Any) -> Any:
+        return full[identity(value)] if isinstance(value, DTensor) else value
+
+    if isinstance(owner, Optimizer):
+        return tree_map(full_or_own, state)
+    for name, value in list(state.items()):  # torch's own mapping, with the versions of modules
+        state[name] = full_or_own(value)
+    return state
+
+
+def _refuse_flat_alone(found: Service, optimizer: Optimizer, call: str) -> None:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if any(map(is_in_flat_parameter, params)) and found.asks_alone(call):
+        msg = f"{call} was called on rank 0 only, for parameters that FSDP1 has sharded"
+        raise CheckpointError(msg, hint="call FSDP.optim_state_dict(model, optimizer) on all ranks")

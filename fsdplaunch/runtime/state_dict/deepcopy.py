@@ -1,0 +1,124 @@
+"""Let `copy.deepcopy` of a sharded model give another model, sharded in the same way.
+
+Needed because torch refuses to copy or to pickle a sharded module, and averages of weights start as copies.
+"""
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.inspection.announce import announcing
+from fsdplaunch.runtime.inspection.parameter_names import named_parameters, parameters_of
+from fsdplaunch.runtime.inspection.units import reshard
+from fsdplaunch.runtime.script_line import script_line
+from fsdplaunch.runtime.sharding.mesh import ShardTarget, own_device
+from fsdplaunch.runtime.sharding.registry import registered
+from fsdplaunch.runtime.sharding.shard import shard_model
+from fsdplaunch.runtime.state_dict.gather import ShardGatherer, await_main_thread
+from fsdplaunch.runtime.state_dict.unsharded_copy import unsharded_copy
+
+
+def allow_deepcopy(model: nn.Module, attach: Callable[[nn.Module, nn.Module], None]) -> None:
+    """Let `copy.deepcopy` copy this sharded model, and any module inside of it.
+
+    Args:
+        model: Sharded. Its copy is another sharded model; that of a module inside has full parameters.
+        attach: Makes a copy behave as the script expects of a model; given the copy, and what it is a copy of.
+    """
+    _allow(model, model.modules(), attach)
+
+
+def allow_deepcopy_of_units(model: nn.Module) -> None:
+    """Let `copy.deepcopy` copy a model that the script has prepared, and its units; others torch copies itself.
+
+    Torch cannot pickle units either, which is said where a script tries to.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.__dict__["__reduce_ex__"] = _refuse_pickling
+    _allow(model, units, lambda copied, _: allow_deepcopy_of_units(copied))
+
+
+def _refuse_pickling(_protocol: int) -> Any:
+    msg = f"{script_line()} pickles a model that prepare has sharded"
+    raise CheckpointError(msg, hint='save its state_dict() under fsdplaunch.state_dict_type(model, "full")')
+
+
+def _allow(model: nn.Module, modules: Iterable[nn.Module], attach: Callable[[nn.Module, nn.Module], None]) -> None:
+    for module in modules:
+        copy_one = functools.partial(_copied, attach=attach) if module is model else _full_copy
+        module.__dict__["__deepcopy__"] = _method(weakref.ref(module), copy_one)
+
+
+def _method(module: "weakref.ref[nn.Module]", copy_one: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    return lambda memo: copy_one(module(), memo)
+
+
+def _full_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a copy of a module of the model, which is one of plain torch. Collective."""
+    _reshard(module)
+    return _plain(module, memo, ShardGatherer("copy.deepcopy", keep=True))
+
+
+def _reshard(module: nn.Module) -> None:
+    """Have the shards in their place; not while the main thread computes with full parameters."""
+    await_main_thread(f"copy.deepcopy at {script_line()}")
+    reshard(module)
+
+
+def _plain(module: nn.Module, memo: dict[int, Any], gathering: ShardGatherer) -> nn.Module:
+    def full(param: nn.Parameter) -> Any:
+        return gathering.full(param) if isinstance(param, DTensor) else copy.deepcopy(param)
+
+    copied = unsharded_copy(module, full, memo)
+    gathering.leave()
+    return copied
+
+
+def _copied(model: Any, memo: dict[int, Any], attach: Callable[[nn.Module, nn.Module], None]) -> nn.Module:
+    """Return another model with the same values, sharded in the same way; of plain torch where rank 0 is alone."""
+    prepared = registered(model)
+    _reshard(model)
+    gathering = ShardGatherer("copy.deepcopy", keep=True)
+    gathering.meet()
+    if not gathering.together:
+        return _plain(model, memo, gathering)
+    metas: dict[int, Any] = {}
+
+    def as_meta(param: nn.Parameter) -> Any:
+        if not isinstance(param, DTensor):
+            return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+        if id(param) not in metas:
+            empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
+            metas[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
+        return metas[id(param)]
+
+    copied = unsharded_copy(model, as_meta, memo)
+    if prepared is None:
+        return copied
+    plugin = copy.copy(prepared.plugin)
+    plugin.param_init_fn = _zeros
+    context = None if prepared.sequences is None else prepared.sequences.axis
+    place = ShardTarget(mesh=prepared.mesh, device=own_device(prepared.mesh), context=context)
+    with announcing(None):
+        shard_model(copied, plugin, place)
+    values = dict(named_parameters(model))
+    with torch.no_grad():
+        for name, param in named_parameters(copied):
+            param.copy_(values[name])
+    attach(copied, model)
+    return copied
+
+
+def _zeros(module: nn.Module) -> None:
+    """Set some value, until the other model's is copied."""
+    for param in parameters_of(module, recurse=False):
+        param.zero_()

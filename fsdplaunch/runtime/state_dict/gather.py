@@ -1,0 +1,290 @@
+"""Gather full tensors one at a time, where they are wanted: all ranks take part, or rank 0 alone fetches them.
+
+What a save gathers is kept in temporary files, not in memory, until it is written: rank 0 can give any library a
+state of the model's size, of plain tensors, and hold one of them.
+"""
+
+import ctypes
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime import rank0_service
+from fsdplaunch.runtime.collectives.hang_detector import in_torch
+from fsdplaunch.runtime.collectives.rank_group import raise_on_all_ranks
+from fsdplaunch.runtime.script_line import script_line
+from fsdplaunch.runtime.torch_internals.tensors import storage_identity
+
+SMALLEST = 1 << 16
+"""Bytes below which a gathered tensor stays in memory: a file of its own is not worth it."""
+HINT = (
+    "save on all ranks or on rank 0, which can save alone from the first step of the model's optimizer on: decide"
+    " by a number equal on all ranks, such as a loss on validation data or one averaged by"
+    " torch.distributed.all_reduce"
+)
+
+before_gathering: list[Callable[[], None]] = []
+"""What to call before shards are read: hooks of scripts put into them what the script wrote elsewhere."""
+
+
+class ShardGatherer:
+    """Gathers the sharded tensors of one call of the script's; the full ones are kept where they are wanted.
+
+    Args:
+        call: The call, which all ranks must make, or rank 0 alone.
+        keep: Whether this rank wants the full tensors.
+        at: Where it is; left out, the script's line.
+        spool: Keep them in temporary files: they are written and not computed with.
+
+    Attributes:
+        call: With its line.
+        keep: As given.
+        together: Whether all ranks make the call; otherwise rank 0 alone does, and fetches what others hold.
+        by_rank: Whether each rank writes a file of its own.
+        count: How many tensors were asked for.
+    """
+
+    def __init__(self, call: str, *, keep: bool, at: str | None = None, spool: bool = False) -> None:
+        for each in before_gathering:
+            each()
+        self.call = f"{call} at {at or script_line()}"
+        self.keep = keep
+        self.together = True
+        self.by_rank = False
+        self.count = 0
+        self._spool = spool
+        self._met = False
+        self._full: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def meet(self) -> None:
+        """Wait until all ranks are in this call, or rank 0 knows that it is alone; once.
+
+        Raises:
+            CheckpointError: Some ranks make the call and some do not, or a thread does beside the main thread.
+        """
+        if not self._met:
+            self._met = True
+            await_main_thread(self.call)
+            self.together = rank0_service.meets(self.call, HINT)
+            if self.together and len(_threads) > 1:
+                msg = f"{self.call} gathers shards on all ranks in several threads at once, whose order may differ"
+                raise CheckpointError(msg, hint="save on rank 0 alone, or one after the other in one thread")
+
+    def full(self, tensor: DTensor) -> torch.Tensor:
+        """Return the full tensor in host memory or in a file, the same one for tied tensors. Collective.
+
+        Returns:
+            A plain tensor of the tensor's shape and dtype, a parameter if it is one; empty where not wanted.
+
+        Raises:
+            CheckpointError: As `meet`.
+        """
+        self.meet()
+        self.count += 1
+        detached: Any = tensor.detach()
+        local = detached.to_local()
+        key = (storage_identity(local), local.storage_offset(), tuple(tensor.shape), tensor.dtype)
+        if key not in self._full:
+            full = self.gather(tensor)
+            # The shard is kept as well: its storage's address must not be given to another while this one counts.
+            self._full[key] = local, spooled(full) if self._spool else full
+        full = self._full[key][1]
+        return nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
+
+    def gather(self, tensor: DTensor) -> torch.Tensor:
+        """Return the full tensor in host memory as `full` does, without keeping it; after `meet`. Collective."""
+        detached: Any = tensor.detach()
+        full: torch.Tensor = detached.full_tensor() if self.together else self._fetch(tensor)
+        if not self.keep:
+            return full.new_empty(0)
+        if full.untyped_storage().nbytes() != full.nbytes:  # a slice of uneven shards with their padding
+            full = full.clone()
+        return full.cpu()
+
+    def _fetch(self, tensor: DTensor) -> torch.Tensor:
+        detached: Any = tensor.detach()
+        if all(placement.is_replicate() for placement in tensor.placements):
+            return detached.to_local()  # type: ignore[no-any-return]
+        service = rank0_service.current()
+        if service is None:
+            raise AssertionError
+        return service.full(tensor, self.call)
+
+    def full_or_own(self, value: Any) -> Any:
+        """Return the full tensor of a sharded one, and anything else itself."""
+        return self.full(value) if isinstance(value, DTensor) else value
+
+    def finish(self, doing: str) -> Any:
+        """Return a context that ends the call: what fails in it is raised on all ranks that take part.
+
+        Args:
+            doing: What it does, to complete "cannot ...".
+        """
+        return raise_on_all_ranks(doing) if self.together else _ending_alone()
+
+    def leave(self) -> None:
+        """End what writes nothing itself: where rank 0 is alone, the others may go on."""
+        if not self.together:
+            with _ending_alone():
+                pass
+
+
+@contextmanager
+def _ending_alone() -> Iterator[None]:
+    service = rank0_service.current()
+    try:
+        yield
+    finally:
+        if service is not None:
+            service.done()
+
+
+def gathered(tensors: Mapping[str, Any], gathering: ShardGatherer) -> dict[str, Any]:
+    """Return the same mapping with full tensors."""
+    return {name: gathering.full_or_own(value) for name, value in tensors.items()}
+
+
+def spooled(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an equal tensor whose memory is a temporary file, which the system writes out when it needs room.
+
+    The file has no name and goes with the tensor; what is written into the tensor stays this process's own. Where
+    the folder for temporary files (TMPDIR) has no room the tensor itself is returned.
+
+    Args:
+        tensor: Contiguous, in host memory.
+    """
+    if tensor.nbytes < SMALLEST:
+        return tensor
+    _give_back_memory()
+    try:
+        with tempfile.NamedTemporaryFile(prefix="fsdplaunch-") as file:
+            tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tofile(file)
+            file.flush()
+            memory = torch.from_file(file.name, shared=False, size=tensor.nbytes, dtype=torch.uint8)
+    except OSError:
+        return tensor
+    return memory.view(tensor.dtype).view(tensor.shape)
+
+
+def _give_back_memory() -> None:
+    """Return to the system what earlier tensors have freed: glibc keeps it, and often takes other for the next."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+_saves_of_ranks: list[bool] = []
+
+
+@contextmanager
+def files_of_ranks() -> Iterator[None]:
+    """Let each rank write files of its own while the context lasts, as in a checkpoint of shards."""
+    _saves_of_ranks.append(True)
+    try:
+        yield
+    finally:
+        _saves_of_ranks.pop()
+
+
+def are_files_of_ranks() -> bool:
+    """Return whether what is written now are files of each rank."""
+    return bool(_saves_of_ranks)
+
+
+PATIENCE_SECONDS = 5.0
+"""How long the main thread may take to the line where it waits for a thread that gathers."""
+_WAITING = {"join", "result", "select", "shutdown"}
+_HOMES = ("/threading.py", "/selectors.py", "/concurrent/futures/_base.py", "/concurrent/futures/thread.py")
+
+_turn = threading.RLock()
+_threads: set[threading.Thread] = set()
+"""Those that gather, or wait until another one has."""
+failed: list[CheckpointError] = []
+"""What threads could not do. A script need not look at a thread's error, and would end well without its save."""
+
+
+def await_main_thread(call: str) -> None:
+    """Refuse to gather in a thread beside a main thread that trains: both would take part in each other's passes.
+
+    A thread that the main thread waits for (`thread.join()`, `future.result()`) may.
+
+    Args:
+        call: The script's, with its line.
+
+    Raises:
+        CheckpointError: The main thread goes on.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not _main_thread_waits():
+        if time.monotonic() > deadline:
+            msg = f"{call} gathers shards in another thread, while the main thread goes on"
+            hint = (
+                "join the thread before the next step; or copy what it writes before it starts, by"
+                " {name: value.full_tensor().cpu() for ...} on all ranks, or by value.clone() on rank 0 alone"
+            )
+            failed.append(CheckpointError(msg, hint=hint))
+            raise failed[-1]
+        time.sleep(0.02)
+
+
+@contextmanager
+def in_turn(call: str) -> Iterator[None]:
+    """Let one thread of the script's gather at a time, and have the run end with what it could not do.
+
+    Args:
+        call: The script's.
+
+    Raises:
+        CheckpointError: As `await_main_thread`.
+    """
+    thread = threading.current_thread()
+    if thread is threading.main_thread() or thread in _threads:
+        yield
+        return
+    await_main_thread(f"{call} at {script_line()}")
+    _threads.add(thread)
+    try:
+        with _turn:
+            yield
+    except CheckpointError as error:
+        failed.append(error)
+        raise
+    finally:
+        _threads.discard(thread)
+
+
+def raise_failed() -> None:
+    """Raise in the main thread what another one could not do.
+
+    Raises:
+        CheckpointError: That.
+    """
+    if failed and threading.current_thread() is threading.main_thread():
+        raise failed.pop()
+
+
+def _main_thread_waits() -> bool:
+    """Return whether the main thread stands where threads are waited for, and nowhere in torch or a queue."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None or not frame.f_code.co_filename.endswith(_HOMES):
+        return False
+    names = set()
+    while frame is not None:
+        if in_torch(frame) or frame.f_code.co_filename.endswith(("/queue.py", "/connection.py")):
+            return False
+        if frame.f_code.co_filename.endswith(_HOMES):
+            names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return bool(names & _WAITING)

@@ -1,1 +1,0 @@
-"""Nodes of backward graphs: which operation they are of, and what they have saved of it."""

@@ -1,0 +1,128 @@
+"""What scripts do with shards outside of passes, by losses of each rank, on numbers of ranks that do not fit."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.scripts.conftest import RANKS, Forks, lines
+
+OWN_ROWS = """
+import os, sys, torch
+from torch import nn
+ranks = int(sys.argv[1])
+torch.manual_seed(0)
+inputs = torch.randn(ranks, 4, 5)
+own = [int(os.environ["RANK"])] if "RANK" in os.environ else range(ranks)
+model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).to("cpu")
+weight, bias = model[0].weight, model[0].bias
+before = weight.detach().clone()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+LOSSES = {
+    "norm": lambda loss, x: loss * weight.norm() + loss * bias.sum(),
+    "element": lambda loss, x: loss * weight[0, 2] + weight[3].square().sum(),
+    "rows": lambda loss, x: loss + (x @ weight.t()).square().mean(),
+    "apart": lambda loss, x: loss + (weight - before).pow(2).sum() + bias.abs().mean(),
+    "least": lambda loss, x: loss * weight.min() + bias.max(),
+    "order": lambda loss, x: loss * torch.linalg.svdvals(weight)[0] + weight.sort(0).values[2].sum(),
+    "each": lambda loss, x: loss + sum(row.norm() for row in weight),
+}
+for name, loss_of in LOSSES.items():
+    for _ in range(2):
+        optimizer.zero_grad()
+        for rank in own:
+            (loss_of(model(inputs[rank]).square().mean(), inputs[rank]) / len(own)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        weight.data[3:6].clamp_(-0.3, 0.3)
+        weight.data.chunk(4)[1].mul_(0.9)
+    print(f"{name}: {weight.norm().item():.6f} {bias.norm().item():.6f} {weight.t()[1].sum().item():.6f}")
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_gradients_of_shards_outside_of_passes_are_the_mean_of_all_ranks(
+    forks: Forks, tmp_path: Path, ranks: int
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(OWN_ROWS)
+    plain = forks.run(script, tmp_path / "plain", str(ranks))
+    many = forks.run(script, tmp_path / "many", str(ranks), ranks=ranks)
+    assert many.codes == [0] * ranks, many.err
+    expected = lines(plain.out[0])
+    assert len(expected) == 7
+    for out in many.out:
+        found = lines(out)
+        for name, numbers in expected.items():
+            assert found[name] == pytest.approx(numbers, abs=1e-5), name
+
+
+TRANSFORMED = """
+import torch
+from torch import nn
+from torch.func import functional_call, grad, hessian, jacrev, vjp, vmap
+model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)).to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x, params = torch.ones(4, 2), dict(model.named_parameters())
+model(x).mean().backward()
+{term}
+"""
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        "vmap(jacrev(model))(x)",
+        "vjp(model, x)[1](torch.ones(4, 2))",
+        "vmap(grad(lambda row: model(row).sum()))(x)",
+        "vmap(hessian(lambda row: model(row).sum()))(x)",
+        "vmap(jacrev(lambda row: functional_call(model, params, (row,))))(x)",
+    ],
+)
+def test_transforms_of_a_sharded_models_passes_are_errors_at_their_line(
+    forks: Forks, tmp_path: Path, term: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRANSFORMED.format(term=term))
+    done = forks.run(script, tmp_path / "run", ranks=RANKS)
+    assert done.codes == [1] * RANKS
+    assert "train.py:9: a transform of torch.func computes Sequential, which is sharded" in done.err[0]
+    assert "--num-processes 1 --shard off" in done.err[0]
+
+
+REFUSED = """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(4, 4)).to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+weight = model[0].weight
+{change}
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (
+            "weight[0] = 1.0",
+            "train.py:6: a leaf Variable that requires grad is being used in an in-place operation",
+        ),
+        ("weight.mul_(2)", "a leaf Variable that requires grad is being used in an in-place operation"),
+        (
+            "weight.data = torch.ones(2, 2)",
+            "train.py:6: .data of a sharded parameter of shape (4, 4) is given (2, 2)",
+        ),
+        ("weight.data.storage()", "train.py:6: storage() of a sharded tensor has no memory of the full one"),
+        (
+            "model[0].register_parameter('other', weight)",
+            "train.py:6: other of Sequential appeared after the model",
+        ),
+        ("weight.detach().numpy()[0] = 1", "assignment destination is read-only"),
+    ],
+)
+def test_what_shards_cannot_have_is_an_error_at_its_line(
+    forks: Forks, tmp_path: Path, change: str, error: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(REFUSED.format(change=change))
+    done = forks.run(script, tmp_path / "run", ranks=RANKS)
+    assert done.codes == [1] * RANKS
+    assert error in done.err[0]

@@ -1,0 +1,147 @@
+"""Another rank than 0 sees its own ordinary files and what rank 0 has; the tree is as rank 0 leaves it."""
+# ruff: noqa: PTH102, PTH103, PTH104, PTH105, PTH107, PTH123, PTH202, PTH208, PTH211, SIM115
+
+import multiprocessing
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.auto.saves import working_tree
+from fsdplaunch.runtime.auto.saves.working_tree import WorkingTree, rank_0_having_the_tree
+from fsdplaunch.runtime.state_dict.gather import files_of_ranks
+
+
+@pytest.fixture
+def other_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkingTree]:
+    """Rank 1 of a plain script, in a folder in which rank 0 has a log."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(working_tree, "PATIENCE_SECONDS", 0.05)
+    (tmp_path / "log.txt").write_text("of rank 0\n")
+    ownership: Any = SimpleNamespace(ours=True, ranked=False)
+    with rank_0_having_the_tree(tree := WorkingTree(ownership, 1)):
+        yield tree
+
+
+def in_tree() -> dict[str, str]:
+    """Return what is really there."""
+    found = {}
+
+    def look() -> None:  # a thread's files are everybody's
+        found.update({path.name: path.read_text() for path in Path().iterdir() if path.is_file()})
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return found
+
+
+@pytest.mark.usefixtures("other_rank")
+def test_a_rank_reads_what_it_wrote_and_nobody_else_does(tmp_path: Path) -> None:
+    with open("log.txt", "a") as file:
+        assert file.tell() == len("of rank 0\n")
+        assert file.name == "log.txt"
+        file.write("mine\n")
+    assert (tmp_path / "log.txt").read_text() == "of rank 0\nmine\n"
+    Path("new.bin").write_bytes(b"123456")
+    with open("new.bin", "r+b") as both:
+        both.seek(2)
+        both.write(b"x")
+    assert Path("new.bin").read_bytes() == b"12x456"
+    with pytest.raises(FileExistsError):
+        open("new.bin", "x")
+    with pytest.raises(FileNotFoundError):
+        open("no/folder.txt", "w")
+    shutil.copyfile("log.txt", "copy.txt")
+    assert Path("copy.txt").read_text() == "of rank 0\nmine\n"
+    assert in_tree() == {"log.txt": "of rank 0\n"}
+
+
+@pytest.mark.usefixtures("other_rank")
+def test_a_log_that_rank_0_has_written_in_this_run_is_begun_anew(tmp_path: Path) -> None:
+    os.utime(tmp_path / "log.txt", (time.time() + 1, time.time() + 1))
+    with open("log.txt", "a") as file:
+        file.write("of all ranks\n")
+    assert Path("log.txt").read_text() == "of all ranks\n"
+
+
+@pytest.mark.usefixtures("other_rank")
+def test_what_rank_0_has_is_removed_and_renamed_by_rank_0(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    os.remove("log.txt")
+    log.unlink()
+    log.rename("old.txt")
+    Path("part").write_text("mine")
+    os.replace("part", "whole")
+    assert Path("whole").read_text() == "mine"
+    os.makedirs("out")
+    os.mkdir("out")
+    shutil.rmtree("out")
+    assert Path("out").is_dir()
+    with pytest.raises(FileNotFoundError):
+        os.rename("never", "there")
+    for refused in (os.unlink, lambda path: os.symlink(path, "latest"), lambda path: os.truncate(path, 0)):
+        with pytest.raises(CheckpointError, match=r"test_working_tree.py:\d+: os\.\w+ of .* on rank 1"):
+            refused(log)
+    assert in_tree() == {"log.txt": "of rank 0\n"}
+
+
+@pytest.mark.usefixtures("other_rank")
+def test_temporary_files_are_each_ranks_own(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        (inside := Path(folder, "a.txt")).write_text("a")
+        assert os.listdir(folder) == ["a.txt"]
+        os.remove(inside)
+        assert os.listdir(folder) == []
+    assert not Path(folder).exists()
+    with tempfile.NamedTemporaryFile("w", dir=tmp_path, delete=False) as part:
+        part.write("mine")
+    os.replace(part.name, "whole")
+    assert Path("whole").read_text() == "mine"
+    assert in_tree() == {"log.txt": "of rank 0\n"}
+
+
+def test_outside_of_the_tree_and_in_saves_of_all_ranks_every_rank_writes(
+    other_rank: WorkingTree, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "a.txt").write_text("a")
+    Path(".cache").mkdir()
+    Path(".cache/b.txt").write_text("b")
+    with files_of_ranks():
+        Path("shard-1").write_text("c")
+    assert in_tree() == {"log.txt": "of rank 0\n", "shard-1": "c"}
+    assert os.path.getsize(".cache/b.txt") == os.path.getsize(elsewhere / "a.txt") == 1
+    other_rank.adopt(elsewhere / "b.txt")
+    with open(elsewhere / "b.txt", "w") as file:
+        file.write("d")
+    assert os.listdir(elsewhere) == ["a.txt"]
+
+
+def write_slowly(path: str, begun: Any) -> None:
+    with open(path, "w") as file:
+        file.write("half")
+        file.flush()
+        begun.set()
+        time.sleep(0.4)
+        file.write(" and half")
+
+
+@pytest.mark.usefixtures("other_rank")
+def test_what_another_rank_writes_is_read_when_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getppid", os.getpid)  # the ranks of a node are children of one process
+    context = multiprocessing.get_context("fork")
+    begun = context.Event()
+    process = context.Process(target=write_slowly, args=("cache.txt", begun))
+    process.start()
+    begun.wait()
+    assert Path("cache.txt").read_text() == "half and half"
+    process.join()
