@@ -6,7 +6,6 @@ from typing import Any
 ABANDON_GROUP = "fsdplaunch.runtime.device.abandon_group"
 GROUP_IS_ABANDONED = "fsdplaunch.runtime.device.group_is_abandoned"
 PROCESSES_END = "fsdplaunch.runtime.auto.ddp.spawned_ranks.raise_refused"
-AVERAGE_LOCAL_GRADIENTS = "fsdplaunch.runtime.compute.local_gradients.average_local_gradients"
 MISSING_GRADIENTS_NOTE = "fsdplaunch.runtime.compute.local_gradients.missing_gradients_note"
 PRINT_SHARDED = "fsdplaunch.runtime.inspection.announce.print_waiting"
 REPORT_END = "fsdplaunch.runtime.collectives.hang_detector.report_end"

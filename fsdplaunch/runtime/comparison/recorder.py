@@ -21,9 +21,6 @@ from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.modules import CALL_METHOD
 from fsdplaunch.runtime.torch_internals.tensors import is_function_transforms
 
-WEIGHT = "_fsdplaunch_weight"
-"""The attribute of a loss by which its value counts in the mean over ranks, where that is not equal."""
-
 
 @dataclass(slots=True)
 class Step:

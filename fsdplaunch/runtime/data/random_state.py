@@ -33,14 +33,6 @@ def set_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def equal_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether nothing was drawn between two states of the generators."""
-    if not torch.equal(one["torch"], other["torch"]) or one["python"] != other["python"]:
-        return False
-    numpys = [states["numpy"] for states in (one, other) if "numpy" in states]
-    return len({(state[1].tobytes(), *state[2:]) for state in numpys}) < 2  # noqa: PLR2004
-
-
 def seed_all(seed: int) -> None:
     """Seed the generators with one number."""
     torch.manual_seed(seed)

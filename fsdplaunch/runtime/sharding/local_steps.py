@@ -25,11 +25,6 @@ _FUNCTIONS = (
 _MODULES = frozenset(f"torch.optim.{name}" for name in _FUNCTIONS)
 
 
-def steps_with_local_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is torch's own, and computes by such a function."""
-    return type(optimizer).__module__ in _MODULES
-
-
 @contextmanager
 def stepping_with_local_shards() -> Iterator[None]:
     """Have torch's optimizers, and those of scripts that call their functions, compute with local shards."""

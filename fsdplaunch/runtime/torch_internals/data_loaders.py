@@ -26,15 +26,6 @@ def set_iterator_methods(iterator: Any, next_data: Callable[..., Any], reset: Ca
     iterator._next_data, iterator._reset = next_data, reset
 
 
-def around_fetches(read: Callable[[Callable[[], Any]], Any]) -> None:
-    """Let `read(fetch)` read each batch of a dataset in this process, one of a loader's workers; all versions."""
-    from torch.utils.data._utils import fetch
-
-    kind: Any = fetch._MapDatasetFetcher
-    original = kind.fetch
-    kind.fetch = lambda self, index: read(lambda: original(self, index))
-
-
 def iterator_class() -> type[Any]:
     """Return the class of all iterators of data loaders, which are made with their loader; all versions."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter

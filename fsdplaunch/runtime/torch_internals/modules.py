@@ -9,11 +9,8 @@ import torch
 from torch.distributed import utils
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
-from torch.nn.utils import stateless
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from torch import nn
 
 __all__ = ["BatchNorm", "IncompatibleKeys"]
@@ -55,12 +52,6 @@ def forward_hooks(module: nn.Module) -> dict[int, Any]:
     """Return a module's own table of what is called after its forward, as it is; all versions."""
     hooks: dict[int, Any] = module._forward_hooks
     return hooks
-
-
-def with_parameters(module: nn.Module, params: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
-    """Return a context in which a module has other tensors for its parameters; all versions."""
-    context: AbstractContextManager[None] = stateless._reparametrize_module(module, params)
-    return context
 
 
 def joins(ddp: Any) -> bool:
@@ -138,14 +129,3 @@ def parse_move(args: Any, kwargs: Any) -> tuple[torch.device | None, torch.dtype
 
 TOTAL_NORM = "_get_total_norm"
 """The function by which torch's `clip_grad_norm_` finds the norm over all gradients; 2.9 to 2.13."""
-
-
-def computes_without_gradients(method: Any) -> bool:
-    """Return whether a method is decorated by `torch.no_grad` or `torch.inference_mode`; all versions."""
-    while method is not None:
-        cells = getattr(getattr(method, "__func__", method), "__closure__", None) or ()
-        contexts = (getattr(cell.cell_contents, "__self__", None) for cell in cells)
-        if any(isinstance(each, torch.no_grad | torch.inference_mode) for each in contexts):
-            return True
-        method = getattr(method, "__wrapped__", None)
-    return False

@@ -3,9 +3,8 @@
 By the logsumexps, results of attention to parts of the keys add up to that to all.
 """
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,24 +146,6 @@ CPU = AttentionKernel(_cpu, _cpu_backward)
 FLASH = AttentionKernel(_flash, _flash_backward)
 EFFICIENT = AttentionKernel(_efficient, _efficient_backward)
 """All versions have the three, with these arguments in this order."""
-
-
-@contextmanager
-def drawing_instead(draws: Mapping[str, Callable[..., torch.Tensor]]) -> Iterator[None]:
-    """Let functions run in the place of torch's operators on CPU tensors, wherever those are called; all versions.
-
-    Args:
-        draws: By the operator's name, what runs instead; `below` gets it torch's own.
-    """
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for name, draw in draws.items():
-                library.impl(name, draw, "AutogradCPU")
-        yield
-    finally:
-        library._destroy()
 
 
 def below() -> AbstractContextManager[Any]:

@@ -131,22 +131,6 @@ def not_scripted(instead: Any) -> None:
     _instead_of.pop(id(instead), None)
 
 
-@contextmanager
-def resolving_as_torch() -> Iterator[None]:
-    """Look up the names in a function of torch where torch wrote it, not where its stand-in was; all versions."""
-    internal: Any = torch._jit_internal
-    resolve = internal.createResolutionCallbackFromClosure
-
-    def of_original(function: Any) -> Any:
-        return resolve(_original(function))
-
-    internal.createResolutionCallbackFromClosure = of_original
-    try:
-        yield
-    finally:
-        internal.createResolutionCallbackFromClosure = resolve
-
-
 def _original(function: Any) -> Any:
     while id(function) in _instead_of:
         function = _instead_of[id(function)]

@@ -118,10 +118,6 @@ class Calls:
             if id(param) not in self.known:
                 raise late_parameter(model, name, self.line)
 
-    def is_in_part(self) -> bool:
-        """Return whether a part of the model computes that the script has called by itself."""
-        return bool(self.outermost) and self.outermost[0] is not self.model()
-
     def _enter_model(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Begin a pass of the whole model; of a compiled one only what ranks must know of each other."""
         if torch.compiler.is_compiling():
@@ -217,11 +213,6 @@ class Calls:
 
 
 _calls: "weakref.WeakKeyDictionary[nn.Module, Calls]" = weakref.WeakKeyDictionary()
-
-
-def computes_in_part(model: nn.Module) -> bool:
-    """Return whether a part of a model that the script has called by itself computes now."""
-    return model in _calls and _calls[model].is_in_part()
 
 
 def all_divided() -> Iterator[DividedPasses]:

@@ -150,21 +150,6 @@ def showing_shards(hook_context: HookContext) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def gathering_again() -> Iterator[None]:
-    """Gather again at the end what is gathered now: differentiating a part of a loss frees parameters.
-
-    What was computed of them as attributes, and is still to be differentiated, finds its memory. Collective where
-    they were freed.
-    """
-    kept = [model for model, view in list(_views.items()) if view.kept]
-    units: list[Any] = [unit for model in kept for unit in model.modules() if is_unit(unit)]
-    gathered = [unit for unit in units if still_gathered(group_refs(unit))]
-    yield
-    for unit in gathered:
-        unit.unshard()
-
-
 def _open() -> Iterator[nn.Module]:
     """Yield the models that are not in a pass and have something gathered."""
     for model, view in list(_views.items()):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -103,53 +102,6 @@ def divided_over(unit: Any) -> int:
     """Return over how many ranks a unit's parameters are divided, with those of replicas; all versions."""
     replicas = getattr(unit, "_inter_node_pg", None)
     return int(unit.process_group.size() * (1 if replicas is None else replicas.size()))
-
-
-def original_buffer_dtypes(unit: Any) -> dict[str, torch.dtype]:
-    """Return the dtypes in a state dict of buffers that a unit computes with in another one; all versions."""
-    if unit.mixed_precision.buffer_dtype is None:
-        return {}
-    dtypes: dict[str, torch.dtype] = unit._buffer_name_to_orig_dtype
-    return {name: dtype for name, dtype in dtypes.items() if name not in unit._ignored_buffer_names}
-
-
-@contextmanager
-def showing_full(units: Sequence[Any], full: dict[int, dict[str, Any]]) -> Iterator[None]:
-    """Let modules have given tensors as parameters, and FSDP1 take no part in state dicts; all versions.
-
-    Args:
-        units: The wrappers.
-        full: The tensor for each parameter in a flat one, by its attribute, by its module's id.
-    """
-    with ExitStack() as stack:
-        for unit in units:
-            for table in ("_state_dict_hooks", "_state_dict_pre_hooks"):
-                stack.enter_context(_other_table(unit, table, _without_fsdp1s(getattr(unit, table))))
-        for module in {id(each): each for unit in units for each in unit.modules()}.values():
-            own = full.get(id(module), {})
-            if own or FLAT_PARAMETER in module._parameters:
-                kept = {name: value for name, value in module._parameters.items() if name != FLAT_PARAMETER}
-                stack.enter_context(_other_table(module, "_parameters", kept | own))
-        yield
-
-
-def _without_fsdp1s(hooks: Any) -> Any:
-    return OrderedDict((key, hook) for key, hook in hooks.items() if not _is_fsdp1s(hook))
-
-
-def _is_fsdp1s(hook: Any) -> bool:
-    function = getattr(hook, "hook", hook)  # torch wraps some
-    return str(getattr(function, "__module__", "")).startswith("torch.distributed.fsdp.")
-
-
-@contextmanager
-def _other_table(module: Any, name: str, table: Any) -> Iterator[None]:
-    kept = module.__dict__[name]
-    module.__dict__[name] = table
-    try:
-        yield
-    finally:
-        module.__dict__[name] = kept
 
 
 def shows_original_parameters(model: nn.Module) -> bool:

@@ -14,7 +14,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-from fsdplaunch.probe.torch_version import parse
 from fsdplaunch.runtime.torch_internals.held_tensors import tensors_held
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves
 
@@ -81,15 +80,6 @@ def gather_outside_of_inference_mode() -> None:
             wait(self)
 
     groups.wait_for_unshard = wait_for_unshard
-
-
-def copies_uneven_shards() -> bool:
-    """Return whether FSDP2 puts a padded copy in the place of a rank's smaller shard at its unit's first pass.
-
-    2.7 to 2.9 do, so changes in place are counted anew there, on that rank; from 2.11 on the shard stays; 2.10 was
-    not tried.
-    """
-    return (parse(torch.__version__) or (2, 11)) < (2, 11)
 
 
 def mixed_precision_of(group: Any) -> Any:
