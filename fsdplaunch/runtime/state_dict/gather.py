@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import rank0_service
 from fsdplaunch.runtime.collectives.hang_detector import in_torch
-from fsdplaunch.runtime.collectives.rank_group import raise_on_all_ranks
+from fsdplaunch.runtime.collectives.rank_group import from_all, raise_on_all_ranks
 from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.tensors import storage_identity
 
@@ -76,7 +76,8 @@ class ShardGatherer:
             self._met = True
             await_main_thread(self.call)
             self.together = rank0_service.meets(self.call, HINT)
-            if self.together and len(_threads) > 1:
+            # One rank may see its threads earlier than another; what only one raised, the others would wait for.
+            if self.together and any(from_all(len(_threads) > 1)):
                 msg = f"{self.call} gathers shards on all ranks in several threads at once, whose order may differ"
                 raise CheckpointError(msg, hint="save on rank 0 alone, or one after the other in one thread")
 
