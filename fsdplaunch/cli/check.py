@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.byte_sizes import size_words
-from fsdplaunch.cli.check_compare import check_tolerance, conclude, prepared, recording, run_plain
+from fsdplaunch.cli.check_compare import EXIT_EQUAL, check_tolerance, conclude, prepared, recording, run_plain
 from fsdplaunch.cli.launch.key_options import option_notes
 from fsdplaunch.cli.launch.options import LaunchOptions
 from fsdplaunch.cli.launch.single_node import (
@@ -23,8 +23,8 @@ from fsdplaunch.cli.launch.single_node import (
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.environment import REHEARSAL_STEPS
 from fsdplaunch.config.load.load import LoadedConfig, load_config
-from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
+from fsdplaunch.launch.compared import WORKERS, remember, shrunk
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
 from fsdplaunch.launch.report.run_result import RunResult
 from fsdplaunch.launch.runner import run_plan
@@ -33,7 +33,6 @@ from fsdplaunch.probe.torch_version import installed_numbers
 from fsdplaunch.run_dir import REHEARSAL, rank_folder
 from fsdplaunch.worker_status import read_heartbeat
 
-WORKERS = 2
 TOLERANCE = 1e-4
 
 
@@ -96,7 +95,8 @@ def check(
         check_script(script)
     check_tolerance(tolerance)
     loaded = load_config(file, overrides=overrides, torch=installed_numbers, noted=option_notes(noted))
-    small, changed = shrunk(loaded.config)
+    asked = loaded.config
+    small, changed = shrunk(asked)
     if compare:
         small = replace(small, launch=replace(small.launch, keep_global_batch=True))
     loaded = replace(loaded, config=small)
@@ -110,7 +110,9 @@ def check(
         return status
     announce(plan, loaded, out)
     if compare:
-        return _compare(plan, tolerance, as_json=as_json, out=out)
+        status = _compare(plan, tolerance, as_json=as_json, out=out)
+        remember(asked, target, equal=status == EXIT_EQUAL)
+        return status
     result = run_plan(plan, output=sys.stderr.fileno() if as_json else None, on_signal=signal_teller(plan, out))
     return _conclude(result, plan, loaded, as_json=as_json, out=out)
 
@@ -124,53 +126,6 @@ def _compare(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) 
             report(result, plan, as_json=False, out=out)
             return result.exit_code or EXIT_FAILED
         return conclude(plan, tolerance, as_json=as_json, out=out)
-
-
-def shrunk(config: Config) -> tuple[Config, tuple[str, ...]]:
-    """Return the configuration for two CPU workers on one node, and what had to change beside that.
-
-    Args:
-        config: Resolved.
-    """
-    fsdp, notes = config.fsdp_config, []
-    strategy, reshard = fsdp.fsdp_sharding_strategy, fsdp.fsdp_reshard_after_forward
-    if strategy is not None and strategy.startswith("HYBRID"):
-        inside = "SHARD_GRAD_OP" if strategy.endswith("ZERO2") else "FULL_SHARD"
-        notes.append(f"{strategy} needs more than {WORKERS} workers: checked as {inside}")
-        strategy = inside  # type: ignore[assignment]
-    elif config.parallelism_config.parallelism_config_dp_replicate_size not in (None, 1):
-        notes.append(f"the mesh needs more than {WORKERS} workers: checked with one replica of the model")
-    if not isinstance(reshard, bool | str | None):
-        reshard = True
-    if fsdp.fsdp_offload_params:
-        notes.append("fsdp_offload_params is left out: it changes nothing without a GPU")
-    mesh = replace(
-        config.parallelism_config, parallelism_config_dp_replicate_size=1, parallelism_config_dp_shard_size=None
-    )
-    if strategy == "NO_SHARD":
-        mesh = replace(mesh, parallelism_config_dp_replicate_size=WORKERS, parallelism_config_dp_shard_size=1)
-    small = replace(
-        config,
-        use_cpu=True,
-        gpu_ids=None,
-        num_machines=1,
-        machine_rank=None,
-        num_processes=WORKERS,
-        main_process_ip=None,
-        main_process_port=None,
-        rdzv_backend="c10d",
-        fsdp_config=replace(
-            fsdp,
-            fsdp_sharding_strategy=strategy,
-            fsdp_reshard_after_forward=reshard,
-            fsdp_offload_params=False,
-        ),
-        parallelism_config=mesh,
-        launch=replace(
-            config.launch, workers_per_node=WORKERS, nodes=None, rendezvous_endpoint=None, max_restarts=0
-        ),
-    )
-    return small, tuple(notes)
 
 
 def _conclude(result: RunResult, plan: LaunchPlan, loaded: LoadedConfig, *, as_json: bool, out: Output) -> int:

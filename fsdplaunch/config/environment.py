@@ -24,6 +24,8 @@ ALLOW_UNSHARDED = "FSDPLAUNCH_ALLOW_UNSHARDED"
 REHEARSAL_STEPS = "FSDPLAUNCH_REHEARSAL_STEPS"
 """Contract variable, not a key: end the script after so many optimizer steps and a checkpoint there and back."""
 
+COMPARED = "FSDPLAUNCH_COMPARED"
+"""Contract variable, not a key: whether this script with this configuration was compared with one process."""
 COMPARE_DIR = "FSDPLAUNCH_COMPARE_DIR"
 """Contract variable, not a key: where each process of `fsdplaunch check --compare` writes what it computed."""
 COMPARE_CHANGED = "FSDPLAUNCH_COMPARE_CHANGED"

@@ -111,6 +111,26 @@ def test_comparing_prints_a_table_on_stdout_and_says_equal(fsdplaunch, tmp_path)
     assert not list((tmp_path / "runs").glob(".*compare"))
 
 
+def test_launch_says_whether_this_script_with_this_configuration_was_compared(fsdplaunch, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(PLAIN)
+    never = "compared with one process yet (fsdplaunch check --compare)"
+
+    def said(*options: str) -> list[str]:
+        done = fsdplaunch("launch", "--cpu", "--workers-per-node", "2", *options, "train.py", "mean")
+        assert done.returncode == 0, done.stderr
+        return re.findall(r"compared with one process.*", done.stderr)
+
+    assert said() == [never]
+    assert fsdplaunch("check", "--compare", "--steps", "2", "train.py", "mean").returncode == 0
+    assert re.fullmatch(r"compared with one process: equal on \d{4}-\d\d-\d\d", *said())
+    assert said("--fsdp_activation_checkpointing") == [
+        "compared with one process yet (fsdplaunch check --compare)"
+    ]
+    script.write_text(PLAIN + "\n")
+    assert said() == [never]
+
+
 def test_comparing_finds_other_data_and_ends_with_1(fsdplaunch, tmp_path):
     other = PLAIN.replace("import sys, torch", "import os, sys, torch").replace(
         "\nrows =", '\ntorch.manual_seed(int(os.environ.get("WORLD_SIZE", "1")))\nrows ='

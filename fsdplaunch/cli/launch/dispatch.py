@@ -12,6 +12,7 @@ from fsdplaunch.cli.launch.single_node import (
     plan_for_this_node,
     run_and_report,
     show_plan,
+    with_verdict,
 )
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load.load import LoadedConfig, load_config
@@ -69,6 +70,7 @@ def launch_script(
 
         return launch_on_node(NodeLaunch(request=request, place=place, hardware=hardware), out)
     plan = plan_for_this_node(loaded, hardware, target, allow_unsharded=launch_options.allow_unsharded)
+    plan = with_verdict(plan, loaded)
     if launch_options.dry_run:
         show_plan(plan, loaded, as_json=launch_options.as_json, out=out)
         return 0

@@ -117,6 +117,7 @@ def _plan(
         folder=node_folder(home, rank),
         ranks=assignment.world if assignment else None,
     )
+    plan = single_node.with_verdict(plan, loaded)
     address = assignment.address if assignment else loaded.config.launch.local_address
     if address:
         variables = interface_variables(loaded.config, address, os.environ)

@@ -11,10 +11,12 @@ from pathlib import Path
 from fsdplaunch import __version__
 from fsdplaunch.cli.launch.options import LaunchOptions
 from fsdplaunch.cli.output import Output
+from fsdplaunch.config.environment import COMPARED
 from fsdplaunch.config.load.load import LoadedConfig
 from fsdplaunch.config.world_size import mesh_sizes, node_range
 from fsdplaunch.config.xla import runs_spmd, shards_models, shards_on_xla, uses_xla
 from fsdplaunch.errors import UsageError
+from fsdplaunch.launch.compared import recall
 from fsdplaunch.launch.coordination.interfaces import RunControl
 from fsdplaunch.launch.coordination.socket_interfaces import interface_variables
 from fsdplaunch.launch.node_workers import NodeFacts
@@ -93,6 +95,12 @@ def plan_for_this_node(
     return replace(
         plan, env={**interface_variables(loaded.config, "127.0.0.1", os.environ, alone=True), **plan.env}
     )
+
+
+def with_verdict(plan: LaunchPlan, loaded: LoadedConfig) -> LaunchPlan:
+    """Return a plan whose workers say whether the script was compared with one process."""
+    verdict = recall(loaded.config, plan.target)
+    return replace(plan, env={**plan.env, COMPARED: verdict}) if verdict else plan
 
 
 def show_plan(plan: LaunchPlan, loaded: LoadedConfig, *, as_json: bool, out: Output) -> None:

@@ -1,5 +1,6 @@
 """Shard one model of the script: what the hooks found, given to `prepare`."""
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdplaunch.config.environment import COMPARED
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.api.prepare import prepare
 from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
@@ -60,12 +62,18 @@ def adopt_model(model: nn.Module, hook_context: HookContext, *, what: str, one_u
         check_kinds(model)
     _check_unsharded(model, hook_context, line)
     check_no_gradients(class_name(model), parameters_of(model), what=what)
-    with _naming_line(line, what, model), keeping_references(model), announcing(f"for the script, {line}"):
+    with _naming_line(line, what, model), keeping_references(model), announcing(_about(line)):
         prepare(model, plugin=_one_unit() if one_unit else _plugin(model, hook_context))
     if hook_context.size > 1:
         note_gradients(model, original_name(model))
         agree_on_alternatives(model)
     attach_hooks(model, hook_context, line)
+
+
+def _about(line: str) -> str:
+    """Return for whom a model is sharded; the first time, also whether the launcher knows of a comparison."""
+    compared = os.environ.pop(COMPARED, None)
+    return f"for the script, {line}" + (f"; {compared}" if compared else "")
 
 
 @contextmanager
