@@ -31,6 +31,7 @@ from fsdplaunch.runtime.auto.batch.returned import (
     Returned,
     Same,
     Weights,
+    are_close,
     form_of,
     measured,
     weights_of,
@@ -474,7 +475,5 @@ def _agree(one: list[torch.Tensor], other: list[torch.Tensor], tolerance: float)
     if [each.shape for each in one] != [each.shape for each in other]:
         return False
     return all(
-        torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
-        for a, b in zip(one, other, strict=True)
-        if not a.is_complex()
+        are_close(a, b, tolerance, tolerance) for a, b in zip(one, other, strict=True) if not a.is_complex()
     )

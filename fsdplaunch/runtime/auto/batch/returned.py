@@ -1,6 +1,6 @@
 """How what ranks return of their rows becomes what one process returns: measured against a whole pass."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,5 +185,20 @@ def _agrees(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
         return torch.equal(one.to(other.dtype), other)
     if not other.numel():
         return True
-    largest = max(float(other.double().abs().nan_to_num(0.0, posinf=0.0).max()), _SMALL)
-    return torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+    sizes = (float(each.abs().nan_to_num(0.0, posinf=0.0).max()) for each in _in_pieces(other))
+    largest = max(_SMALL, *sizes)
+    return are_close(one, other, tolerance, tolerance * largest)
+
+
+def are_close(one: torch.Tensor, other: torch.Tensor, relative: float, absolute: float) -> bool:
+    """Return whether two tensors of one shape differ by no more than this, compared in fp64; NaN equals NaN."""
+    return all(
+        torch.allclose(a, b, rtol=relative, atol=absolute, equal_nan=True)
+        for a, b in zip(_in_pieces(one), _in_pieces(other), strict=True)
+    )
+
+
+def _in_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor's values in fp64, some at a time: logits are large, and a comparison holds several copies."""
+    for piece in tensor.reshape(-1).split(1 << 20):
+        yield piece.double()
