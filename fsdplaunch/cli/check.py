@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.byte_sizes import size_words
-from fsdplaunch.cli.check_compare import EXIT_EQUAL, check_tolerance, conclude, prepared, recording, run_plain
 from fsdplaunch.cli.launch.key_options import option_notes
 from fsdplaunch.cli.launch.options import LaunchOptions
 from fsdplaunch.cli.launch.single_node import (
@@ -93,7 +92,10 @@ def check(
         raise UsageError(msg, hint="fsdplaunch check train.py [its own arguments]")
     if not module:
         check_script(script)
-    check_tolerance(tolerance)
+    if compare:
+        from fsdplaunch.cli.check_compare import check_tolerance, prepared
+
+        check_tolerance(tolerance)
     loaded = load_config(file, overrides=overrides, torch=installed_numbers, noted=option_notes(noted))
     asked = loaded.config
     small, changed = shrunk(asked)
@@ -111,7 +113,7 @@ def check(
     announce(plan, loaded, out)
     if compare:
         status = _compare(plan, tolerance, as_json=as_json, out=out)
-        remember(asked, target, equal=status == EXIT_EQUAL)
+        remember(asked, target, equal=not status)
         return status
     result = run_plan(plan, output=sys.stderr.fileno() if as_json else None, on_signal=signal_teller(plan, out))
     return _conclude(result, plan, loaded, as_json=as_json, out=out)
@@ -119,6 +121,8 @@ def check(
 
 def _compare(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) -> int:
     """Run the script in one process, then over the workers, and say what the comparison shows."""
+    from fsdplaunch.cli.check_compare import conclude, recording, run_plain
+
     with recording(plan):
         run_plain(plan, out)
         result = run_plan(plan, output=sys.stderr.fileno(), on_signal=signal_teller(plan, out))

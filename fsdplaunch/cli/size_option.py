@@ -1,6 +1,5 @@
 """Sizes as people write them on the command line."""
 
-from fsdplaunch.config.schema.parsers import check_digits
 from fsdplaunch.errors import UsageError
 from fsdplaunch.terminal_text import quoted
 
@@ -25,6 +24,8 @@ def parse_size(text: str, *, option: str = "--max-shard-size") -> int:
     Raises:
         UsageError: When it is no size.
     """
+    from fsdplaunch.config.schema.parsers import check_digits  # --help reads no size
+
     word = text.strip().upper().replace(" ", "")
     digits = word.rstrip("KMGTIB")
     try:

@@ -5,8 +5,7 @@ from typing import Any
 
 from fsdplaunch.config.load.load import check
 from fsdplaunch.config.load.problems import Problem
-from fsdplaunch.config.rules.base import rule_context
-from fsdplaunch.config.rules.registry import find_violations
+from fsdplaunch.config.rules.base import find_violations, rule_context
 from fsdplaunch.config.schema.walk import Path, build_config, value_at
 from fsdplaunch.wizard.questions.all import QUESTIONS
 from fsdplaunch.wizard.questions.question import KEEP, Question, accept, is_answer

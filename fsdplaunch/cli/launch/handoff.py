@@ -21,9 +21,6 @@ from fsdplaunch.probe.scheduler import count_gpus
 from fsdplaunch.run_dir import CONFIG, PLAN, PRIVATE_MODE, link_latest, write_json, write_text
 from fsdplaunch.run_secret import SECRET, make_secret
 
-PROGRAM = ("-P", "-m", "fsdplaunch")
-"""What follows the interpreter."""
-
 
 class Handoff:
     """One run that is handed to a scheduler or to other nodes.

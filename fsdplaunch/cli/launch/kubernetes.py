@@ -6,14 +6,6 @@ from pathlib import Path
 from fsdplaunch.cli.launch.handoff import Handoff, snapshot
 from fsdplaunch.cli.launch.options import LaunchRequest
 from fsdplaunch.cli.output import Output
-from fsdplaunch.launch.schedulers.kubernetes.kubectl import apply, words_for
-from fsdplaunch.launch.schedulers.kubernetes.manifests import (
-    CONFIG_FOLDER,
-    CONFIG_KEY,
-    PROGRAM,
-    object_name,
-    objects,
-)
 
 OBJECTS = "objects.yaml"
 
@@ -26,11 +18,14 @@ def launch_on_kubernetes(request: LaunchRequest, out: Output) -> int:
     """
     import yaml
 
+    from fsdplaunch.launch.schedulers.kubernetes import manifests
+    from fsdplaunch.launch.schedulers.kubernetes.kubectl import apply, words_for
+
     config, kube, handoff = request.config, request.config.kubernetes, Handoff(request, out)
-    run_id, name = handoff.run_id, object_name(handoff.run_id)
+    run_id, name = handoff.run_id, manifests.object_name(handoff.run_id)
     text = snapshot(config, log_dir=Path(config.launch.log_dir))
-    words = request.words(PROGRAM, f"{CONFIG_FOLDER}/{CONFIG_KEY}")
-    made = objects(config, words, run_id=run_id, snapshot=text, secrets=handoff.secrets())
+    words = request.words(manifests.PROGRAM, f"{manifests.CONFIG_FOLDER}/{manifests.CONFIG_KEY}")
+    made = manifests.objects(config, words, run_id=run_id, snapshot=text, secrets=handoff.secrets())
     sent = yaml.safe_dump_all(made, sort_keys=False, width=10**6)
     plan = handoff.plan(words_for(["apply", "-f", "-"], kube.namespace), sent=sent)
     if handoff.is_only_shown(plan):

@@ -6,8 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 
 from fsdplaunch.cli.launch import single_node
-from fsdplaunch.cli.launch.handoff import PROGRAM
-from fsdplaunch.cli.launch.options import LaunchRequest
+from fsdplaunch.cli.launch.options import PROGRAM, LaunchRequest
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load.load import LoadedConfig
 from fsdplaunch.errors import LaunchError, MachineError, UsageError

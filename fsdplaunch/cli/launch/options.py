@@ -8,6 +8,9 @@ from fsdplaunch.config.schema.config import Config
 from fsdplaunch.launch.plan import LaunchTarget
 from fsdplaunch.launch.schedulers.launch_command import launch_words
 
+PROGRAM = ("-P", "-m", "fsdplaunch")
+"""What follows the interpreter."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:

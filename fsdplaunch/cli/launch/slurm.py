@@ -5,8 +5,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from fsdplaunch.cli.launch.handoff import PROGRAM, Handoff
-from fsdplaunch.cli.launch.options import LaunchRequest
+from fsdplaunch.cli.launch.handoff import Handoff
+from fsdplaunch.cli.launch.options import PROGRAM, LaunchRequest
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.run_dir import CONFIG

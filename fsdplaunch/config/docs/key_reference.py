@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from fsdplaunch.config.docs.explain import default_text, needs_torch
 from fsdplaunch.config.load.problems import TEXT_NOTES, TEXT_PROBLEMS
-from fsdplaunch.config.rules.registry import all_notes, all_rules
+from fsdplaunch.config.rules.base import all_notes, all_rules
 from fsdplaunch.config.schema.walk import KeySpec, all_keys, section_classes
 
 _HEAD = """# Every key

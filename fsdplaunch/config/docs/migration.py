@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from fsdplaunch.config.rules.registry import all_notes
+from fsdplaunch.config.rules.base import all_notes
 from fsdplaunch.config.schema.foreign_options import FOREIGN_OPTIONS
 from fsdplaunch.config.schema.walk import KeySpec, all_keys, own_sections
 

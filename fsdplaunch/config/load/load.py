@@ -16,8 +16,14 @@ from fsdplaunch.config.load.problems import ConfigError, Problem, TextPosition, 
 from fsdplaunch.config.load.yaml_reader import MAX_BYTES, read_text
 from fsdplaunch.config.load.yaml_text import YamlText
 from fsdplaunch.config.resolve import keys_of_version_1, resolve
-from fsdplaunch.config.rules.base import RuleContext, TorchVersion, Violation, rule_context
-from fsdplaunch.config.rules.registry import find_notes, find_violations
+from fsdplaunch.config.rules.base import (
+    RuleContext,
+    TorchVersion,
+    Violation,
+    find_notes,
+    find_violations,
+    rule_context,
+)
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.walk import Path as KeyPath
 from fsdplaunch.config.schema.walk import all_keys, build_config, keys_by_path

@@ -4,7 +4,7 @@ A rule looks at a `RuleContext` and yields a `Violation` each time. Values of ke
 a rule of `NOTES` finds is no error: the key changes nothing, and the run is as accelerate and torch would have it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,8 @@ RULES: dict[str, Check] = {}
 NOTES: dict[str, Check] = {}
 SHARDING_SECTIONS = ("fsdp_config", "sharding", "parallelism_config")
 """Sections that have a meaning only where something is sharded."""
+_ALWAYS = {"not-supported-yet", "other-engine", "nothing-sharded", "unused-block-names", "unused-block-size"}
+"""Rules that look at how to shard where torch's FSDP does not shard, too; so do those with xla in their name."""
 
 
 def rule(rule_id: str) -> Callable[[Check], Check]:
@@ -141,3 +143,38 @@ def _newer_torch(context: RuleContext) -> Iterator[Violation]:
 def shown_value(value: Any) -> str:
     """Return a canonical value as a message quotes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def find_violations(context: RuleContext) -> Iterator[tuple[str, Violation]]:
+    """Yield every violation with the id of its rule, in the rules' order."""
+    return _find(RULES, context)
+
+
+def find_notes(context: RuleContext) -> Iterator[tuple[str, Violation]]:
+    """Yield what is set and changes nothing of this run, with the id of its rule, in the rules' order."""
+    return _find(NOTES, context)
+
+
+def _find(rules: Mapping[str, Check], context: RuleContext) -> Iterator[tuple[str, Violation]]:
+    """Look with all rules; how to shard is nobody's concern where nothing is sharded."""
+    for rule_id, check in rules.items():
+        always = context.shards or rule_id in _ALWAYS or "xla" in rule_id
+        for violation in check(context):
+            if always or violation.about[0][0] not in SHARDING_SECTIONS:
+                yield rule_id, violation
+
+
+def all_rules() -> dict[str, str]:
+    """Return every rule's id and what it refuses."""
+    return _texts(RULES)
+
+
+def all_notes() -> dict[str, str]:
+    """Return the id of every rule that notes something, and what it notes."""
+    return _texts(NOTES)
+
+
+def _texts(rules: Mapping[str, Check]) -> dict[str, str]:
+    """Return the docstrings by id, without their verb."""
+    texts = {rule_id: check.__doc__ or "" for rule_id, check in rules.items()}
+    return {rule_id: text.removeprefix("Refuse ").removeprefix("Name ") for rule_id, text in texts.items()}

@@ -11,8 +11,7 @@ from fsdplaunch.config.environment import decode, encode
 from fsdplaunch.config.load.load import check, stack
 from fsdplaunch.config.load.yaml_reader import read_text
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.rules.base import rule_context
-from fsdplaunch.config.rules.registry import find_notes, find_violations
+from fsdplaunch.config.rules.base import find_notes, find_violations, rule_context
 from fsdplaunch.config.schema import kinds as v
 from fsdplaunch.config.schema.config import Config, PrecisionSection
 from fsdplaunch.config.schema.parsers import MOST_SECONDS

@@ -6,7 +6,7 @@ import pytest
 
 from fsdplaunch.config.load.load import load_config
 from fsdplaunch.config.load.problems import TEXT_PROBLEMS, ConfigError
-from fsdplaunch.config.rules.registry import all_rules
+from fsdplaunch.config.rules.base import all_rules
 
 CASES = Path(__file__).parents[3] / "cases"
 NAMES = sorted(path.name.removesuffix(".expected.txt") for path in CASES.glob("bad_*.expected.txt"))

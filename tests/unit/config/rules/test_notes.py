@@ -7,7 +7,7 @@ import pytest
 from fsdplaunch.config.load.load import load_config, stack
 from fsdplaunch.config.load.problems import NOTES_AT_LAUNCH, TEXT_NOTES, ConfigError, note_lines
 from fsdplaunch.config.load.yaml_reader import read_text
-from fsdplaunch.config.rules.registry import all_notes
+from fsdplaunch.config.rules.base import all_notes
 
 CASES = Path(__file__).parents[3] / "cases"
 NAMES = sorted(path.name.removesuffix(".expected.txt") for path in CASES.glob("note_*.expected.txt"))
