@@ -12,7 +12,8 @@ from pathlib import Path
 from fsdplaunch.config.load.key_names import AUTO_WRAP, closest, key_prefix, spellings
 from fsdplaunch.config.load.problems import Problem, TextPosition
 from fsdplaunch.config.schema.foreign_options import FOREIGN_OPTIONS, LETTERS, ForeignOption
-from fsdplaunch.config.schema.kinds import FALSE_WORDS, FLAG, TRUE_WORDS
+from fsdplaunch.config.schema.kinds import FLAG
+from fsdplaunch.config.schema.parsers import FALSE_WORDS, TRUE_WORDS
 from fsdplaunch.config.schema.walk import KeySpec, all_keys, section_classes
 from fsdplaunch.errors import UsageError
 

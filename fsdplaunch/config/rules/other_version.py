@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from fsdplaunch.config.resolve import strategy_named
 from fsdplaunch.config.rules.base import RuleContext, Violation, fsdp, note_rule, rule, shown_value
+from fsdplaunch.config.rules.sharding import _VERSION
 from fsdplaunch.config.schema.walk import Path, all_keys, value_at
 
-_VERSION = fsdp("version")
 _LEFT_OVER: dict[Path, str] = {
     fsdp("backward_prefetch"): "FSDP2 gathers the next unit ahead, as BACKWARD_PRE does",
     fsdp("use_orig_params"): "FSDP2 always shows the model's own parameters",

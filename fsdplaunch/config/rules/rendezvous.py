@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from fsdplaunch.config.rules.base import RuleContext, Violation, note_rule, rule
+from fsdplaunch.config.rules.launch_rules import _MACHINES
 from fsdplaunch.config.schema.walk import keys_by_path
 from fsdplaunch.config.world_size import node_range
 
 _OPTIONS = ("launch", "rendezvous_options")
-_MACHINES = ("num_machines",)
 _READ_ALONE = frozenset({"read_timeout"})
 _READ_FIXED = _READ_ALONE | {"join_timeout", "timeout"}
 _READ_ELASTIC = _READ_ALONE | {

@@ -16,7 +16,6 @@ from fsdplaunch.config.schema.kind import Kind, one_of, whole
 _TEXT_SCHEMA = {"type": ["string", "number"]}
 _LIST_SCHEMA = {"type": "array", "items": {"type": ["string", "number"]}}
 _FLAG_SCHEMA = {"anyOf": [{"type": "boolean"}, {"enum": ["yes", "no", "on", "off", "true", "false"]}]}
-TRUE_WORDS, FALSE_WORDS = p.TRUE_WORDS, p.FALSE_WORDS
 FLAG = Kind("true or false", p.parse_flag, _FLAG_SCHEMA)
 WHOLE = whole(0)
 COUNT = whole(1)
