@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import fsdplaunch
 from fsdplaunch.config.load.key_names import closest
 from fsdplaunch.errors import UsageError
 
-_PACKAGE = Path(__file__).parents[2]
+_PACKAGE = Path(fsdplaunch.__file__).parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
