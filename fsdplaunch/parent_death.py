@@ -9,8 +9,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
+LAUNCHER = "FSDPLAUNCH_LAUNCHER"
+"""Contract variable, not a key: the process id of the launcher that its agent must not outlive."""
 LIFELINE = "FSDPLAUNCH_LIFELINE"
 """Contract variable, not a key: the descriptor of a pipe whose other end only the launcher holds."""
+ORPHAN_SECONDS = 3.0
+"""Grace of workers whose launcher has been killed: nobody is left who could wait."""
 _PR_SET_PDEATHSIG = 1
 _F_SETSIG = 10
 """Linux's; the module `fcntl` has no name for it."""

@@ -26,7 +26,7 @@ from fsdplaunch.agent.fork_server.client import ForkServer
 from fsdplaunch.agent.fork_server.fast_exit import noting_status, register_last, skip_shared_destructors
 from fsdplaunch.agent.fork_server.server import Released
 from fsdplaunch.agent.output import OutputRelay
-from fsdplaunch.agent.stop_request import ORPHAN_SECONDS, StopRequest, stop_status
+from fsdplaunch.agent.stop_request import StopRequest, stop_status
 from fsdplaunch.agent.warm.child import AgentRequest
 from fsdplaunch.agent.warm.import_record import ImportRecord
 from fsdplaunch.agent.warm.stay import stay_warm
@@ -41,8 +41,7 @@ from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP
 from fsdplaunch.launch.preloaded import preload_lists
 from fsdplaunch.launch.report.root_cause import failure_status
 from fsdplaunch.launch.standard_streams import open_missing_streams
-from fsdplaunch.launch.worker_env import LAUNCHER
-from fsdplaunch.parent_death import Launcher, take_lifeline
+from fsdplaunch.parent_death import LAUNCHER, ORPHAN_SECONDS, Launcher, take_lifeline
 from fsdplaunch.private_dir import make_private_dir, remove_private_dir
 from fsdplaunch.run_dir import AGENT_LOG
 from fsdplaunch.run_secret import leave_outer_run, take_secret

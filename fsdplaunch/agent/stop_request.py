@@ -9,8 +9,6 @@ from fsdplaunch.launch.report.root_cause import WARNINGS
 
 _ECHO_SECONDS = {signal.SIGINT: 0.3}
 _ECHO_DEFAULT = 1.0
-ORPHAN_SECONDS = 3.0
-"""Grace when the launcher itself has been killed: nobody is left who could wait."""
 
 
 @dataclass(slots=True)

@@ -16,8 +16,9 @@ from typing import Any
 from fsdplaunch.config.load.load import LoadedConfig
 from fsdplaunch.doctor.facts import Disk, DoctorFacts, DriverFacts, NetworkInterface, TorchFacts
 from fsdplaunch.kernel_files import read_text
+from fsdplaunch.launch.agent_command import join_port, opens_port
 from fsdplaunch.launch.coordination.network import interfaces
-from fsdplaunch.launch.ports import find_holder, join_port, opens_port
+from fsdplaunch.launch.ports import find_holder
 from fsdplaunch.launch.preflight import check_gpus
 from fsdplaunch.probe.gpus import driver_is_installed
 from fsdplaunch.probe.hardware import read_hardware

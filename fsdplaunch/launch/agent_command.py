@@ -6,7 +6,8 @@ from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.walk import variable_of
 from fsdplaunch.errors import UsageError
 from fsdplaunch.launch.entry_points import AGENT
-from fsdplaunch.launch.ports import DEFAULT_PORT
+
+DEFAULT_PORT = 29500
 
 
 def agent_command(config: Config, *, python: str, run_id: str, run_dir: Path, workers: int) -> list[str]:
@@ -86,3 +87,15 @@ def _settings(config: Config, *, limit: str = "join_timeout", **fixed: str) -> s
     timeout = max(1, round(config.launch.rendezvous_timeout_seconds))
     settings = fixed | {limit: str(timeout)} | config.launch.rendezvous_options
     return ",".join(f"{name}={value}" for name, value in settings.items())
+
+
+def join_port(config: Config) -> int:
+    """Return the configured port; 0 when any will do."""
+    if config.launch.rendezvous_endpoint:
+        return int(config.launch.rendezvous_endpoint.rpartition(":")[2])
+    return config.main_process_port or (DEFAULT_PORT if config.num_machines > 1 else 0)
+
+
+def opens_port(config: Config) -> bool:
+    """Return whether this node is the one that listens there."""
+    return config.num_machines == 1 or config.machine_rank == 0

@@ -1,25 +1,9 @@
-"""Which port the nodes meet at, whether it is free here, and who holds it otherwise. In the command line."""
+"""Whether a port is free here, and who holds it otherwise. In the command line."""
 
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-
-from fsdplaunch.config.schema.config import Config
-
-DEFAULT_PORT = 29500
-
-
-def join_port(config: Config) -> int:
-    """Return the configured port; 0 when any will do."""
-    if config.launch.rendezvous_endpoint:
-        return int(config.launch.rendezvous_endpoint.rpartition(":")[2])
-    return config.main_process_port or (DEFAULT_PORT if config.num_machines > 1 else 0)
-
-
-def opens_port(config: Config) -> bool:
-    """Return whether this node is the one that listens there."""
-    return config.num_machines == 1 or config.machine_rank == 0
 
 
 def find_holder(port: int) -> str | None:

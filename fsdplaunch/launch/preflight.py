@@ -17,9 +17,10 @@ from fsdplaunch.byte_sizes import GIB, MIB
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.xla import uses_xla
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.launch.agent_command import join_port, opens_port
 from fsdplaunch.launch.finding import Finding
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
-from fsdplaunch.launch.ports import describe_process, find_holder, join_port, opens_port
+from fsdplaunch.launch.ports import describe_process, find_holder
 from fsdplaunch.launch.warm.folder import UnsafeFolderError, folder_path, opened_folder
 from fsdplaunch.probe import torch_version, torch_xla_version
 from fsdplaunch.probe.gpus import Gpu

@@ -25,7 +25,7 @@ from fsdplaunch.launch.report.run_result import RunResult, read_result
 from fsdplaunch.launch.runs.registry import write_job
 from fsdplaunch.launch.secret_variables import without_secrets
 from fsdplaunch.launch.standard_streams import open_missing_streams
-from fsdplaunch.launch.worker_env import LAUNCHER
+from fsdplaunch.parent_death import LAUNCHER
 from fsdplaunch.private_dir import remove_abandoned_dirs
 from fsdplaunch.run_dir import (
     AGENT_LOG,

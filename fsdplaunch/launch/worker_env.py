@@ -10,8 +10,6 @@ from fsdplaunch.config.xla import uses_xla
 from fsdplaunch.launch.secret_variables import without_secrets
 from fsdplaunch.run_dir import FLIGHT_RECORDER
 
-LAUNCHER = "FSDPLAUNCH_LAUNCHER"
-"""Contract variable, not a key: the process id of the launcher that its agent must not outlive."""
 RECORDED_EVENTS = "2000"
 """How many collectives the flight recorder remembers; about 1 MB per rank."""
 _GENERAL_NAMES = (2, 9)

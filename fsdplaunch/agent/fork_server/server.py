@@ -25,9 +25,8 @@ from fsdplaunch.agent.fork_server.child import WorkerRequest, become_worker, lea
 from fsdplaunch.agent.fork_server.fast_exit import share_modules
 from fsdplaunch.agent.fork_server.preload import Preloaded, fork, freeze
 from fsdplaunch.agent.fork_server.process_group import exists, kill_group, kill_worker
-from fsdplaunch.agent.stop_request import ORPHAN_SECONDS
 from fsdplaunch.channel import Channel
-from fsdplaunch.parent_death import die_with_parent, wake_with_parent
+from fsdplaunch.parent_death import ORPHAN_SECONDS, die_with_parent, wake_with_parent
 from fsdplaunch.private_dir import leave_private_dir, remove_private_dir
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)

@@ -16,12 +16,13 @@ from fsdplaunch.config.load.load import LoadedConfig
 from fsdplaunch.config.world_size import mesh_sizes, node_range
 from fsdplaunch.config.xla import runs_spmd, shards_models, shards_on_xla, uses_xla
 from fsdplaunch.errors import UsageError
+from fsdplaunch.launch.agent_command import join_port
 from fsdplaunch.launch.compared import recall
 from fsdplaunch.launch.coordination.interfaces import RunControl
 from fsdplaunch.launch.coordination.socket_interfaces import interface_variables
 from fsdplaunch.launch.node_workers import NodeFacts
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, build_plan
-from fsdplaunch.launch.ports import find_holder, join_port
+from fsdplaunch.launch.ports import find_holder
 from fsdplaunch.launch.preflight import find_obstacles
 from fsdplaunch.launch.report.failure_report import end_line, failure_lines
 from fsdplaunch.launch.report.run_result import RunResult

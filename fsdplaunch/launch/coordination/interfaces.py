@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fsdplaunch.config.schema.endpoints import join_endpoint
-from fsdplaunch.launch.coordination.wire_types import Message
 
 PAUSE_SECONDS = 1.5
 """A launcher that has not looked after the others for so long was not able to: the machine was busy, or asleep."""
@@ -47,7 +46,7 @@ class RunAssignment:
     @classmethod
     def from_message(
         cls,
-        message: Message,
+        message: Mapping[str, Any],
         *,
         store_host: str,
         address: str,
@@ -122,7 +121,7 @@ class RunControl(Protocol):
     def stop(self, number: int, count: int) -> None:
         """Have every node pass a signal on to its workers."""
 
-    def conclude(self, outcome: Mapping[str, Any]) -> Message:
+    def conclude(self, outcome: Mapping[str, Any]) -> dict[str, Any]:
         """Report how this node's workers ended, wait for the others', and return how the run ended."""
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ import selectors
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE, MachineError
 from fsdplaunch.host_names import connected
@@ -23,9 +23,11 @@ from fsdplaunch.launch.coordination.node_info import NodeInfo
 from fsdplaunch.launch.coordination.outcome import end_of_run
 from fsdplaunch.launch.coordination.protocol import Connection, WakeUp, wait_for
 from fsdplaunch.launch.coordination.reachability import try_to_reach
-from fsdplaunch.launch.coordination.run_secrets import SecretSource
 from fsdplaunch.launch.coordination.wire_types import TO_NODE, Message, ProtocolError
 from fsdplaunch.launch.report.root_cause import WARNINGS, signal_name
+
+if TYPE_CHECKING:
+    from fsdplaunch.launch.coordination.run_secrets import SecretSource
 
 TURN_SECONDS = 0.5
 RETRY_SECONDS = 0.5
@@ -40,7 +42,7 @@ class NodeClient:
     """The launcher of a node other than node 0."""
 
     def __init__(
-        self, host: str, port: int, *, secret: SecretSource, seconds: float, grace: float, tell: Tell
+        self, host: str, port: int, *, secret: "SecretSource", seconds: float, grace: float, tell: Tell
     ) -> None:
         self.actions = RunActions()
         self.assignment: RunAssignment

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.world_size import node_range
 from fsdplaunch.errors import UsageError
+from fsdplaunch.launch.agent_command import DEFAULT_PORT
 from fsdplaunch.launch.coordination import network
-from fsdplaunch.launch.ports import DEFAULT_PORT
 from fsdplaunch.probe.scheduler import Cluster, read_cluster
 
 RANK_VARIABLE = "FSDPLAUNCH_NODE_RANK"

@@ -10,7 +10,7 @@ from fsdplaunch.config.schema.endpoints import MAX_PORT, join_endpoint
 from fsdplaunch.config.schema.walk import Path, keys_by_path
 from fsdplaunch.config.world_size import CPU_WORKERS
 from fsdplaunch.config.xla import uses_xla
-from fsdplaunch.launch.ports import DEFAULT_PORT
+from fsdplaunch.launch.agent_command import DEFAULT_PORT
 from fsdplaunch.wizard.questions.question import Choice, Question
 from fsdplaunch.wizard.state import WizardState
 

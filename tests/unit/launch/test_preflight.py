@@ -10,8 +10,9 @@ import pytest
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import CheckpointSection, Config, LaunchSection
 from fsdplaunch.launch import preflight
+from fsdplaunch.launch.agent_command import join_port
 from fsdplaunch.launch.plan import LaunchTarget
-from fsdplaunch.launch.ports import describe_process, find_holder, is_free, join_port
+from fsdplaunch.launch.ports import describe_process, find_holder, is_free
 from fsdplaunch.launch.preflight import (
     check_gpus,
     check_port,

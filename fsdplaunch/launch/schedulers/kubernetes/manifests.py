@@ -12,7 +12,7 @@ from fsdplaunch.config.schema.config import Config, KubernetesSection
 from fsdplaunch.config.schema.walk import variable_of
 from fsdplaunch.config.world_size import node_range
 from fsdplaunch.errors import EXIT_SAVED, EXIT_USAGE, UsageError
-from fsdplaunch.launch.ports import DEFAULT_PORT
+from fsdplaunch.launch.agent_command import DEFAULT_PORT
 from fsdplaunch.launch.run_id import GROUP_RUN
 
 Object = dict[str, Any]

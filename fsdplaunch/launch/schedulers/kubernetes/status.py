@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fsdplaunch.errors import EXIT_FAILED, LaunchError
-from fsdplaunch.launch.runs.states import State
 from fsdplaunch.launch.schedulers.kubernetes import kubectl
 from fsdplaunch.launch.schedulers.kubernetes.manifests import JOB_CONTAINER, TRAIN_JOB_CONTAINER
 from fsdplaunch.launch.schedulers.shown_output import ShownStreams, stream_for
@@ -18,6 +17,8 @@ MOST_STREAMS = 32
 """Pods whose output is shown at a time: each costs a process here and a connection there."""
 _INDEX = "batch.kubernetes.io/job-completion-index"
 Job = Mapping[str, Any]
+State = tuple[str, bool]
+"""One or a few words, and whether the run may still do something."""
 
 
 def selector(job: Job) -> str:
