@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from fsdplaunch.agent.agent_record import AgentRecord
 from fsdplaunch.agent.fork_server.child import WorkerRequest
@@ -27,9 +28,6 @@ from fsdplaunch.agent.fork_server.fast_exit import noting_status, register_last,
 from fsdplaunch.agent.fork_server.server import Released
 from fsdplaunch.agent.output import OutputRelay
 from fsdplaunch.agent.stop_request import StopRequest, stop_status
-from fsdplaunch.agent.warm.child import AgentRequest
-from fsdplaunch.agent.warm.import_record import ImportRecord
-from fsdplaunch.agent.warm.stay import stay_warm
 from fsdplaunch.agent.worker_group import WorkerGroup
 from fsdplaunch.agent.worker_spec import WorkerSpec, make_worker_spec
 from fsdplaunch.config.environment import RUN_DIR, decode
@@ -37,7 +35,7 @@ from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.world_size import node_range
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE
 from fsdplaunch.held_port import take_held
-from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP
+from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP, WARM_IMPORTS, WARM_STAY, feature
 from fsdplaunch.launch.preloaded import preload_lists
 from fsdplaunch.launch.report.root_cause import failure_status
 from fsdplaunch.launch.standard_streams import open_missing_streams
@@ -45,6 +43,10 @@ from fsdplaunch.parent_death import LAUNCHER, ORPHAN_SECONDS, Launcher, take_lif
 from fsdplaunch.private_dir import make_private_dir, remove_private_dir
 from fsdplaunch.run_dir import AGENT_LOG
 from fsdplaunch.run_secret import leave_outer_run, take_secret
+
+if TYPE_CHECKING:
+    from fsdplaunch.agent.warm.child import AgentRequest
+    from fsdplaunch.agent.warm.import_record import ImportRecord
 
 
 def main(argv: Sequence[str]) -> None:
@@ -57,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
     run_agent(argv)
 
 
-def run_agent(argv: Sequence[str], imported: ImportRecord | None = None) -> None:
+def run_agent(argv: Sequence[str], imported: "ImportRecord | None" = None) -> None:
     """Be the agent, or what is forked from it.
 
     Args:
@@ -77,7 +79,8 @@ def run_agent(argv: Sequence[str], imported: ImportRecord | None = None) -> None
     if node_range(config)[1] == 1:
         make_private_dir(os.environ)  # before the fork: the fork server removes it where this process is killed
     keep_seconds = config.launch.keep_warm_seconds if imported is None else 0.0
-    record = ImportRecord() if keep_seconds else None
+    imports = feature(WARM_IMPORTS) if keep_seconds else None
+    record = imports.ImportRecord() if imports is not None else None
     fork_server = ForkServer(
         lifeline,
         noting=record.noting if record is not None else nullcontext,
@@ -113,16 +116,16 @@ def _worker_spec(
 
 
 def be_forked(
-    request: WorkerRequest | Released, record: ImportRecord | None, modules: Sequence[Sequence[str]]
+    request: WorkerRequest | Released, record: "ImportRecord | None", modules: Sequence[Sequence[str]]
 ) -> None:
     """Be the worker that this process was forked to be; or, a fork server that was let go, wait for launches."""
     if isinstance(request, WorkerRequest):
         run_worker(request)
     elif record is not None:
-        run_forked_agent(stay_warm(record, modules, request.seconds))
+        run_forked_agent(feature(WARM_STAY).stay_warm(record, modules, request.seconds))
 
 
-def run_forked_agent(request: AgentRequest) -> None:
+def run_forked_agent(request: "AgentRequest") -> None:
     """Be the agent that this process was forked from a warm interpreter to be."""
     run_agent(request.argv[request.argv.index(str(AGENT)) + 1 :], request.record)
 

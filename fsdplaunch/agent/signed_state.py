@@ -10,10 +10,11 @@ from datetime import timedelta
 from hashlib import sha256
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
+    RendezvousHandler,
     RendezvousInfo,
+    RendezvousParameters,
     RendezvousStateError,
     RendezvousStoreInfo,
 )

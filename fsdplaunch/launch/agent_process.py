@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Protocol
 
 from fsdplaunch.held_port import HELD
+from fsdplaunch.launch.entry_points import WARM_CLIENT, feature
 from fsdplaunch.launch.open_files import inherited_limit
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.launch.preloaded import preload_lists
-from fsdplaunch.launch.warm.client import warm_agent
 from fsdplaunch.parent_death import LIFELINE, ended_with_us
 
 
@@ -66,8 +66,8 @@ def start_agent(
     files = [lifeline, *([held_port.fileno()] if held_port is not None else [])]
     try:
         with inherited_limit():
-            if any(modules):
-                agent = warm_agent(
+            if any(modules) and (warm := feature(WARM_CLIENT)) is not None:
+                agent = warm.warm_agent(
                     plan.argv,
                     environ,
                     modules,

@@ -1,6 +1,8 @@
-"""The programs of this package that a launch starts, and what workers preload: named here, never imported."""
+"""Parts of this package that others only name: programs that a launch starts, what workers preload, features apart."""
 
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 AGENT = Path(__file__).parents[1] / "agent" / "main.py"
 """Started by its path: with -m, python would look in the current folder first, and find modules of the user's."""
@@ -21,3 +23,23 @@ PRELOADED = (
 """What every rank of a sharded run comes to need; the first optimizer alone would import the compiler in each."""
 WARM_SERVER = Path(__file__).parents[1] / "agent" / "warm" / "main.py"
 """Started by its path, for the same reason."""
+WARM_CLIENT = "fsdplaunch.launch.warm.client"
+"""Asks a warm interpreter for an agent."""
+WARM_IMPORTS, WARM_STAY = "fsdplaunch.agent.warm.import_record", "fsdplaunch.agent.warm.stay"
+"""What makes an interpreter that can be kept for the next launch."""
+KUBERNETES = "fsdplaunch.launch.schedulers.kubernetes"
+"""Runs on Kubernetes."""
+
+
+def feature(name: str) -> Any:
+    """Return a module of a feature that an installation may leave out; None where it does.
+
+    Args:
+        name: One of the names above.
+    """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and name.startswith(error.name):
+            return None
+        raise

@@ -10,7 +10,6 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from fsdplaunch.byte_sizes import GIB, MIB
@@ -18,10 +17,10 @@ from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.xla import uses_xla
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.launch.agent_command import join_port, opens_port
+from fsdplaunch.launch.entry_points import WARM_CLIENT, feature
 from fsdplaunch.launch.finding import Finding
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
 from fsdplaunch.launch.ports import describe_process, find_holder
-from fsdplaunch.launch.warm.folder import UnsafeFolderError, folder_path, opened_folder
 from fsdplaunch.probe import torch_version, torch_xla_version
 from fsdplaunch.probe.gpus import Gpu
 
@@ -55,13 +54,14 @@ def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
 
 def check_warm_folder(config: Config) -> Iterator[Finding]:
     """Check that an interpreter that is to stay after the run has a folder of this user's alone to listen in."""
-    if config.launch.keep_warm_seconds:
-        try:
-            with suppress(FileNotFoundError), opened_folder(folder_path(os.environ)):
-                pass
-        except UnsafeFolderError as error:
-            hint = "remove it; fsdplaunch makes it anew, for you alone"
-            yield Finding(message=f"no interpreter is kept warm: {error}", hint=hint, fatal=False)
+    if not config.launch.keep_warm_seconds:
+        return
+    warm = feature(WARM_CLIENT)
+    if warm is None:
+        yield Finding(message="no interpreter is kept warm", hint="this installation cannot", fatal=False)
+    elif problem := warm.folder_problem(os.environ):
+        hint = "remove it; fsdplaunch makes it anew, for you alone"
+        yield Finding(message=f"no interpreter is kept warm: {problem}", hint=hint, fatal=False)
 
 
 def check_target(target: LaunchTarget) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from fsdplaunch.launch.schedulers.kubernetes.manifests import CONFIG_FOLDER, CONFIG_KEY
+from fsdplaunch.launch.schedulers.kubernetes import CONFIG_FOLDER, CONFIG_KEY
 from tests.cluster.lab import Lab, finish
 
 OPTIONS = (

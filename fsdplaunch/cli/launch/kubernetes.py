@@ -18,19 +18,18 @@ def launch_on_kubernetes(request: LaunchRequest, out: Output) -> int:
     """
     import yaml
 
-    from fsdplaunch.launch.schedulers.kubernetes import manifests
-    from fsdplaunch.launch.schedulers.kubernetes.kubectl import apply, words_for
+    from fsdplaunch.launch.schedulers import kubernetes
 
     config, kube, handoff = request.config, request.config.kubernetes, Handoff(request, out)
-    run_id, name = handoff.run_id, manifests.object_name(handoff.run_id)
+    run_id, name = handoff.run_id, kubernetes.object_name(handoff.run_id)
     text = snapshot(config, log_dir=Path(config.launch.log_dir))
-    words = request.words(manifests.PROGRAM, f"{manifests.CONFIG_FOLDER}/{manifests.CONFIG_KEY}")
-    made = manifests.objects(config, words, run_id=run_id, snapshot=text, secrets=handoff.secrets())
+    words = request.words(kubernetes.PROGRAM, f"{kubernetes.CONFIG_FOLDER}/{kubernetes.CONFIG_KEY}")
+    made = kubernetes.objects(config, words, run_id=run_id, snapshot=text, secrets=handoff.secrets())
     sent = yaml.safe_dump_all(made, sort_keys=False, width=10**6)
-    plan = handoff.plan(words_for(["apply", "-f", "-"], kube.namespace), sent=sent)
+    plan = handoff.plan(kubernetes.words_for(["apply", "-f", "-"], kube.namespace), sent=sent)
     if handoff.is_only_shown(plan):
         return 0
-    out.say(apply(sent, kube.namespace))
+    out.say(kubernetes.apply(sent, kube.namespace))
     open_to_all = [one for one in made if one["kind"] != "Secret"]
     kept = yaml.safe_dump_all(open_to_all, sort_keys=False, width=10**6)
     handoff.write_folder(replace(plan, sent=kept), {OBJECTS: kept})

@@ -10,9 +10,9 @@ from pathlib import Path
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load.load import load_config
 from fsdplaunch.errors import UsageError
+from fsdplaunch.launch.entry_points import KUBERNETES, feature
 from fsdplaunch.launch.runs.logs import LogTail, log_files
 from fsdplaunch.launch.runs.registry import Run, cancel, find_run, read_runs, status_of
-from fsdplaunch.launch.schedulers.kubernetes import status as kubernetes_status
 from fsdplaunch.launch.schedulers.shown_output import Screen
 from fsdplaunch.terminal_text import one_line
 
@@ -102,9 +102,13 @@ def show_logs(name: str, config: Path | None, log_dir: Path | None, *, wanted: L
 
 
 def _show_pods(run: Run, *, follow: bool, out: Output) -> int:
+    kubernetes = feature(KUBERNETES)
+    if kubernetes is None:
+        msg = f"{run.id} runs on Kubernetes, which this installation is without"
+        raise UsageError(msg)
     if not follow:
-        return kubernetes_status.show_logs(run.job)
-    kubernetes_status.follow(run.job, lambda state: out.say(f"{run.job['kind']} {run.job['name']}: {state}"))
+        return int(kubernetes.show_logs(run.job))
+    kubernetes.follow(run.job, lambda state: out.say(f"{run.job['kind']} {run.job['name']}: {state}"))
     return 0
 
 

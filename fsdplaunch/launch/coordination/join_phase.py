@@ -1,10 +1,10 @@
 """The coordinator before the run: wait for the nodes, compare them, have them try each other, start them."""
 
+import socket
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from socket import socket
 from typing import Any
 
 from fsdplaunch.errors import MachineError
@@ -163,7 +163,7 @@ class JoinPhase:
             held_port=held_port,
         )
 
-    def _hold_store_port(self, host: str) -> socket:
+    def _hold_store_port(self, host: str) -> socket.socket:
         """Bind the port that the others are about to be told: a free one, which is nobody's `main_process_port`.
 
         Raises:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
+from fsdplaunch.launch.entry_points import KUBERNETES, feature
 from fsdplaunch.launch.runs.records import read_job
 from fsdplaunch.launch.runs.states import State, ended_state, process_state, result_of, slurm_state, start_of
-from fsdplaunch.launch.schedulers.kubernetes import kubectl
-from fsdplaunch.launch.schedulers.kubernetes import status as kubernetes_status
 from fsdplaunch.launch.schedulers.slurm import commands as slurm
 from fsdplaunch.run_dir import JOB, LATEST, PLAN, read_json, write_json
 
@@ -145,7 +144,10 @@ def _state(run: Run, reported: str | None) -> State:
         return slurm_state(reported, ended)
     if ended is not None:
         return ended_state(ended), False
-    return kubernetes_status.state_of(run.job) if run.route == "kubernetes" else process_state(run.job)
+    if run.route != "kubernetes":
+        return process_state(run.job)
+    kubernetes = feature(KUBERNETES)
+    return kubernetes.state_of(run.job) if kubernetes is not None else ("unknown to this installation", False)
 
 
 def _tasks(run: Run, reported: Mapping[str, str]) -> list[Run]:
@@ -164,8 +166,8 @@ def status_of(run: Run) -> int:
     """Return the status of a run that has ended: its workers' own; of an array, of the first task that failed."""
     if run.tasks:
         return next((status for task in run.tasks if (status := status_of(task))), 0)
-    if run.route == "kubernetes":
-        return kubernetes_status.status_of(run.job)
+    if run.route == "kubernetes" and (kubernetes := feature(KUBERNETES)) is not None:
+        return int(kubernetes.status_of(run.job))
     ended = result_of(run.dir)
     if ended is None or run.state.startswith(("cancelled", "timeout", "node_fail")):
         return EXIT_FAILED
@@ -185,7 +187,7 @@ def cancel(run: Run) -> str:
         slurm.cancel(str(run.job["job"]))
         return f"asked SLURM to end job {run.job['job']}"
     if run.route == "kubernetes":
-        return kubectl.delete(run.job)
+        return str(feature(KUBERNETES).delete(run.job))
     if run.job.get("host") != socket.gethostname():
         msg = f"{run.id} was started on {run.job.get('host')}"
         raise LaunchError(msg, hint="run this command there")

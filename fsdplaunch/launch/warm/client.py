@@ -143,6 +143,16 @@ def _forked(
     return WarmAgent(channel, int(message["pid"]), descriptors[0], lost_status)
 
 
+def folder_problem(environ: Mapping[str, str]) -> str | None:
+    """Return why warm interpreters cannot listen in their folder; None where it is this user's alone, or not there."""
+    try:
+        with suppress(FileNotFoundError), opened_folder(folder_path(environ)):
+            pass
+    except UnsafeFolderError as error:
+        return str(error)
+    return None
+
+
 def ask_all(environ: Mapping[str, str], question: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Ask every warm interpreter of this user; return the answers of those that give one.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.launch.schedulers.kubernetes import status
+from fsdplaunch.launch.schedulers import kubernetes
 from fsdplaunch.launch.schedulers.shown_output import stream_for
 from fsdplaunch.launch.schedulers.ssh.hosts import READY
 from fsdplaunch.launch.schedulers.ssh.sessions import SessionSpec, SshSessions
@@ -67,14 +67,14 @@ def printing(folder: Path) -> list[str]:
 @pytest.mark.parametrize("follow", [False, True])
 def test_what_pods_print_cannot_steer_the_terminal(tmp_path, monkeypatch, terminal, follow):
     terminal.stand_in(monkeypatch)
-    monkeypatch.setattr(status.kubectl, "words_for", lambda *_: printing(tmp_path))
-    monkeypatch.setattr(status, "state_of", lambda _: ("done", False))
-    monkeypatch.setattr(status.kubectl, "read", lambda *_: {"items": [POD]})
+    monkeypatch.setattr(kubernetes, "words_for", lambda *_: printing(tmp_path))
+    monkeypatch.setattr(kubernetes, "state_of", lambda _: ("done", False))
+    monkeypatch.setattr(kubernetes, "read", lambda *_: {"items": [POD]})
     job = {"kind": "job", "name": "n"}
     if follow:
-        status.follow(job, lambda _: None)
+        kubernetes.follow(job, lambda _: None)
     else:
-        assert status.show_logs(job) == 0
+        assert kubernetes.show_logs(job) == 0
     assert terminal.holds(TAME)
 
 

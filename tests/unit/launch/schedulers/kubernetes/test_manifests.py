@@ -10,7 +10,7 @@ import yaml
 
 from fsdplaunch.config.schema.config import Config, KubernetesSection, LaunchSection
 from fsdplaunch.errors import UsageError
-from fsdplaunch.launch.schedulers.kubernetes.manifests import PROGRAM, literal, object_name, objects
+from fsdplaunch.launch.schedulers.kubernetes import PROGRAM, literal, object_name, objects
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="needs the dev extra kubernetes-validate")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fsdplaunch.launch.schedulers.kubernetes.status import object_state
+from fsdplaunch.launch.schedulers.kubernetes import object_state
 
 KUBECTL = """
 import json, pathlib, sys
