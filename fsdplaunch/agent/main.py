@@ -241,6 +241,4 @@ def _take_over_output(log: Path) -> dict[str, int]:
 
 if __name__ == "__main__":
     # Through the imported module: this one is replaced by the script in every worker.
-    from fsdplaunch.agent.main import main as run
-
-    run(sys.argv[1:])
+    importlib.import_module("fsdplaunch.agent.main").main(sys.argv[1:])
