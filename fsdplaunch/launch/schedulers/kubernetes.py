@@ -1,8 +1,8 @@
 """A run on Kubernetes: its objects, kubectl, and how the run is doing there.
 
-A run is an Indexed Job with a headless Service, or a Kubeflow TrainJob. Words reach the container as a list: no shell
-is in between. What the kubelet would expand, `$(NAME)`, is escaped. The rest of the package imports this file by name,
-and works without it.
+A run is an Indexed Job with a headless Service, or a Kubeflow TrainJob. Words reach the container as a list: no
+shell is in between. What the kubelet would expand, `$(NAME)`, is escaped. The rest of the package imports this
+file by name, and works without it.
 """
 
 import base64

@@ -144,7 +144,7 @@ def _forked(
 
 
 def folder_problem(environ: Mapping[str, str]) -> str | None:
-    """Return why warm interpreters cannot listen in their folder; None where it is this user's alone, or not there."""
+    """Return why warm interpreters cannot listen in their folder; None where they can."""
     try:
         with suppress(FileNotFoundError), opened_folder(folder_path(environ)):
             pass
