@@ -1,4 +1,4 @@
-"""Parts that are only named: programs that a launch starts, what workers preload, features that may be left out."""
+"""Parts that others only name: programs that a launch starts, what workers preload, features apart."""
 
 from importlib import import_module
 from pathlib import Path
