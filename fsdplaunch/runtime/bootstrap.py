@@ -17,8 +17,8 @@ from fsdplaunch.config.environment import COMPARE_DIR, MEASURE_STEPS, REHEARSAL_
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.xla import shards_models, uses_xla
 from fsdplaunch.parent_death import die_with_parent
-from fsdplaunch.probe.torch_version import PRINTING_GLOO, installed_numbers
 from fsdplaunch.runtime.auto.shards.error_notes import explaining_mixtures
+from fsdplaunch.runtime.compat.import_hook import before_import
 from fsdplaunch.runtime.failure import conclude
 from fsdplaunch.runtime.heartbeat import start_heartbeat
 from fsdplaunch.runtime.late_modules import (
@@ -131,17 +131,20 @@ def _rehearse(steps: int) -> None:
 def _set_up_replicas(config: Config) -> None:
     """Prepare for a script that distributes itself: its set-up is its own, as under torchrun."""
     from fsdplaunch.runtime.collectives.gloo_threads import wait_for_gloo_at_exit
-    from fsdplaunch.runtime.compat.accelerate.cpu import keep_accelerate_on_cpu
+    from fsdplaunch.runtime.collectives.quiet_gloo import keep_gloo_quiet
     from fsdplaunch.runtime.independent_copies import refuse_independent_copies
 
     wait_for_gloo_at_exit()
     if config.use_cpu and config.distributed_type != "NO":
-        keep_accelerate_on_cpu()
-    if installed_numbers() in PRINTING_GLOO:
-        from fsdplaunch.runtime.collectives.quiet_gloo import keep_gloo_quiet
-
-        keep_gloo_quiet()
+        before_import("accelerate", _keep_accelerate_on_cpu)
+    keep_gloo_quiet()
     refuse_independent_copies()
+
+
+def _keep_accelerate_on_cpu() -> None:
+    from fsdplaunch.runtime.compat.accelerate.cpu import keep_accelerate_on_cpu
+
+    keep_accelerate_on_cpu()
 
 
 def _set_up(config: Config, target: ScriptTarget) -> None:

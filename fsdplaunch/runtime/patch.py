@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.runtime.compat.import_hook import once_imported
-from fsdplaunch.runtime.torch_internals.tensors import known_to_scripts, not_scripted, scripted_as
 
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -21,6 +20,8 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
         make: Gets the original, None if there is none, and returns what stands in its place. Code that
             `torch.jit.script` compiles gets the original where it is a function of torch.
     """
+    from fsdplaunch.runtime.torch_internals.tensors import known_to_scripts, not_scripted, scripted_as
+
     own = vars(owner).get(name)
     original = getattr(owner, name, None)
     scripted = known_to_scripts(owner, original)

@@ -239,7 +239,7 @@ def test_model_is_prepared_in_every_call_form(two_ranks: RankPool) -> None:
 
 
 def checkpointed() -> list[int]:
-    from fsdplaunch.runtime.torch_internals.wrappers import CheckpointWrapper
+    from fsdplaunch.runtime.torch_internals.modules import CheckpointWrapper
 
     theirs = accelerator(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]

@@ -14,10 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch.distributed import distributed_c10d
-
-from fsdplaunch.probe.torch_version import PRINTING_GLOO, parse
+from fsdplaunch.probe.torch_version import PRINTING_GLOO, installed_numbers
 from fsdplaunch.standard_streams import flush
 
 _LINE = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. [^\n]*\n")
@@ -26,8 +23,12 @@ _swapping = threading.Lock()
 
 def keep_gloo_quiet() -> None:
     """Take the line out of what making a gloo group prints, here and for the script's own groups."""
+    if installed_numbers() not in PRINTING_GLOO:
+        return
+    from torch.distributed import distributed_c10d
+
     gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
-    if gloo is None or parse(torch.__version__) not in PRINTING_GLOO:
+    if gloo is None:
         return
     make = gloo.__init__
 

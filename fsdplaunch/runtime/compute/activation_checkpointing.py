@@ -11,7 +11,7 @@ from fsdplaunch.runtime.inspection.replace_modules import replace_modules
 from fsdplaunch.runtime.sharding.blocks import class_name, find_blocks
 from fsdplaunch.runtime.sharding.settings import Settings
 from fsdplaunch.runtime.sharding.wrap import Units
-from fsdplaunch.runtime.torch_internals.wrappers import CheckpointImpl, checkpoint_wrapper, offload_wrapper
+from fsdplaunch.runtime.torch_internals.modules import CheckpointImpl, checkpoint_wrapper, offload_wrapper
 
 
 def checkpoint_blocks(model: nn.Module, units: Units, settings: Settings, device: torch.device) -> Units:

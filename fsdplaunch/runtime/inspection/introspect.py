@@ -21,7 +21,8 @@ from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import (
     prefetches_forward,
     root_mixed_precision,
 )
-from fsdplaunch.runtime.torch_internals.wrappers import CheckpointWrapper, OffloadWrapper, checkpointed_module
+from fsdplaunch.runtime.torch_internals.modules import CheckpointWrapper, OffloadWrapper
+from fsdplaunch.runtime.torch_internals.wrappers import checkpointed_module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

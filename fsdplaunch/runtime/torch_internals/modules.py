@@ -7,13 +7,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import utils
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+    OffloadWrapper,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["BatchNorm", "IncompatibleKeys"]
+__all__ = [
+    "BatchNorm",
+    "CheckpointImpl",
+    "CheckpointWrapper",
+    "IncompatibleKeys",
+    "OffloadWrapper",
+    "checkpoint_wrapper",
+    "offload_wrapper",
+]
 """Torch's own, under plain names; all versions."""
 SEND_STATES = (utils, "_sync_module_states")
 """What sends rank 0's parameters and buffers to the others, but those it is told to ignore; all versions."""

@@ -8,19 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    CheckpointWrapper,
-    OffloadWrapper,
-    checkpoint_wrapper,
-    offload_wrapper,
-)
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["CheckpointImpl", "CheckpointWrapper", "OffloadWrapper", "checkpoint_wrapper", "offload_wrapper"]
-"""Torch's own, under plain names; all versions."""
 COMPILED_ATTRIBUTE = "_orig_mod"
 WRAPPER_ATTRIBUTES = frozenset({"_checkpoint_wrapped_module", COMPILED_ATTRIBUTE, "_fsdp_wrapped_module"})
 """The attributes that hold a module inside a wrapper: of torch.compile, and of all that wrap; all versions."""

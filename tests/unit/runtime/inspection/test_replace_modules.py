@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fsdplaunch.runtime.inspection.replace_modules import without_wrappers
-from fsdplaunch.runtime.torch_internals.wrappers import checkpoint_wrapper
+from fsdplaunch.runtime.torch_internals.modules import checkpoint_wrapper
 
 
 def test_places_are_those_before_anything_was_wrapped_and_come_back() -> None:
