@@ -11,14 +11,15 @@ import os
 import signal
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fsdplaunch.config.environment import COMPARE_DIR, MEASURE_STEPS, REHEARSAL_STEPS, decode
+from fsdplaunch.config.environment import ALLOW_UNSHARDED, COMPARE_DIR, MEASURE_STEPS, REHEARSAL_STEPS, decode
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.xla import shards_models, uses_xla
 from fsdplaunch.parent_death import die_with_parent
 from fsdplaunch.runtime.auto.shards.error_notes import explaining_mixtures
-from fsdplaunch.runtime.compat.import_hook import before_import
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.compat.import_hook import before_import, once_imported
 from fsdplaunch.runtime.failure import conclude
 from fsdplaunch.runtime.heartbeat import start_heartbeat
 from fsdplaunch.runtime.late_modules import (
@@ -35,6 +36,7 @@ from fsdplaunch.runtime.late_modules import (
 )
 from fsdplaunch.runtime.rank import hide_ranks, rank, world_size
 from fsdplaunch.runtime.script import ScriptTarget, parse_target, run_target
+from fsdplaunch.runtime.step_hooks import before_first_step
 from fsdplaunch.standard_streams import flush_both
 
 if TYPE_CHECKING:
@@ -132,19 +134,53 @@ def _set_up_replicas(config: Config) -> None:
     """Prepare for a script that distributes itself: its set-up is its own, as under torchrun."""
     from fsdplaunch.runtime.collectives.gloo_threads import wait_for_gloo_at_exit
     from fsdplaunch.runtime.collectives.quiet_gloo import keep_gloo_quiet
-    from fsdplaunch.runtime.independent_copies import refuse_independent_copies
 
     wait_for_gloo_at_exit()
     if config.use_cpu and config.distributed_type != "NO":
         before_import("accelerate", _keep_accelerate_on_cpu)
     keep_gloo_quiet()
-    refuse_independent_copies()
+    _refuse_independent_copies()
 
 
 def _keep_accelerate_on_cpu() -> None:
     from fsdplaunch.runtime.compat.accelerate.cpu import keep_accelerate_on_cpu
 
     keep_accelerate_on_cpu()
+
+
+def _refuse_independent_copies() -> None:
+    """Look at the first optimizer step whether this worker is in a group with the others.
+
+    For runs whose script distributes itself.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get(ALLOW_UNSHARDED) != "1":
+        once_imported("torch.optim.optimizer", _watch_first_step)
+
+
+def _watch_first_step(optimizers: Any) -> None:
+    before_first_step(optimizers, _check_group)
+
+
+def _check_group() -> None:
+    """Raise when no process group was made.
+
+    Raises:
+        ShardingError: With the line of the step.
+    """
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return
+    from fsdplaunch.runtime.script_line import script_line
+
+    workers = os.environ.get("WORLD_SIZE")
+    msg = (
+        f"{script_line()} trains alone: each of the {workers} workers has a model of its own, in no process group"
+    )
+    hint = (
+        "set distributed_type to FSDP to have it sharded, or num_processes to 1, or launch with --allow-unsharded"
+    )
+    raise ShardingError(msg, hint=hint)
 
 
 def _set_up(config: Config, target: ScriptTarget) -> None:
@@ -179,7 +215,6 @@ def _install_hooks(config: Config, device: "torch.device") -> None:
     from fsdplaunch.runtime.auto.install import hooks
     from fsdplaunch.runtime.auto.rank0.passes import serve_models_of_others
     from fsdplaunch.runtime.inspection.announce import print_waiting, wait_for_others
-    from fsdplaunch.runtime.step_hooks import before_first_step
 
     hook_context = context_of(config, device, rank=rank(), size=world_size())
     _installed.enter_context(hooks(hook_context))
