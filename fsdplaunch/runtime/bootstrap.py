@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from fsdplaunch.config.environment import ALLOW_UNSHARDED, COMPARE_DIR, MEASURE_STEPS, REHEARSAL_STEPS, decode
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.xla import shards_models, uses_xla
+from fsdplaunch.errors import ShardingError
 from fsdplaunch.parent_death import die_with_parent
 from fsdplaunch.runtime.auto.shards.error_notes import explaining_mixtures
-from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.compat.import_hook import before_import, once_imported
 from fsdplaunch.runtime.failure import conclude
 from fsdplaunch.runtime.heartbeat import start_heartbeat
