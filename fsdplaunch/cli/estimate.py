@@ -12,9 +12,9 @@ from fsdplaunch.config.load.load import LoadedConfig, load_config
 from fsdplaunch.config.write.render import write_text_atomically
 from fsdplaunch.config.xla import uses_xla
 from fsdplaunch.errors import UsageError
-from fsdplaunch.estimate.advice import MemoryCase
 from fsdplaunch.estimate.hf_config import DescribedModel, describe, read_architecture
 from fsdplaunch.estimate.json_file import read_json_file
+from fsdplaunch.estimate.memory import MemoryCase
 from fsdplaunch.estimate.model_sizes import read_sizes
 from fsdplaunch.estimate.report import Report, make_report
 from fsdplaunch.estimate.sized_llama import MOST_PARAMETERS, llama_of

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from fsdplaunch.doctor.checks import config as config_checks
-from fsdplaunch.doctor.checks import gpus, host, network, software
+from fsdplaunch.doctor.checks import config, gpus, host, network, software
 from fsdplaunch.doctor.facts import Check, DoctorFacts
 from fsdplaunch.errors import EXIT_MACHINE
 
@@ -26,7 +25,7 @@ CHECKS: Sequence[Callable[[DoctorFacts], Iterator[Check]]] = (
     network.check_interfaces,
     network.check_name,
     network.check_port,
-    config_checks.check_config,
+    config.check_config,
 )
 
 

@@ -6,10 +6,9 @@ An approximation that holds for the families of `architecture`; the exact way is
 from dataclasses import dataclass, replace
 
 from fsdplaunch.estimate.families.parts import ActivationShape
-from fsdplaunch.estimate.split_sequences import attention_at_once, kept_per_token
+from fsdplaunch.estimate.split_sequences import FP32, attention_at_once, kept_per_token
 from fsdplaunch.estimate.training_setup import TrainingSetup
 
-_FP32 = 4
 _STEPS_OF_GELU = 5
 """Tensors that gelu written out (0.5 x (1 + tanh(...))) saves."""
 
@@ -57,7 +56,7 @@ def activations_of(shape: ActivationShape, setup: TrainingSetup, width: int) -> 
     else:
         kept = 0 if setup.checkpoint_offload else shape.layers * entry // setup.context
     scores = tokens * shape.vocab
-    wide = _FP32 if shape.upcasts else width  # the dtype that the loss is computed in
+    wide = FP32 if shape.upcasts else width  # the dtype that the loss is computed in
     capped = width if shape.capped else 0
     logits = scores * (width + wide + capped)
     return Activations(
@@ -71,8 +70,8 @@ def activations_of(shape: ActivationShape, setup: TrainingSetup, width: int) -> 
 
 def _per_token(shape: ActivationShape, width: int) -> float:
     h, q, kv = shape.hidden, shape.heads, shape.keys
-    norm = (_FP32 * h + width * h if width < _FP32 else 2 * width * h) if shape.full_norm else width * h
-    head_norm = (_FP32 + width) * (q + kv) if width < _FP32 else 2 * width * (q + kv)
+    norm = (FP32 * h + width * h if width < FP32 else 2 * width * h) if shape.full_norm else width * h
+    head_norm = (FP32 + width) * (q + kv) if width < FP32 else 2 * width * (q + kv)
     attention = width * (h + 2 * q + 2 * kv)
     if shape.relu:
         inside = shape.ffn  # relu keeps its result, which the next layer keeps anyway
@@ -92,5 +91,5 @@ def _per_token(shape: ActivationShape, width: int) -> float:
 def _weights(shape: ActivationShape, setup: TrainingSetup, width: int) -> int:
     """Return the bytes of attention weights, where they are kept: scores, softmax, what dropout makes of it."""
     pairs = setup.batch_size * shape.eager * setup.length * setup.length
-    each = _FP32 + (width if width < _FP32 else 0) + 2 * width if shape.capped else width + 2
+    each = FP32 + (width if width < FP32 else 0) + 2 * width if shape.capped else width + 2
     return round(pairs * each * (1 + shape.cross / max(shape.layers, 1)))

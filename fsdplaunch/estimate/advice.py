@@ -2,32 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from fsdplaunch.estimate.families.parts import ActivationShape
-from fsdplaunch.estimate.memory import MemoryNeed, memory_need
-from fsdplaunch.estimate.model_sizes import ModelSizes
+from fsdplaunch.estimate.memory import MemoryCase, MemoryNeed, verdict_of
 from fsdplaunch.estimate.training_setup import TrainingSetup
 
-Verdict = Literal["fits", "close", "does not fit", "unknown"]
-COMFORT = 0.9
-"""Share of a GPU's memory up to which a plan fits: the allocator rounds and leaves gaps."""
 _MOST_RANKS = 65_536
 _LARGEST_BATCH = 1 << 20
-
-
-def verdict_of(need: int, memory: int | None) -> Verdict:
-    """Say whether a need fits a memory, both in bytes.
-
-    Args:
-        need: At the peak.
-        memory: Of one GPU; None when it is not known.
-    """
-    if memory is None:
-        return "unknown"
-    if need <= COMFORT * memory:
-        return "fits"
-    return "close" if need <= memory else "does not fit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +27,6 @@ class SetupChange:
     cost: str
     saves: int
     need: MemoryNeed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryCase:
-    """A model, and a way to count what a setup of it needs."""
-
-    sizes: ModelSizes
-    shape: ActivationShape | None
-
-    def need(self, setup: TrainingSetup) -> MemoryNeed:
-        """Return what a setup needs."""
-        return memory_need(self.sizes, self.shape, setup)
 
 
 def changes(case: MemoryCase, yours: TrainingSetup) -> list[SetupChange]:

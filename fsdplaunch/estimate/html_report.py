@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from fsdplaunch.byte_sizes import GIB
-from fsdplaunch.estimate.advice import verdict_of
-from fsdplaunch.estimate.memory import MOMENTS
+from fsdplaunch.estimate.memory import MOMENTS, verdict_of
 from fsdplaunch.estimate.report import Report, moment_words, shares
 from fsdplaunch.html_page import html_page
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from fsdplaunch.estimate.activations import Activations, activations_of
 from fsdplaunch.estimate.families.parts import ActivationShape
@@ -14,6 +15,9 @@ PARTS = ("parameters", "gradients", "optimizer", "gathered", "communication", "a
 """What memory is for, in the order it is shown."""
 CONTEXT = 768 * 1024**2
 """Memory of a GPU that torch does not count: CUDA context, cuBLAS, NCCL. An assumption, not measured."""
+Verdict = Literal["fits", "close", "does not fit", "unknown"]
+COMFORT = 0.9
+"""Share of a GPU's memory up to which a plan fits: the allocator rounds and leaves gaps."""
 MOMENTS = {
     "loss": "the loss, between forward and backward",
     "backward": "backward of a block",
@@ -170,3 +174,29 @@ def _head(shape: ActivationShape | None, sizes: ModelSizes) -> int:
     if shape is None:
         return max((tensor.numel for tensor, _ in sizes.root.tensors), default=0)
     return shape.vocab * shape.hidden
+
+
+def verdict_of(need: int, memory: int | None) -> Verdict:
+    """Say whether a need fits a memory, both in bytes.
+
+    Args:
+        need: At the peak.
+        memory: Of one GPU; None when it is not known.
+    """
+    if memory is None:
+        return "unknown"
+    if need <= COMFORT * memory:
+        return "fits"
+    return "close" if need <= memory else "does not fit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryCase:
+    """A model, and a way to count what a setup of it needs."""
+
+    sizes: ModelSizes
+    shape: ActivationShape | None
+
+    def need(self, setup: TrainingSetup) -> MemoryNeed:
+        """Return what a setup needs."""
+        return memory_need(self.sizes, self.shape, setup)

@@ -4,16 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdplaunch.estimate.advice import (
-    MemoryCase,
-    SetupChange,
-    Verdict,
-    changes,
-    fewest_ranks,
-    largest_batch,
-    verdict_of,
-)
-from fsdplaunch.estimate.memory import MOMENTS, PARTS, MemoryNeed
+from fsdplaunch.estimate.advice import SetupChange, changes, fewest_ranks, largest_batch
+from fsdplaunch.estimate.memory import MOMENTS, PARTS, MemoryCase, MemoryNeed, Verdict, verdict_of
 from fsdplaunch.estimate.report_notes import own_notes
 from fsdplaunch.estimate.trace_client import StepTrace
 from fsdplaunch.estimate.training_setup import TrainingSetup, alternatives

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from fsdplaunch.byte_sizes import GIB
-from fsdplaunch.estimate.advice import MemoryCase
-from fsdplaunch.estimate.memory import CONTEXT, MemoryNeed
+from fsdplaunch.estimate.memory import CONTEXT, MemoryCase, MemoryNeed
 from fsdplaunch.estimate.split_sequences import divides_heads, goes_in_ring, sent_bytes
 from fsdplaunch.estimate.training_setup import TrainingSetup
 

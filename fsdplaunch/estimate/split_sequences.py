@@ -3,7 +3,7 @@
 from fsdplaunch.estimate.families.parts import ActivationShape
 from fsdplaunch.estimate.training_setup import TrainingSetup
 
-_FP32 = 4
+FP32 = 4
 _AT_ONCE_BY_HEADS, _AT_ONCE_IN_RING = 8, 6
 """Tensors of the size of queries that backward has at a time beside what is kept: counted by torch's profiler."""
 
@@ -53,7 +53,7 @@ def attention_at_once(shape: ActivationShape, setup: TrainingSetup, width: int) 
     messages = 2 * shape.keys * (1 if setup.context == 2 else 2)  # noqa: PLR2004  (the next one travels)
     in_width = _AT_ONCE_IN_RING * shape.heads + repeated + messages
     in_fp32 = shape.heads + 2 * (2 * shape.keys)  # what is added up, and what travels of it
-    return inside * (in_width * width + in_fp32 * max(width, _FP32))
+    return inside * (in_width * width + in_fp32 * max(width, FP32))
 
 
 def sent_bytes(shape: ActivationShape, setup: TrainingSetup, width: int) -> int:
@@ -68,7 +68,7 @@ def sent_bytes(shape: ActivationShape, setup: TrainingSetup, width: int) -> int:
     passes = 3 if setup.checkpointing else 2
     heads, keys = shape.heads // setup.tensor, shape.keys // setup.tensor
     if goes_in_ring(shape, setup):
-        gradients = setup.context * max(width, _FP32)
+        gradients = setup.context * max(width, FP32)
         return shape.layers * tokens * 2 * keys * (passes * others * width + gradients)
     elements = 2 * (heads + _exchanged_keys(shape, setup) // setup.tensor)
     return shape.layers * tokens * passes * elements * width * others // setup.context

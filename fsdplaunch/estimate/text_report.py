@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from fsdplaunch.byte_sizes import GIB
-from fsdplaunch.estimate.advice import verdict_of
-from fsdplaunch.estimate.memory import PARTS
+from fsdplaunch.estimate.memory import PARTS, verdict_of
 from fsdplaunch.estimate.report import Report, Row, moment_words, shares
 
 LETTERS = {

@@ -1,7 +1,5 @@
 """Which torch_xla is installed, and whether it goes with the installed torch. Imports neither."""
 
-from importlib.metadata import PackageNotFoundError, version
-
 from fsdplaunch.probe.torch_version import Mismatch, installed, parse
 
 NEWEST_RELEASE = "2.9.0"
@@ -35,6 +33,8 @@ def problem(torch: str | None, torch_xla: str | None) -> Mismatch | None:
 
 
 def _installed_xla() -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("torch_xla")
     except PackageNotFoundError:

@@ -17,6 +17,7 @@ from fsdplaunch.config.environment import ALLOW_UNSHARDED, COMPARE_DIR, MEASURE_
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.xla import shards_models, uses_xla
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.features import MEASURE, RECORD, XLA, XLA_ENTRY, feature
 from fsdplaunch.parent_death import die_with_parent
 from fsdplaunch.runtime.auto.shards.error_notes import explaining_mixtures
 from fsdplaunch.runtime.compat.import_hook import before_import, once_imported
@@ -67,9 +68,7 @@ def main(argv: list[str]) -> None:
 
 def _work(config: Config, target: ScriptTarget) -> None:
     if uses_xla(config):
-        from fsdplaunch.runtime.xla.set_up import set_up_xla
-
-        set_up_xla(config, os.path.basename(target.name))  # noqa: PTH119  (a module's name has no path)
+        feature(XLA).set_up_xla(config, os.path.basename(target.name))  # noqa: PTH119  (a module's name has no path)
     elif config.distributed_type == "FSDP":
         _set_up(config, target)
     else:
@@ -80,9 +79,7 @@ def _work(config: Config, target: ScriptTarget) -> None:
     if steps := os.environ.get(REHEARSAL_STEPS):
         _rehearse(int(steps))
     elif steps := os.environ.get(MEASURE_STEPS):
-        from fsdplaunch.runtime.measuring.measure import measure
-
-        measure(int(steps), config)
+        feature(MEASURE).measure(int(steps), config)
     try:
         with explaining_mixtures():
             _run(config, target)
@@ -113,17 +110,13 @@ def _hide_ranks() -> None:
 def _run(config: Config, target: ScriptTarget) -> None:
     run_target(target)
     if uses_xla(config):
-        from fsdplaunch.runtime.xla.entry import call_left_out
-
-        call_left_out(config.main_training_function)
+        feature(XLA_ENTRY).call_left_out(config.main_training_function)
 
 
 def _rehearse(steps: int) -> None:
     """End the script after some steps; before that try a checkpoint, or record what is computed."""
     if os.environ.get(COMPARE_DIR):
-        from fsdplaunch.runtime.comparison.record_run import record
-
-        record(steps)
+        feature(RECORD).record(steps)
         return
     from fsdplaunch.runtime.check_run import save_and_load, stop_after
 

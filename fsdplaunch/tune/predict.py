@@ -11,11 +11,10 @@ from typing import Any
 from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import LaunchError
-from fsdplaunch.estimate.advice import MemoryCase
 from fsdplaunch.estimate.families.parts import ActivationShape
 from fsdplaunch.estimate.fsdp_units import split_into_units
 from fsdplaunch.estimate.hf_config import describe
-from fsdplaunch.estimate.memory import CONTEXT
+from fsdplaunch.estimate.memory import CONTEXT, MemoryCase
 from fsdplaunch.estimate.model_sizes import TensorSize, model_sizes
 from fsdplaunch.estimate.training_setup import TrainingSetup, training_setup
 from fsdplaunch.probe.memory_plan import STATES

@@ -7,9 +7,8 @@ from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.walk import build_config
 from fsdplaunch.errors import UsageError
-from fsdplaunch.estimate.advice import verdict_of
 from fsdplaunch.estimate.hf_config import read_architecture
-from fsdplaunch.estimate.memory import memory_need
+from fsdplaunch.estimate.memory import memory_need, verdict_of
 from fsdplaunch.estimate.model_sizes import read_sizes
 from fsdplaunch.estimate.training_setup import training_setup
 from fsdplaunch.wizard.compose import compose

@@ -12,9 +12,9 @@ import urllib.request
 import pytest
 
 from fsdplaunch.byte_sizes import GIB
-from fsdplaunch.estimate.advice import MemoryCase
 from fsdplaunch.estimate.hf_config import describe
 from fsdplaunch.estimate.html_report import html_report
+from fsdplaunch.estimate.memory import MemoryCase
 from fsdplaunch.estimate.report import make_report
 from fsdplaunch.estimate.trace_client import StepTrace
 from fsdplaunch.estimate.training_setup import TrainingSetup

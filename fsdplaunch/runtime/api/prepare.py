@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from fsdplaunch.config.environment import RUN_DIR, decode
 from fsdplaunch.config.xla import shards_on_xla
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.features import XLA_PREPARE, feature
 from fsdplaunch.probe.torch_version import mismatch
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.gloo_threads import wait_for_gloo_at_exit
@@ -78,10 +79,8 @@ def prepare(
     _check_torch()
     chosen = plugin or ambient_plugin()
     if shards_on_xla(decode()):
-        from fsdplaunch.runtime.xla.prepare import prepare_on_xla
-
         unsupported = {"mesh": mesh, "process_group": process_group, "device": device, "weights": weights}
-        results = prepare_on_xla(objects, chosen, unsupported)
+        results = feature(XLA_PREPARE).prepare_on_xla(objects, chosen, unsupported)
     else:
         place = shard_target(chosen.settings(), mesh=mesh, process_group=process_group, device=device)
         ready = _shard_models(objects, chosen, place, weights=weights, strict=strict)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-_HEADS = 1
+HEADS = 1
 
 
 class Passing:
@@ -84,9 +84,9 @@ def for_each_head(message: torch.Tensor, shapes: Shapes, heads: int) -> tuple[to
 
 def summed_over_heads(gradient: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Return the gradient of keys or values of a shape, which several heads may share."""
-    return gradient if gradient.shape == shape else gradient.unflatten(_HEADS, (shape[_HEADS], -1)).sum(2)
+    return gradient if gradient.shape == shape else gradient.unflatten(HEADS, (shape[HEADS], -1)).sum(2)
 
 
 def _repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    groups = heads // tensor.size(_HEADS)
-    return tensor if groups == 1 else tensor.repeat_interleave(groups, _HEADS)
+    groups = heads // tensor.size(HEADS)
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, HEADS)

@@ -21,6 +21,7 @@ from fsdplaunch.runtime.context_parallel.part_attention import (
     wide,
 )
 from fsdplaunch.runtime.context_parallel.passing import (
+    HEADS,
     Passing,
     Shapes,
     for_each_head,
@@ -32,7 +33,7 @@ from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.torch_internals.operators import AttentionKernel, kernel_for
 from fsdplaunch.runtime.torch_internals.wrappers import untraced
 
-_HEADS, _POSITIONS = 1, 2
+_POSITIONS = 2
 _SEEDS = 2**62
 
 
@@ -69,7 +70,7 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_ca
     """Check what kernels take for granted: they would read other memory."""
     fits = query.dtype == key.dtype == value.dtype and key.shape[:-1] == value.shape[:-1]
     fits = fits and (query.size(0), query.size(-1)) == (key.size(0), key.size(-1))
-    if not fits or query.size(_HEADS) % key.size(_HEADS):
+    if not fits or query.size(HEADS) % key.size(HEADS):
         kinds = ", ".join(f"{tuple(each.shape)} {each.dtype}" for each in (query, key, value))
         msg = f"{script_line()}: query, key and value do not fit each other: {kinds}"
         raise ShardingError(msg, hint="they need one dtype and batch; heads of keys divide those of queries")
@@ -204,7 +205,7 @@ class _Ring:
     def _attend_to(
         self, source: int, query: torch.Tensor, message: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = for_each_head(message, self.shapes, query.size(_HEADS))
+        keys, values = for_each_head(message, self.shapes, query.size(HEADS))
         if self.kernel is None:
             return attend_to_part(query, keys, values, self._scoring(source, mask))
         causal, scale = self._is_causal(source), self.scoring.scale
@@ -215,7 +216,7 @@ class _Ring:
         self, source: int, saved: _Saved, message: torch.Tensor, to_query: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Return the gradients of one rank's keys and values, and add to that of the query."""
-        each_head = for_each_head(message, self.shapes, saved.query.size(_HEADS))
+        each_head = for_each_head(message, self.shapes, saved.query.size(HEADS))
         given = (saved.gradient, saved.query, *each_head, saved.result, saved.sums)
         if self.kernel is None:
             to_mask = None if saved.to_mask is None else self._piece(saved.to_mask, source)

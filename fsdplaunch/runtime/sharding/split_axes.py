@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.features import SEQUENCES, TENSOR_FORWARD, TENSOR_PLAN, TENSOR_SCALING, feature
 from fsdplaunch.name_lists import listed
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts
@@ -30,17 +31,15 @@ def split_layers(model: nn.Module, settings: Settings, mesh: DeviceMesh, out: Ig
     axis = tensor_mesh(mesh)
     if axis is None:
         return None
-    from fsdplaunch.runtime.tensor_parallel.build_plan import build_plan
-    from fsdplaunch.runtime.tensor_parallel.split_forward import split_forwards
-
-    plan = build_plan(model, dict(settings.tensor_plan), axis, shards=shard_group(mesh).size())
+    configured, shards = dict(settings.tensor_plan), shard_group(mesh).size()
+    plan: SplitPlan = feature(TENSOR_PLAN).build_plan(model, configured, axis, shards=shards)
     ignored = [plan.names[module] for module in plan.modules if module in out.below()]
     if ignored:
         msg = f"{listed(ignored, 3)} cannot be split and ignored"
         raise ShardingError(
             msg, hint="take it out of fsdp_ignored_modules, or out of sharding.tensor_parallel_plan"
         )
-    split_forwards(plan)
+    feature(TENSOR_FORWARD).split_forwards(plan)
     return plan
 
 
@@ -48,15 +47,15 @@ def split_sequences(model: nn.Module, settings: Settings, axis: DeviceMesh | Non
     """Let the model's blocks compute on pieces of the sequences; None where no ranks split them."""
     if axis is None:
         return None
-    from fsdplaunch.runtime.context_parallel.apply import split_blocks
-
     strategy = decode().parallelism_config.parallelism_config_cp_comm_strategy
     if strategy != "allgather":
         messages.say(
             f"cp_comm_strategy {strategy} is for accelerate's attention, not for this one:"
             " see sharding.context_parallel_attention"
         )
-    return split_blocks(model, settings.block_classes, axis, settings.context_attention)
+    apply: Any = feature(SEQUENCES)
+    made: SplitSequences = apply.split_blocks(model, settings.block_classes, axis, settings.context_attention)
+    return made
 
 
 def begin_passes(
@@ -76,11 +75,7 @@ def begin_passes(
         computes_in: The dtype that parameters are gathered in; None for their own.
     """
     if sequences is not None:
-        from fsdplaunch.runtime.context_parallel.apply import compare_first_pass
-
-        compare_first_pass(model, sequences, device, computes_in)
+        feature(SEQUENCES).compare_first_pass(model, sequences, device, computes_in)
     if split is not None:
-        from fsdplaunch.runtime.tensor_parallel.loss_scaling import agree_on_overflows
-
-        agree_on_overflows()
+        feature(TENSOR_SCALING).agree_on_overflows()
         split.expect_same_inputs(model, device, computes_in)

@@ -10,9 +10,9 @@ from fsdplaunch.config.load.load import stack
 from fsdplaunch.config.load.yaml_text import YamlText
 from fsdplaunch.errors import UsageError
 from fsdplaunch.estimate.activations import activations_of
-from fsdplaunch.estimate.advice import MemoryCase, changes, fewest_ranks, largest_batch, resized, verdict_of
+from fsdplaunch.estimate.advice import changes, fewest_ranks, largest_batch, resized
 from fsdplaunch.estimate.hf_config import describe
-from fsdplaunch.estimate.memory import memory_need
+from fsdplaunch.estimate.memory import MemoryCase, memory_need, verdict_of
 from fsdplaunch.estimate.report import make_report, row_data
 from fsdplaunch.estimate.split_sequences import sent_bytes
 from fsdplaunch.estimate.training_setup import TrainingSetup, alternatives, ranks_of, training_setup

@@ -16,6 +16,7 @@ from torch import nn
 
 from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.features import TENSOR_FORWARD, TENSOR_PLAN, TENSOR_SCALING, feature
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.compat.import_hook import once_imported
 from fsdplaunch.runtime.sharding.mesh import TENSOR
@@ -126,13 +127,11 @@ def _split_model(model: nn.Module, accelerator: Any) -> Iterator[tuple[nn.Parame
     """Split a model's layers; yield each parameter that it had with the one that it has instead."""
     from fsdplaunch.runtime.collectives.rank_group import RankGroup
     from fsdplaunch.runtime.inspection.model_tensors import model_tensors
-    from fsdplaunch.runtime.tensor_parallel.build_plan import build_plan
-    from fsdplaunch.runtime.tensor_parallel.split_forward import split_forwards
 
     sizes, axis = accelerator.parallelism_config, accelerator.torch_device_mesh[TENSOR]
-    configured = dict(decode().sharding.tensor_parallel_plan)
-    plan = build_plan(model, configured, axis, shards=sizes.dp_shard_size * sizes.cp_size)
-    split_forwards(plan)
+    configured, shards = dict(decode().sharding.tensor_parallel_plan), sizes.dp_shard_size * sizes.cp_size
+    plan: SplitPlan = feature(TENSOR_PLAN).build_plan(model, configured, axis, shards=shards)
+    feature(TENSOR_FORWARD).split_forwards(plan)
     ranks = RankGroup()
     for entry in model_tensors(model):
         old = entry.tensor
@@ -162,8 +161,6 @@ def _groups(prepared: list[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _expect(plan: "SplitPlan", model: nn.Module, accelerator: Any) -> None:
-    from fsdplaunch.runtime.tensor_parallel.loss_scaling import agree_on_overflows
-
     policy = getattr(getattr(accelerator.state, "fsdp_plugin", None), "mixed_precision_policy", None)
-    agree_on_overflows()
+    feature(TENSOR_SCALING).agree_on_overflows()
     plan.expect_same_inputs(model, accelerator.device, getattr(policy, "param_dtype", None))

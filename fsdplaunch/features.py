@@ -1,0 +1,46 @@
+"""Features beside the road: core imports each by name, from its own folder, when it is asked for."""
+
+from importlib import import_module
+from typing import Any
+
+from fsdplaunch.errors import LaunchError
+
+ESTIMATE_MEMORY = "fsdplaunch.estimate.memory"
+MEASURE = "fsdplaunch.runtime.measuring.measure"
+RECORD = "fsdplaunch.runtime.comparison.record_run"
+SEQUENCES = "fsdplaunch.runtime.context_parallel.apply"
+TENSOR_FORWARD = "fsdplaunch.runtime.tensor_parallel.split_forward"
+TENSOR_PLAN = "fsdplaunch.runtime.tensor_parallel.build_plan"
+TENSOR_SCALING = "fsdplaunch.runtime.tensor_parallel.loss_scaling"
+XLA = "fsdplaunch.runtime.xla.set_up"
+XLA_ENTRY = "fsdplaunch.runtime.xla.entry"
+XLA_PREPARE = "fsdplaunch.runtime.xla.prepare"
+
+_FOLDERS = {
+    "fsdplaunch.tune": "fsdplaunch tune",
+    "fsdplaunch.estimate": "fsdplaunch estimate",
+    "fsdplaunch.runtime.comparison": "fsdplaunch check --compare",
+    "fsdplaunch.runtime.measuring": "fsdplaunch tune",
+    "fsdplaunch.runtime.xla": "PyTorch/XLA",
+    "fsdplaunch.runtime.tensor_parallel": "splitting layers (tp_size)",
+    "fsdplaunch.runtime.context_parallel": "splitting sequences (cp_size)",
+}
+"""Folders that a package may be built without, and what each is for."""
+
+
+def feature(module: str) -> Any:
+    """Import a module of a feature.
+
+    Args:
+        module: Its dotted name.
+
+    Raises:
+        LaunchError: This installation has been built without the feature.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as missing:
+        if missing.name not in _FOLDERS:
+            raise
+        msg = f"this fsdplaunch was built without {_FOLDERS[missing.name]}: there is no {missing.name}"
+        raise LaunchError(msg, hint="install the complete package") from None
