@@ -8,6 +8,7 @@ so does a plain process whose weights were changed in their last digits.
 
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     # Through the imported module: this one, the interpreter's first `__main__`, is replaced by the script.
-    from fsdplaunch.runtime.comparison.record_run import main as run_plain
-
-    run_plain(sys.argv[1:])
+    import_module("fsdplaunch.runtime.comparison.record_run").main(sys.argv[1:])
