@@ -20,7 +20,6 @@ _FOLDERS = {
     "fsdplaunch.tune": "fsdplaunch tune",
     "fsdplaunch.estimate": "fsdplaunch estimate",
     "fsdplaunch.runtime.comparison": "fsdplaunch check --compare",
-    "fsdplaunch.runtime.measuring": "fsdplaunch tune",
     "fsdplaunch.runtime.xla": "PyTorch/XLA",
     "fsdplaunch.runtime.tensor_parallel": "splitting layers (tp_size)",
     "fsdplaunch.runtime.context_parallel": "splitting sequences (cp_size)",

@@ -1,7 +1,7 @@
 """PyTorch/XLA's devices, processes and mesh."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,6 @@ import torch_xla
 from torch_xla import runtime
 from torch_xla.core import xla_model
 from torch_xla.distributed import spmd, xla_multiprocessing
-
-from fsdplaunch.runtime.xla.entry import spawn_here
 
 FSDP_AXIS = "fsdp"
 """Axis of the mesh that parameters and batches are split along; transformers calls it so, too."""
@@ -26,18 +24,9 @@ def use_all_devices() -> None:
     spmd.set_global_mesh(spmd.Mesh(np.arange(count), (count, 1), (FSDP_AXIS, "tensor")))
 
 
-def take_over_spawn(begin: Callable[[], None]) -> None:
-    """Have a script's `xmp.spawn` call its function in this process, which was started for it.
-
-    Args:
-        begin: Called before the function, as torch_xla's own spawn tells the runtime who takes part.
-    """
-
-    def ordinal() -> int:
-        begin()
-        return int(runtime.global_ordinal())
-
-    spawn_here(xla_multiprocessing, ordinal)
+def spawning_module() -> Any:
+    """Return the module whose `spawn` scripts call."""
+    return xla_multiprocessing
 
 
 def processes() -> int:

@@ -13,6 +13,7 @@ from fsdplaunch.runtime.first_step import check_at_first_step
 from fsdplaunch.runtime.rank import world_size
 from fsdplaunch.runtime.saving.rng_state import keep_generator
 from fsdplaunch.runtime.torch_internals.xla import begin_process
+from fsdplaunch.runtime.xla.entry import spawn_here
 
 
 def set_up_xla(config: Config, script: str) -> None:
@@ -40,7 +41,7 @@ def set_up_xla(config: Config, script: str) -> None:
         devices.use_all_devices()
     join_group(config, torch.device("cpu"))
     _check_one_run(one_each=one_each and not devices.is_spmd())
-    devices.take_over_spawn(_begin)
+    spawn_here(devices.spawning_module(), _begin_with_ordinal)
     keep_generator("xm_seed", devices.rng_state, devices.set_rng_state)
     if shards_on_xla(config):
         _watch(config, script)
@@ -61,6 +62,14 @@ def _check_one_run(*, one_each: bool) -> None:
     if one_each and (count := devices.participants()) != started:
         msg = f"{started} processes were started for {count} devices, and each drives one only"
         raise ShardingError(msg, hint="use xla_fsdp_v2: true, whose processes drive all devices of their host")
+
+
+def _begin_with_ordinal() -> int:
+    """Tell the runtime who takes part, as torch_xla's own spawn does, and return this process's number."""
+    from fsdplaunch.runtime.xla import devices
+
+    _begin()
+    return devices.ordinal()
 
 
 def _begin() -> None:
