@@ -17,7 +17,7 @@ from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, NamePath
 from fsdplaunch.checkpoint.readers.open import OpenCheckpoint
 from fsdplaunch.errors import CheckpointError, UsageError
 
-FILE_NAME = "optimizer.bin"
+OPTIMIZER_NAME = "optimizer.bin"
 
 
 def merge_optimizer(
@@ -34,7 +34,7 @@ def merge_optimizer(
         write_optimizer(opened, paths, folder, meter, checksums=options.checksums)
 
     tensors = [tensor for tensor in opened.index.tensors if tensor.name in paths]
-    result = merge_to_one_file(opened, target / FILE_NAME, tensors, options, watcher, OPTIMIZER_FILE, write)
+    result = merge_to_one_file(opened, target / OPTIMIZER_NAME, tensors, options, watcher, OPTIMIZER_FILE, write)
     return replace(result, skipped=tuple(entry.name for entry in opened.index.entries if entry.name not in paths))
 
 
@@ -87,7 +87,7 @@ def write_optimizer(
             {**group, "params": [clean[name] for name in group.get("params", [])]} for group in groups
         ],
     }
-    save_tree(merged, folder / FILE_NAME)
+    save_tree(merged, folder / OPTIMIZER_NAME)
 
 
 def _joined(options: Mapping[str, Mapping[str, Any]]) -> Sequence[dict[str, Any]]:

@@ -27,7 +27,7 @@ from fsdplaunch.checkpoint.readers.dcp_places import (
 from fsdplaunch.checkpoint.regions import Region
 from fsdplaunch.checkpoint.regular_file import read_regular
 from fsdplaunch.checkpoint.safe_pickle.dcp_classes import (
-    NAMES,
+    INDEX_NAMES,
     Metadata,
     TensorEntry,
     ValueEntry,
@@ -136,7 +136,7 @@ def parse_index(data: bytes, *, where: str) -> CheckpointIndex:
 
 def parse_metadata(data: bytes, *, where: str) -> Metadata:
     """Return the records that the bytes of a `.metadata` file hold."""
-    meta = unpickle(data, NAMES, where=where)
+    meta = unpickle(data, INDEX_NAMES, where=where)
     if not isinstance(meta, Metadata):
         msg = f"{where} holds a {type(meta).__name__}, not a checkpoint's metadata"
         raise CheckpointError(msg, hint=COPY_AGAIN)

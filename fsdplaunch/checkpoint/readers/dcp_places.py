@@ -5,11 +5,11 @@ finish and a damaged number show this way. Whoever reads a checkpoint asks this 
 """
 
 import math
+import re
 from typing import Any, NoReturn
 
 from fsdplaunch.checkpoint.invalid_file import short
 from fsdplaunch.checkpoint.item_location import ItemKey, ItemLocation
-from fsdplaunch.checkpoint.readers.zstd_items import DESCRIPTOR
 from fsdplaunch.checkpoint.regions import Region, find_tiling_fault
 from fsdplaunch.checkpoint.safe_pickle.dcp_classes import ItemIndex, Metadata, StorageInfo, TensorEntry, ValueEntry
 from fsdplaunch.errors import CheckpointError
@@ -17,7 +17,8 @@ from fsdplaunch.errors import CheckpointError
 MAX_CHUNKS_PER_TENSOR = 1_000_000
 MAX_FILES = 1_000_000
 COPY_AGAIN = "copy the checkpoint again from where it was written"
-
+# What torch's ZStandard extension writes into the index; its version 1 is the only one there is.
+_ZSTD = re.compile(r"stream\.zstd/1(\.[0-9.]*)?")
 
 Places = dict[ItemKey, ItemLocation]
 # What was found out about a shape and its chunks: they in order, or how they fail. A model's layers repeat it.
@@ -107,9 +108,7 @@ def _place(key: Any, info: Any, where: str) -> ItemLocation:
 def _is_packed(info: Any) -> bool:
     """Say whether an item went through torch's ZStandard extension and nothing else."""
     return (
-        isinstance(info, StorageInfo)
-        and len(info.transforms) == 1
-        and bool(DESCRIPTOR.fullmatch(info.transforms[0]))
+        isinstance(info, StorageInfo) and len(info.transforms) == 1 and bool(_ZSTD.fullmatch(info.transforms[0]))
     )
 
 

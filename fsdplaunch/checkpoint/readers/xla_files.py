@@ -29,7 +29,7 @@ from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
 from fsdplaunch.checkpoint.readers.zip_directory import ReadWindow, ZipDirectory, member_bytes, read_zip
 from fsdplaunch.checkpoint.regions import Region, row_major
 from fsdplaunch.checkpoint.safe_pickle.dcp_classes import SIZE_NAMES
-from fsdplaunch.checkpoint.safe_pickle.rank_file_classes import NAMES, read_state
+from fsdplaunch.checkpoint.safe_pickle.rank_file_classes import RANK_FILE_NAMES, read_state
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
 from fsdplaunch.errors import CheckpointError
 
@@ -119,7 +119,7 @@ def _take_all(file: RankFile, rank: int, world: int, found: FoundTensors) -> Non
 def _opened(path: Path, window: ReadWindow) -> RankFile:
     built = read_zip(window, MAX_DIRECTORY)
     raw = member_bytes(window, f"{built.prefix}/data.pkl", built, MAX_STATE)
-    state = read_state(raw, f"{path}: its data.pkl", {**NAMES, **SIZE_NAMES})
+    state = read_state(raw, f"{path}: its data.pkl", {**RANK_FILE_NAMES, **SIZE_NAMES})
     model, metadata = state.get("model"), state.get("shard_metadata")
     if not isinstance(model, dict) or not isinstance(metadata, dict):
         msg = "it has no model with shard_metadata beside it"

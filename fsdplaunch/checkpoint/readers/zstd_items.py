@@ -4,7 +4,6 @@ A compressed item can only be read from its start on. A few streams are kept ope
 an earlier one ended, as those of a merge do, decompress every item once.
 """
 
-import re
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +15,6 @@ from fsdplaunch.errors import CheckpointError
 
 ReadRaw = Callable[[ItemLocation, int, int], bytes]  # (item, offset, length) -> exactly that many stored bytes
 
-# What the extension writes into the index; its version 1 is the only one there is.
-DESCRIPTOR = re.compile(r"stream\.zstd/1(\.[0-9.]*)?")
 MAX_STREAMS = 8
 # A stream remembers this much of what it has put out; the extension's own level needs 2 MiB.
 MAX_WINDOW = 8 * 2**20

@@ -285,7 +285,7 @@ def _records(module: str, makers: dict[str, Callable[[], PickledRecord]]) -> dic
     }
 
 
-NAMES: dict[tuple[str, str], Any] = {
+INDEX_NAMES: dict[tuple[str, str], Any] = {
     **SIZE_NAMES,
     **_records(
         METADATA,

@@ -8,8 +8,8 @@ opcodes and of bounded memory, and has no key that takes long to hash; nothing i
 from typing import Any
 
 from fsdplaunch.checkpoint.invalid_file import InvalidFileError
-from fsdplaunch.checkpoint.safe_pickle import rank_file_classes
 from fsdplaunch.checkpoint.safe_pickle.interpreter import Interpreter, PickledCallable
+from fsdplaunch.checkpoint.safe_pickle.rank_file_classes import RANK_FILE_NAMES
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import foreign, storage_of
 from fsdplaunch.checkpoint.safe_pickle.unpickle import read_next, unpickle
 
@@ -27,11 +27,11 @@ def _rebuilt(name: str) -> tuple[tuple[str, str], PickledCallable]:
 
 
 # What torch's reader makes of plain values besides what state dicts hold.
-_NAMES: dict[tuple[str, str], Any] = {
-    **rank_file_classes.NAMES,
+_PLAIN_NAMES: dict[tuple[str, str], Any] = {
+    **RANK_FILE_NAMES,
     **{
-        (module, name): PickledCallable(f"{module}.{name}", call=_value)
-        for module, name in (
+        (home, kind): PickledCallable(f"{home}.{kind}", call=_value)
+        for home, kind in (
             *(
                 (builtins, kind)
                 for builtins in ("builtins", "__builtin__")
@@ -56,7 +56,7 @@ def check_plain(data: bytes, where: str) -> None:
     Raises:
         CheckpointError: It names what plain values have no use for, is damaged, or asks for much memory.
     """
-    unpickle(data, _NAMES, persistent=storage_of, unknown=foreign, where=where)
+    unpickle(data, _PLAIN_NAMES, persistent=storage_of, unknown=foreign, where=where)
 
 
 def check_old_plain(data: bytes, where: str) -> None:
@@ -65,7 +65,7 @@ def check_old_plain(data: bytes, where: str) -> None:
     Raises:
         CheckpointError: As in `check_plain`.
     """
-    interpreter = Interpreter(data, _NAMES, _old_storage, foreign)
+    interpreter = Interpreter(data, _PLAIN_NAMES, _old_storage, foreign)
     for _ in range(_OLD_PICKLES):
         read_next(interpreter, where)
 

@@ -8,10 +8,17 @@ from fsdplaunch.checkpoint.checked_ints import MAX_DIMENSIONS, check_counts
 from fsdplaunch.checkpoint.dtypes import Dtype
 from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
 from fsdplaunch.checkpoint.regions import Region
-from fsdplaunch.checkpoint.safe_pickle import tensor_classes
 from fsdplaunch.checkpoint.safe_pickle.dcp_classes import memory_format
 from fsdplaunch.checkpoint.safe_pickle.interpreter import OBJECT, PickledCallable, PickledDict, PickledRecord
-from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
+from fsdplaunch.checkpoint.safe_pickle.tensor_classes import (
+    TENSOR_NAMES,
+    TensorDescription,
+    WrapperTensor,
+    foreign,
+    rebuild_shell,
+    rebuild_subclass,
+    storage_of,
+)
 from fsdplaunch.checkpoint.safe_pickle.unpickle import unpickle
 
 # Fields come as a dictionary, or as a pair of one and the slots.
@@ -102,10 +109,8 @@ def read_state(data: bytes, where: str, names: Mapping[tuple[str, str], Any] | N
         CheckpointError: When it names what a state dict has no use for, or is damaged.
         InvalidFileError: When it is no dictionary.
     """
-    known = NAMES if names is None else names
-    found = unpickle(
-        data, known, persistent=tensor_classes.storage_of, unknown=tensor_classes.foreign, where=where
-    )
+    known = RANK_FILE_NAMES if names is None else names
+    found = unpickle(data, known, persistent=storage_of, unknown=foreign, where=where)
     if not isinstance(found, dict):
         msg = f"it holds a {type(found).__name__}, not a dictionary of tensors"
         raise InvalidFileError(msg)
@@ -123,11 +128,11 @@ def _rebuild(arguments: tuple[Any, ...]) -> Any:
             and function.name == _WRAPPER
             and type(inner) is tuple
         ):
-            return make(tensor_classes.rebuild_shell(inner), state)
-    return tensor_classes.rebuild_subclass(arguments)
+            return make(rebuild_shell(inner), state)
+    return rebuild_subclass(arguments)
 
 
-def _mesh_shard(shell: tensor_classes.WrapperTensor, state: Any) -> MeshShard:
+def _mesh_shard(shell: WrapperTensor, state: Any) -> MeshShard:
     """Return a DTensor: its local tensor, and what its spec says of its place."""
     fields = SavedFields("DTensor")
     fields.__setstate__(state)
@@ -163,7 +168,7 @@ def _placement(item: Any) -> ShardPlacement:
     return ShardPlacement(dim, cuts)
 
 
-def _listed_parts(shell: tensor_classes.WrapperTensor, state: Any) -> ListedShards:
+def _listed_parts(shell: WrapperTensor, state: Any) -> ListedShards:
     """Return a ShardedTensor: `(local shards, metadata, ...)`."""
     shards = state[0] if type(state) is tuple and state else None
     if type(shards) is not list:
@@ -208,14 +213,14 @@ def _all(module: str, names: Iterable[str], make: Callable[[str], PickledCallabl
     return {(module, name): make(f"{module}.{name}") for name in names}
 
 
-_SUBCLASSES: dict[str, Callable[[tensor_classes.WrapperTensor, Any], Any]] = {
+_SUBCLASSES: dict[str, Callable[[WrapperTensor, Any], Any]] = {
     "DTensor": _mesh_shard,
     "ShardedTensor": _listed_parts,
 }
 _SPEC = ("DTensorSpec", "TensorMeta", "ShardOrderEntry")
 _MESH_LAYOUT = ("_MeshLayout", "_FlatLayout")
-NAMES: dict[tuple[str, str], Any] = {
-    **tensor_classes.NAMES,
+RANK_FILE_NAMES: dict[tuple[str, str], Any] = {
+    **TENSOR_NAMES,
     ("torch._tensor", "_rebuild_from_type_v2"): PickledCallable(
         "torch._tensor._rebuild_from_type_v2", call=_rebuild
     ),

@@ -87,7 +87,7 @@ def _box(
 ) -> tuple[Region, tuple[Any, ...]] | None:
     """Return a chunk's box and what reading it memoizes. References keep their meaning: equal bytes are equal."""
     start, size, ref = found.groups()
-    offsets = _size(known, start)
+    offsets = _spelled_size(known, start)
     if offsets is None:
         return None
     if ref:
@@ -96,7 +96,7 @@ def _box(
         except InvalidFileError:
             return None
         return _keep(known.records, raw, (box, (box, _SPENT, *offsets[1])))
-    sizes = _size(known, size)
+    sizes = _spelled_size(known, size)
     if sizes is None:
         return None
     box = Region(offsets[0], sizes[0])
@@ -118,7 +118,7 @@ def fuse_items(m: Interpreter, width: int) -> int:
     sizes, numbers, new, new_key = known.sizes, known.numbers, tuple.__new__, ItemKey
     while found := match(data, position):
         name_ref, name_length, name, place, path_ref, path_length, path, first, count = found.groups()
-        size = sizes.get(place) or _size(known, place)
+        size = sizes.get(place) or _spelled_size(known, place)
         offset, length = numbers.get(first), numbers.get(count)
         if offset is None or length is None:
             offset, length = _number(known, first), _number(known, count)
@@ -184,7 +184,7 @@ def _is_term(value: Any, term: str) -> bool:
     return type(value) is str and value == term
 
 
-def _size(known: KnownPatterns, raw: bytes) -> tuple[tuple[int, ...], tuple[Any, ...]] | None:
+def _spelled_size(known: KnownPatterns, raw: bytes) -> tuple[tuple[int, ...], tuple[Any, ...]] | None:
     """Return the size that the bytes spell and what reading it memoizes; None when it needs a closer look."""
     found = known.sizes.get(raw)
     if found is not None:

@@ -86,7 +86,7 @@ def read_description(data: bytes) -> TensorDescription:
         InvalidFileError: When it describes anything but one dense tensor.
     """
     try:
-        found = unpickle(data, NAMES, persistent=storage_of, unknown=foreign, where="its description")
+        found = unpickle(data, TENSOR_NAMES, persistent=storage_of, unknown=foreign, where="its description")
     except CheckpointError as problem:
         raise InvalidFileError(problem.message) from None
     if not isinstance(found, TensorDescription):
@@ -234,7 +234,7 @@ _CALLS: dict[str, Callable[[tuple[Any, ...]], Any] | None] = {
     "torch.nn.parameter.Parameter": None,
     "torch.nn.parameter.Buffer": None,
 }
-NAMES: dict[tuple[str, str], Any] = {
+TENSOR_NAMES: dict[tuple[str, str], Any] = {
     **SIZE_NAMES,
     **{_split(name): PickledCallable(name, call=call) for name, call in _CALLS.items()},
     **{("torch", name): _StorageClass(dtype) for name, dtype in STORAGES.items()},

@@ -17,7 +17,7 @@ from fsdplaunch.runtime.loading.load_plan import LoadPlan
 from fsdplaunch.runtime.loading.local_shards import LocalShard
 from fsdplaunch.runtime.loading.read_shards import ShardReader, source_dtype
 
-_SHOWN = 5
+_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ def report_loaded(plan: LoadPlan, loaded: LoadedWeights, *, name: str, made: Seq
         words.append(f"names with {plan.match.prefix}")
     left_over = [*plan.match.unexpected, *plan.match.passed]
     if left_over:
-        words.append(f"left out of the files: {listed(left_over, _SHOWN)}")
+        words.append(f"left out of the files: {listed(left_over, _NAMES_SHOWN)}")
     if made:
-        words.append(f"not in the files: {listed(made, _SHOWN)}")
+        words.append(f"not in the files: {listed(made, _NAMES_SHOWN)}")
     messages.say("; ".join(words))

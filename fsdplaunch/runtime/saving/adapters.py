@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdplaunch.errors import CheckpointError, UsageError
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, named_parameters
-from fsdplaunch.runtime.saving import dcp_files as files
+from fsdplaunch.runtime.saving.dcp_files import read_full, read_sharded, shape_of
 from fsdplaunch.runtime.saving.model_and_optimizer import MODEL, StateToSave
 from fsdplaunch.runtime.saving.rank_files import read_own
 from fsdplaunch.runtime.state_dict.named_states import renamed
@@ -68,7 +68,7 @@ def load_adapters(model: nn.Module, folder: Path, index: int, *, kind: str, use_
             return
         part = {saved: state[name] for saved, name in names.items()}
         if use_dcp:
-            files.read_sharded({"model": part}, _present(folder / f"{MODEL}_{index}"), strict=True)
+            read_sharded({"model": part}, _present(folder / f"{MODEL}_{index}"), strict=True)
         else:
             part = read_own(folder, MODEL, index)
         state |= {names[saved]: value for saved, value in part.items() if saved in names}
@@ -76,8 +76,8 @@ def load_adapters(model: nn.Module, folder: Path, index: int, *, kind: str, use_
 
 
 def _load_full(model: nn.Module, file: Path, names: Mapping[str, str]) -> None:
-    shapes = {saved: files.shape_of(value) for saved, value in _by(names, get_model_state_dict(model)).items()}
-    full = files.read_full(file, shapes)
+    shapes = {saved: shape_of(value) for saved, value in _by(names, get_model_state_dict(model)).items()}
+    full = read_full(file, shapes)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(model, {names[saved]: value for saved, value in full.items()}, options=options)
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -25,7 +24,15 @@ from torch.optim import Optimizer
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0
 from fsdplaunch.runtime.inspection.parameter_names import clean_name, named_parameters, tied_names
-from fsdplaunch.runtime.saving import dcp_files as files
+from fsdplaunch.runtime.saving.dcp_files import (
+    State,
+    own_shard,
+    read_flat,
+    read_full,
+    read_full_optimizer,
+    read_sharded,
+    shape_of,
+)
 from fsdplaunch.runtime.saving.full_state_writer import storable, write_full
 from fsdplaunch.runtime.saving.sharded.write_sharded import write_sharded
 from fsdplaunch.runtime.saving.small_files import write_large
@@ -39,7 +46,6 @@ from fsdplaunch.runtime.torch_warnings import quiet_torch
 
 MODEL = "pytorch_model_fsdp"
 OPTIMIZER = "optimizer"
-State = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +97,7 @@ def model_to_save(model: nn.Module, kind: str, index: int) -> StateToSave:
     with quiet_torch():
         if kind == "LOCAL_STATE_DICT":
             with _local(model):
-                state = {name: files.own_shard(value) for name, value in model.state_dict().items()}
+                state = {name: own_shard(value) for name, value in model.state_dict().items()}
             return StateToSave(kind=kind, name=_local_name(index), state=state)
         state = model_state(model)
     if kind == "SHARDED_STATE_DICT":
@@ -125,18 +131,18 @@ def load_model(model: nn.Module, folder: Path, index: int, kind: str | None = No
     with quiet_torch():
         if kind in (None, "LOCAL_STATE_DICT") and (folder / f"{_local_name(index)}.bin").exists():
             with _local(model):
-                files.read_flat(model.state_dict(), folder / f"{_local_name(index)}.bin")
+                read_flat(model.state_dict(), folder / f"{_local_name(index)}.bin")
             return
         state: State = get_model_state_dict(model)
         own_names = {clean_name(name): name for name in state}
         state = renamed(state, clean_name)
         file = folder / f"{_stem(MODEL, index)}.bin"
         if (folder / f"{MODEL}_{index}").is_dir() and not (kind == "FULL_STATE_DICT" and file.exists()):
-            files.read_sharded({"model": state}, folder / f"{MODEL}_{index}", strict=True)
+            read_sharded({"model": state}, folder / f"{MODEL}_{index}", strict=True)
             set_model_state_dict(model, renamed(state, own_names.__getitem__))
         elif file.exists():
-            shapes = {name: files.shape_of(value) for name, value in state.items()}
-            full = renamed(files.read_full(file, shapes), own_names.__getitem__)
+            shapes = {name: shape_of(value) for name, value in state.items()}
+            full = renamed(read_full(file, shapes), own_names.__getitem__)
             set_model_state_dict(model, full, options=_from_rank_0())
         else:
             msg = f"{folder} holds no model {index} for rank {dist.get_rank()}"
@@ -169,12 +175,12 @@ def load_optimizer(
         own_names = {clean_name(name): name for group in state["param_groups"] for name in group["params"]}
         if sharded.is_dir() and not (kind == "FULL_STATE_DICT" and full.exists()):
             state = renamed_optimizer(state, clean_name)
-            absent = files.read_sharded({"optimizer": state}, sharded, strict=False)
+            absent = read_sharded({"optimizer": state}, sharded, strict=False)
             stateless = {name for name in own_names if any(key.startswith(_state_of(name)) for key in absent)}
             options = None
         else:
             # A file that accelerate wrote under FSDP1 has one step count for all parameters of a unit.
-            state = unshare_counts(files.read_full_optimizer(full, set(own_names)))
+            state = unshare_counts(read_full_optimizer(full, set(own_names)))
             stateless = _stateless(state, own_names)
             options = _from_rank_0(strict=False)  # names are checked; state may be missing
             if dist.get_rank() == 0:

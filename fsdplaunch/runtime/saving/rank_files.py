@@ -1,7 +1,6 @@
 """One file per rank with its shards, as accelerate writes with `use_dcp=False`: for as many ranks as saved it."""
 
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -15,14 +14,13 @@ from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.inspection.parameter_names import clean_name
+from fsdplaunch.runtime.saving.dcp_files import State
 from fsdplaunch.runtime.saving.model_and_optimizer import MODEL, OPTIMIZER
 from fsdplaunch.runtime.saving.plain_files import read_plain
 from fsdplaunch.runtime.saving.small_files import write_large
 from fsdplaunch.runtime.state_dict.named_states import renamed, renamed_optimizer
 from fsdplaunch.runtime.state_dict.partial_optimizer import left_out_frozen
 from fsdplaunch.runtime.torch_warnings import quiet_torch
-
-State = dict[str, Any]
 
 
 def write_own_model(state: State, folder: Path, index: int) -> None:

@@ -25,6 +25,7 @@ from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
 from fsdplaunch.runtime.inspection.xla_models import refuse_of_xla
 from fsdplaunch.runtime.sharding.optimizer_params import cut_to_flat
 from fsdplaunch.runtime.sharding.registry import registered
+from fsdplaunch.runtime.state_dict.named_states import State
 from fsdplaunch.runtime.state_dict.partial_optimizer import left_out_frozen
 from fsdplaunch.runtime.state_dict.split_like import cut_to_shard
 from fsdplaunch.runtime.torch_warnings import quiet_torch
@@ -39,7 +40,6 @@ __all__ = [
 ]
 
 OptimInput = Iterable[Any] | None
-State = dict[str, Any]
 
 
 def full_optim_state_dict(

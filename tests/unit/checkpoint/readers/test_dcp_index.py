@@ -12,9 +12,9 @@ import pytest
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
 from fsdplaunch.checkpoint.readers.dcp_index import parse_index, read_index
 from fsdplaunch.checkpoint.regions import Region
-from fsdplaunch.checkpoint.safe_pickle import rank_file_classes
-from fsdplaunch.checkpoint.safe_pickle.dcp_classes import NAMES
+from fsdplaunch.checkpoint.safe_pickle.dcp_classes import INDEX_NAMES
 from fsdplaunch.checkpoint.safe_pickle.interpreter import PickledCallable
+from fsdplaunch.checkpoint.safe_pickle.rank_file_classes import RANK_FILE_NAMES
 from fsdplaunch.checkpoint.safe_pickle.unpickle import unpickle
 from fsdplaunch.errors import CheckpointError
 
@@ -136,9 +136,10 @@ def test_entry_without_a_path_is_refused_when_others_have_one(dcp):
 
 def without_fused(monkeypatch) -> None:
     plain = {
-        key: replace(made, fuse=None) if isinstance(made, PickledCallable) else made for key, made in NAMES.items()
+        key: replace(made, fuse=None) if isinstance(made, PickledCallable) else made
+        for key, made in INDEX_NAMES.items()
     }
-    monkeypatch.setattr("fsdplaunch.checkpoint.readers.dcp_index.NAMES", plain)
+    monkeypatch.setattr("fsdplaunch.checkpoint.readers.dcp_index.INDEX_NAMES", plain)
 
 
 def outcome(raw: bytes) -> object:
@@ -215,9 +216,9 @@ def test_most_records_of_a_real_index_are_read_at_once(monkeypatch):
 
     patched = {
         key: counted(made) if isinstance(made, PickledCallable) and made.fuse else made
-        for key, made in NAMES.items()
+        for key, made in INDEX_NAMES.items()
     }
-    monkeypatch.setattr("fsdplaunch.checkpoint.readers.dcp_index.NAMES", patched)
+    monkeypatch.setattr("fsdplaunch.checkpoint.readers.dcp_index.INDEX_NAMES", patched)
     index = parse_index(zipfile.ZipFile(DATA / "torch-2.15.0.zip").read(".metadata"), where="it")
     chunks = sum(len(tensor.chunks) for tensor in index.tensors)
     assert chunks / 2 < read["ChunkStorageMetadata"] <= chunks + 1
@@ -232,7 +233,7 @@ def test_most_records_of_a_real_index_are_read_at_once(monkeypatch):
         ("TensorProperties", "__init__", False),
     ],
 )
-@pytest.mark.parametrize("names", [NAMES, rank_file_classes.NAMES], ids=["index", "file of a rank"])
+@pytest.mark.parametrize("names", [INDEX_NAMES, RANK_FILE_NAMES], ids=["index", "file of a rank"])
 def test_memory_format_that_python_3_11_2_has_written_is_read_and_no_other_attribute(
     dcp, names, owner, name, good
 ):
