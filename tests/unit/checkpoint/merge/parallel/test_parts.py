@@ -1,14 +1,14 @@
 """A merge in parts gives what a merge in one gives, whoever is killed, started again or late."""
 
 import os
+import pkgutil
 import signal
 from dataclasses import replace
 
 import pytest
 
-from fsdplaunch.checkpoint.merge import safetensors_output
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
-from fsdplaunch.checkpoint.merge.parallel import parts_folder
+from fsdplaunch.checkpoint.merge.parallel.parts_folder import remove_parts
 from fsdplaunch.checkpoint.merge.parallel.shares import files_of_part
 from fsdplaunch.errors import CheckpointError, UsageError
 
@@ -40,16 +40,16 @@ def forked(act) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def killed_at(monkeypatch, module, name, when="before"):
-    """Have a function of a module kill its process before it acts or afterwards."""
-    original = getattr(module, name)
+def killed_at(monkeypatch, function, when="before"):
+    """Have a function, given by its dotted name, kill its process before it acts or afterwards."""
+    original = pkgutil.resolve_name(function)
 
     def act(*args, **named):
         if when == "after":
             original(*args, **named)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(module, name, act)
+    monkeypatch.setattr(function, act)
 
 
 @pytest.mark.parametrize(
@@ -106,15 +106,15 @@ def test_killed_part_is_started_again(dcp, checkpoint, tmp_path, monkeypatch, wh
         merge(checkpoint, tmp_path / "out", options=replace(options, exclude=("embed",)))
         (tmp_path / "out/notes.txt").write_text("mine")
     merge(checkpoint, tmp_path / "out", options=part(1, 2, options))
-    module, name, when = {
-        "writing": (safetensors_output, "write_plan", "after"),
-        "keeping": (parts_folder, "_write", "before"),
-        "completing": (safetensors_output, "_complete", "after"),
-        "before the move": (safetensors_output, "publish_folder", "before"),
-        "after the move": (safetensors_output, "publish_folder", "after"),
+    function, when = {
+        "writing": ("fsdplaunch.checkpoint.merge.safetensors_output.write_plan", "after"),
+        "keeping": ("fsdplaunch.checkpoint.merge.parallel.parts_folder._write", "before"),
+        "completing": ("fsdplaunch.checkpoint.merge.safetensors_output._complete", "after"),
+        "before the move": ("fsdplaunch.checkpoint.merge.safetensors_output.publish_folder", "before"),
+        "after the move": ("fsdplaunch.checkpoint.merge.safetensors_output.publish_folder", "after"),
     }[where]
     with monkeypatch.context() as patch:
-        killed_at(patch, module, name, when)
+        killed_at(patch, function, when)
         ended = forked(lambda: merge(checkpoint, tmp_path / "out", options=part(2, 2, options)) and 0)
         assert ended == -signal.SIGKILL
     assert (tmp_path / "out/notes.txt").exists() == overwrite  # what was there is there, at any moment
@@ -154,7 +154,7 @@ def test_parts_at_the_same_time_put_one_result_in_place(dcp, checkpoint, tmp_pat
             path.unlink()
         (tmp_path / "out").rmdir()
         if (tmp_path / ".out.parts").exists():  # a late attempt has begun anew
-            parts_folder.remove_parts(tmp_path / "out")
+            remove_parts(tmp_path / "out")
 
 
 @pytest.mark.parametrize(
