@@ -219,7 +219,7 @@ def test_leftovers_of_killed_merges_are_removed_by_the_next_one(checkpoint, dcp,
 SLOW = """
 import sys, time
 from pathlib import Path
-from fsdplaunch.checkpoint.merge import file_copy
+import fsdplaunch.checkpoint.merge.file_copy as file_copy
 from fsdplaunch.checkpoint.merge.merge import merge
 
 file_copy.STEP = 64 * 1024
