@@ -14,13 +14,13 @@ from fsdplaunch.runtime.api.prepare import prepare
 from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
 from fsdplaunch.runtime.auto.batch.rank_rows import data_group
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.model.calls import Calls, late_parameter, original_name
+from fsdplaunch.runtime.auto.model.calls import Calls, original_name
 from fsdplaunch.runtime.auto.model.written_in_passes import keep_written
 from fsdplaunch.runtime.auto.rank0.passes import Passes, note_passes
 from fsdplaunch.runtime.auto.rank0.service import open_once
 from fsdplaunch.runtime.auto.rank0.ways import note_gradients, note_paths
 from fsdplaunch.runtime.auto.saves.whole_models import let_model_leave
-from fsdplaunch.runtime.auto.shards.references import keeping_references
+from fsdplaunch.runtime.auto.shards.references import keeping_references, late_parameter
 from fsdplaunch.runtime.compute.unused_parameters import agree_on_alternatives
 from fsdplaunch.runtime.inspection.announce import announcing
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters, parameters_of

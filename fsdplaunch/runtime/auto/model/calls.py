@@ -17,10 +17,10 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
 from fsdplaunch.runtime.auto.model.double_backward import ModelPass, keep_pass, may_be_differentiated_twice
 from fsdplaunch.runtime.auto.model.gathered_view import view_of
-from fsdplaunch.runtime.auto.shards.functional_calls import refuse_transforms
+from fsdplaunch.runtime.auto.shards.references import late_parameter
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters, parameters_of
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
-from fsdplaunch.runtime.script_line import being_built, script_line
+from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import (
     begin_unit_pass,
@@ -34,6 +34,7 @@ from fsdplaunch.runtime.torch_internals.modules import BatchNorm, put_tensor
 from fsdplaunch.runtime.torch_internals.tensors import (
     apart_from_parameters,
     is_in_backward,
+    is_in_transform,
     return_no_parameters,
     tree_map,
 )
@@ -156,7 +157,7 @@ class Calls:
 
     def _begin(self, model: nn.Module) -> None:
         """Do what a pass of the script's begins with, on all ranks, or on rank 0 alone."""
-        refuse_transforms(model)
+        _refuse_transforms(model)
         if not self.checked:
             self._check_first(model)
         if not self.trained and model.training and torch.is_grad_enabled():
@@ -239,6 +240,17 @@ def _full(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) and not value.requires_grad else value
 
 
+def _refuse_transforms(module: nn.Module) -> None:
+    """Refuse a pass inside of a transform, which would end in errors of torch's own.
+
+    Raises:
+        ShardingError: `vmap`, `grad`, `vjp` or `jacrev` computes; `jvp` goes through the hooks well.
+    """
+    if is_in_transform(forward=False):
+        msg = f"{script_line()}: a transform of torch.func computes {type(module).__name__}, which is sharded"
+        raise ShardingError(msg, hint="run this script in one process: --num-processes 1 --shard off")
+
+
 def call_for_forward(unit: nn.Module) -> None:
     """Let a script that calls `unit.forward(x)` have what `unit(x)` does, where hooks gather the parameters.
 
@@ -289,22 +301,6 @@ def _normalising(norm: "weakref.ref[Any]") -> Callable[[torch.Tensor], torch.Ten
                 put_tensor(module, name, param)
 
     return forward
-
-
-def late_parameter(model: nn.Module, name: str, line: str) -> ShardingError:
-    """Return the error for a parameter that a model got after it was sharded."""
-    now = script_line()
-    msg = f"{now}: {name} of {original_name(model)} appeared after the model was sharded at {line}"
-    hint = (
-        f"complete the model before {line}; or call fsdplaunch.prepare(model, optimizer) in the script when it is"
-    )
-    if now == line and any(each is model for each in being_built()):  # the script cannot be changed there
-        hint = (
-            f"{line} builds an optimizer before its model is complete, inside of a library: after it, give"
-            " fsdplaunch.prepare each part that the library computes with, and the optimizers"
-            " (fsdplaunch.prepare(model.actor, model.critic, model.actor.optimizer, model.critic.optimizer))"
-        )
-    return ShardingError(msg, hint=hint)
 
 
 def original_name(model: nn.Module) -> str:

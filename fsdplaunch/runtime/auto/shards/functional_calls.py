@@ -19,7 +19,7 @@ from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.shards.values import gathered
 from fsdplaunch.runtime.inspection.units import is_unit, reshard
 from fsdplaunch.runtime.patch import replaced
-from fsdplaunch.runtime.script_line import calling_lines, script_line
+from fsdplaunch.runtime.script_line import calling_lines
 from fsdplaunch.runtime.state_dict.unsharded_copy import as_before
 from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import root_mixed_precision
 from fsdplaunch.runtime.torch_internals.tensors import is_in_transform
@@ -77,14 +77,3 @@ def _call_unsharded(original: Any, module: nn.Module, given: Mapping[str, Any], 
 def _full(param: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     full = gathered(param, keeps_batch=False) if isinstance(param, DTensor) else param
     return full.to(dtype) if dtype is not None and full.is_floating_point() else full
-
-
-def refuse_transforms(module: nn.Module) -> None:
-    """Refuse a pass inside of a transform, which would end in errors of torch's own.
-
-    Raises:
-        ShardingError: `vmap`, `grad`, `vjp` or `jacrev` computes; `jvp` goes through the hooks well.
-    """
-    if is_in_transform(forward=False):
-        msg = f"{script_line()}: a transform of torch.func computes {type(module).__name__}, which is sharded"
-        raise ShardingError(msg, hint=_HINT)

@@ -21,8 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdplaunch.runtime.api import gradients
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.who_shards import Ownership
-from fsdplaunch.runtime.auto.shards.torch_function import placed_like
-from fsdplaunch.runtime.auto.shards.values import full_value
+from fsdplaunch.runtime.auto.shards.values import full_value, placed_like
 from fsdplaunch.runtime.compat.import_hook import once_imported
 from fsdplaunch.runtime.compute.local_gradients import average_local_gradients
 from fsdplaunch.runtime.patch import replaced

@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.model.calls import late_parameter
 from fsdplaunch.runtime.inspection.parameter_names import named_parameters
-from fsdplaunch.runtime.inspection.units import is_unit
+from fsdplaunch.runtime.inspection.units import is_unit, original_class
 from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.script_line import being_built, script_line
 from fsdplaunch.runtime.sharding.optimizer_params import ORIGIN
 from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import places_of_shards
 from fsdplaunch.runtime.torch_internals.tensors import tree_map
@@ -105,3 +106,19 @@ def _check_name(module: nn.Module, name: str, param: DTensor, hook_context: Hook
             for shard, places in places_of_shards(unit):
                 if shard is param and not any(module is home and name == known for home, known in places):
                     raise late_parameter(model, name, line)
+
+
+def late_parameter(model: nn.Module, name: str, line: str) -> ShardingError:
+    """Return the error for a parameter that a model got after it was sharded."""
+    now = script_line()
+    msg = f"{now}: {name} of {original_class(model).__name__} appeared after the model was sharded at {line}"
+    hint = (
+        f"complete the model before {line}; or call fsdplaunch.prepare(model, optimizer) in the script when it is"
+    )
+    if now == line and any(each is model for each in being_built()):  # the script cannot be changed there
+        hint = (
+            f"{line} builds an optimizer before its model is complete, inside of a library: after it, give"
+            " fsdplaunch.prepare each part that the library computes with, and the optimizers"
+            " (fsdplaunch.prepare(model.actor, model.critic, model.actor.optimizer, model.critic.optimizer))"
+        )
+    return ShardingError(msg, hint=hint)

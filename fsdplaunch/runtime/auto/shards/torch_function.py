@@ -29,6 +29,7 @@ from fsdplaunch.runtime.auto.shards.values import (
     fetcher_for_rank0_alone,
     full_value,
     gathered,
+    placed_like,
     splits_once,
 )
 from fsdplaunch.runtime.inspection.parameter_names import parameters_of
@@ -267,16 +268,6 @@ def _detached(_func: Any, args: Any, _kwargs: Any) -> Any:
         tensor.gathered.refresh()
         return view_of(tensor.gathered, plain(tensor.data))
     return with_local_tensor(tensor, local_tensor(tensor).detach())
-
-
-def placed_like(shard: Any, value: Any) -> Any:
-    """Return a tensor of a shard's shape placed as that is, without gradients; cut where it is plain."""
-    if isinstance(value, DTensor):
-        if placements_of(value) == placements_of(shard) or value.shape != shard.shape:
-            return value
-        detached: Any = value.detach()
-        return detached.redistribute(shard.device_mesh, shard.placements)
-    return split_like(value, shard) if value.shape == shard.shape else value
 
 
 def _write_alone(name: str) -> None:

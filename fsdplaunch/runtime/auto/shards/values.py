@@ -16,6 +16,7 @@ from fsdplaunch.runtime.auto.rank0.service import service
 from fsdplaunch.runtime.inspection.units import is_over_all_ranks
 from fsdplaunch.runtime.script_line import calling_lines, calling_stack
 from fsdplaunch.runtime.state_dict.gather import ShardGatherer
+from fsdplaunch.runtime.state_dict.split_like import split_like
 from fsdplaunch.runtime.torch_internals.dtensor import local_tensor, placements_of
 
 _together: set[tuple[str | int, ...]] = set()
@@ -82,6 +83,16 @@ def by_rank_numbers(func: Callable[..., Any], tensor: Any, rest: Any, kwargs: An
     placements = [Shard(0) if axis == split else Replicate() for axis in range(mesh.ndim)]
     shards = DTensor.from_local(number, mesh, placements, run_check=False, shape=torch.Size([count]), stride=(1,))
     return func(gathered(shards, keeps_batch=keeps_batch), *rest, **kwargs)
+
+
+def placed_like(shard: Any, value: Any) -> Any:
+    """Return a tensor of a shard's shape placed as that is, without gradients; cut where it is plain."""
+    if isinstance(value, DTensor):
+        if placements_of(value) == placements_of(shard) or value.shape != shard.shape:
+            return value
+        detached: Any = value.detach()
+        return detached.redistribute(shard.device_mesh, shard.placements)
+    return split_like(value, shard) if value.shape == shard.shape else value
 
 
 def splits_once(tensor: Any) -> bool:
