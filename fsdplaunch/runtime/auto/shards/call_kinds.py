@@ -111,7 +111,7 @@ def _key(value: Any) -> Any:
 def _find_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Kind:
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     shapes = {each.shape for each in given if isinstance(each, DTensor)}
-    args, kwargs = tree_map(_without_values, (args, kwargs))
+    args, kwargs = tree_map(_on_meta, (args, kwargs))
     stand_ins = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     operators = Operators()
     try:
@@ -136,7 +136,7 @@ def _find_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Kind:
     return Kind.FULL if written else Kind.LOCAL
 
 
-def _without_values(value: Any) -> Any:
+def _on_meta(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return torch.device("meta") if isinstance(value, torch.device) else value

@@ -98,7 +98,7 @@ class ShardFunctions:
 
     def __init__(self, hook_context: HookContext) -> None:
         self._context = hook_context
-        self.aside = frozenset(_without_values())
+        self.aside = frozenset(_value_free_functions())
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._own: dict[str, Handler] = {
             "__set__": self._set,
@@ -451,7 +451,7 @@ def _is_gradient_of(param: Any, value: Any) -> bool:
     return type(value) is DTensor and isinstance(param, DTensor) and placements_of(value) == placements_of(param)
 
 
-def _without_values() -> Iterator[Any]:
+def _value_free_functions() -> Iterator[Any]:
     """Yield what is called of tensors without a need of their values."""
     for name, function in vars(torch).items():
         if name.startswith("is_") and name != "is_nonzero" and callable(function):
